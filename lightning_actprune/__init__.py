@@ -1,0 +1,38 @@
+"""Cut the GPU memory of training by pruning what backward keeps.
+
+Add two callbacks to a ``Trainer``::
+
+    trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, block_size=32), ActivationMemoryMonitor()])
+
+or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package initialises no CUDA.
+"""
+
+from lightning_actprune import functional as functional
+from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.conversion import (
+    ConversionReport,
+    ConvertedLayer,
+    SkippedLayer,
+    convert,
+    revert,
+)
+from lightning_actprune.nn import ActivationPrunedLinear
+from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActivationMemoryMonitor",
+    "ActivationPrunedLinear",
+    "ActivationPruning",
+    "ConstantSchedule",
+    "ConversionReport",
+    "ConvertedLayer",
+    "CubicSchedule",
+    "LinearSchedule",
+    "SkippedLayer",
+    "SparsitySchedule",
+    "convert",
+    "functional",
+    "revert",
+]

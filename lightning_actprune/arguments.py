@@ -1,0 +1,67 @@
+"""Checks of the arguments shared by every entry point.
+
+One function per argument. Each returns the value in its canonical type, or raises ``TypeError`` (wrong kind of value)
+or ``ValueError`` (right kind, not allowed) with a message that names the argument, the value, the allowed range and a
+fix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
+
+Scope = Literal["sample", "token"]
+
+
+def check_sparsity(value: Any, name: str = "sparsity") -> float:
+    """Return ``value`` as a float in [0, 1), the fraction of blocks to drop."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"`{name}` must be a number in [0, 1), got {value!r} of type {type(value).__name__}. "
+            "HINT: pass the fraction of blocks to drop, such as 0.6."
+        )
+    number = float(value)
+    if math.isnan(number) or not 0.0 <= number < 1.0:
+        raise ValueError(
+            f"`{name}` must be in [0, 1), got {value!r}. HINT: it is the fraction of blocks dropped, not a percentage; "
+            "0 keeps everything (the dense layer), 0.6 drops 60 %."
+        )
+    return number
+
+
+def check_block_size(value: Any) -> int:
+    """Return ``value`` as a positive int, the number of consecutive values in a block."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"`block_size` must be a positive int, got {value!r} of type {type(value).__name__}. "
+            "HINT: 32 is a good start; 16, 64 and 128 are the other usual choices."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`block_size` must be a positive int, got {value!r}. HINT: 32 is a good start; a block larger than a row "
+            "is cut to the row."
+        )
+    return int(value)
+
+
+def check_scope(value: Any) -> Scope:
+    """Return ``value`` if it names a scope within which blocks compete."""
+    if value not in get_args(Scope):
+        raise ValueError(
+            f'`scope` must be "sample" or "token", got {value!r}. HINT: "sample" lets all blocks of one sample compete '
+            '(the paper), "token" only those of one row, for very long sequences.'
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_patterns(value: Any, name: str) -> tuple[str, ...]:
+    """Return ``value`` as a tuple of glob patterns; a single string is one pattern."""
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) and p for p in patterns):
+        raise TypeError(
+            f"`{name}` must be a glob pattern or a list of them, got {value!r}. "
+            'HINT: patterns match fully qualified layer names, such as "blocks.*.fc1".'
+        )
+    return tuple(patterns)

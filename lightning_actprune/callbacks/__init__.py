@@ -1,0 +1,1 @@
+"""Lightning callbacks: the only part of the package that imports Lightning."""

@@ -1,0 +1,107 @@
+"""Pruned operators as functions, without modules.
+
+``linear`` computes exactly ``y = x W^T + b``; only what it keeps for the weight gradient is pruned (see ``ops.linear``
+for the maths, ``ops.geometry`` for the storage).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
+from lightning_actprune.ops.geometry import BlockGeometry, stored_view
+from lightning_actprune.ops.linear import PrunedLinearFunction
+from lightning_actprune.ops.packed import Packed
+
+__all__ = ["linear", "pack"]
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    sparsity: float,
+    block_size: int = 32,
+    scope: Scope = "sample",
+) -> Tensor:
+    """Apply a linear layer that keeps only the largest blocks of its input for backward.
+
+    Output, input gradient and bias gradient are exact. At ``sparsity=0``, in no-grad mode, or with a weight that needs
+    no gradient, this is ``F.linear`` and nothing is packed.
+
+    Args:
+        x: Input ``[..., in_features]``, floating point.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]`` or ``None``.
+        sparsity: Fraction of blocks dropped, in [0, 1).
+        block_size: Consecutive values in memory per block, positive; cut to the row if larger.
+        scope: ``"sample"``: the blocks of ``x[i]`` compete (of a row for 1-D and 2-D input); ``"token"``: those of a row.
+
+    Returns:
+        ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
+
+    Raises:
+        TypeError: If an argument has the wrong type, ``x`` is not floating point or a tensor is a DTensor.
+        ValueError: If an argument is out of range or ``x`` is sparse.
+
+    Example:
+        >>> import torch
+        >>> from lightning_actprune import functional
+        >>> x, w = torch.randn(8, 16, 64), torch.randn(32, 64, requires_grad=True)
+        >>> functional.linear(x, w, sparsity=0.5, block_size=16).shape
+        torch.Size([8, 16, 32])
+    """
+    sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
+    check_input(x, weight)
+    return linear_unchecked(x, weight, bias, sparsity, block_size, scope)
+
+
+def linear_unchecked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, block_size: int, scope: Scope
+) -> Tensor:
+    """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
+    if sparsity == 0.0 or not (torch.is_grad_enabled() and weight.requires_grad):
+        return F.linear(x, weight, bias)
+    y: Tensor = PrunedLinearFunction.apply(x, weight, bias, sparsity, block_size, scope)
+    return y
+
+
+def check_input(x: Tensor, weight: Tensor) -> None:
+    """Raise if a pruned operator cannot take ``x`` and ``weight``."""
+    if isinstance(x, DTensor) or isinstance(weight, DTensor):
+        raise TypeError(
+            "A pruned linear layer cannot take DTensors: choosing blocks on one shard is a different method. HINT: "
+            "exclude tensor-parallel layers from pruning (`exclude=[...]`)."
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
+    if not x.is_floating_point():
+        raise TypeError(
+            f"`x` must be a floating-point tensor (float16, bfloat16, float32 or float64), got {x.dtype}. "
+            "HINT: convert it, or leave the layer unpruned."
+        )
+
+
+def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sample") -> Packed:
+    """Return the packed form that a pruned layer keeps of ``x``, for inspection.
+
+    Args:
+        x: Floating tensor ``[..., features]``.
+        sparsity: Fraction of blocks dropped, in [0, 1).
+        block_size: Values per block, positive.
+        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
+
+    Raises:
+        TypeError: If an argument has the wrong type or ``x`` is not floating point.
+        ValueError: If an argument is out of range or ``x`` is sparse.
+    """
+    sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
+    check_input(x, x)
+    with torch.no_grad():
+        stored, _ = stored_view(x, scope)
+        geometry = BlockGeometry.of(*stored.shape, block_size, sparsity)
+        return Packed(*torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep), geometry)

@@ -1,0 +1,3 @@
+"""Drop-in modules."""
+
+from lightning_actprune.nn.linear import ActivationPrunedLinear as ActivationPrunedLinear

@@ -1,0 +1,72 @@
+"""``ActivationPrunedLinear``: ``nn.Linear`` that keeps only the largest blocks of its input for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
+from lightning_actprune.functional import check_input, linear_unchecked
+
+
+class ActivationPrunedLinear(nn.Linear):
+    """A linear layer with dense, exact forward and a block-pruned saved input.
+
+    Same parameters, ``state_dict`` and output as ``nn.Linear``; input and bias gradients are exact, the weight gradient
+    is computed from the kept blocks (arXiv:2311.16883). In no-grad mode, with a frozen weight or at ``sparsity=0`` it
+    is ``nn.Linear`` in every respect.
+
+    Args:
+        in_features: Size of each input row.
+        out_features: Size of each output row.
+        bias: Whether to add a learned bias.
+        sparsity: Fraction of blocks dropped, in [0, 1). May be assigned between steps.
+        block_size: Consecutive values per block, positive; a block larger than a row is cut to the row.
+        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
+
+    Raises:
+        TypeError: If a setting has the wrong type, or the input is not floating point or a DTensor.
+        ValueError: If a setting is out of range, or the input is sparse.
+
+    Example:
+        >>> import torch
+        >>> layer = ActivationPrunedLinear(64, 32, sparsity=0.5, block_size=16)
+        >>> layer(torch.randn(8, 10, 64)).shape
+        torch.Size([8, 10, 32])
+    """
+
+    sparsity: float
+    block_size: int
+    scope: Scope
+    owner: str | None = None
+    """Who converted the layer from ``nn.Linear``; ``None`` if it was built as it is."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sparsity: float,
+        block_size: int = 32,
+        scope: Scope = "sample",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.sparsity = check_sparsity(sparsity)
+        self.block_size = check_block_size(block_size)
+        self.scope = check_scope(scope)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x W^T + b``: ``[..., in_features] -> [..., out_features]``."""
+        check_input(x, self.weight)
+        return linear_unchecked(x, self.weight, self.bias, self.sparsity, self.block_size, self.scope)
+
+    def extra_repr(self) -> str:
+        """Show the pruning settings in the printed module."""
+        settings = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
+        return f"{super().extra_repr()}, {settings}"

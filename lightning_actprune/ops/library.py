@@ -1,0 +1,75 @@
+"""The operators ``torch.ops.actprune.*``: schema, shape function and implementation of each.
+
+======================  ==============================================================================================
+``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
+``unpack``              the pruned tensor ``[B, T, L]``, or ``[B, L, T]`` if ``transposed``
+``weight_grad``         ``grad_y [R, OUT]`` and a packed input -> weight gradient ``[OUT, IN]``
+======================  ==============================================================================================
+
+They are opaque to the compiler on purpose: a partitioner then saves what ``pack`` returns instead of the dense input,
+and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
+in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.ops import pack as _pack
+from lightning_actprune.ops import weight_grad as _weight_grad
+from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+
+_library = torch.library.Library("actprune", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_library.define(
+    "pack(Tensor x, int block_size, SymInt keep) -> (Tensor values, Tensor bitmap, Tensor offsets)", tags=_TAGS
+)
+_library.define(
+    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt batch, SymInt rows, SymInt length, "
+    "bool transposed) -> Tensor",
+    tags=_TAGS,
+)
+_library.define(
+    "weight_grad(Tensor grad_y, Tensor values, Tensor bitmap, Tensor offsets, SymInt batch, SymInt rows, "
+    "SymInt length, bool transposed, ScalarType dtype) -> Tensor",
+    tags=_TAGS,
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("pack", _pack.pack, _device)
+    _library.impl("unpack", _weight_grad.unpack, _device)
+    _library.impl("weight_grad", _weight_grad.weight_grad, _device)
+
+
+@torch.library.register_fake("actprune::pack", lib=_library)
+def _pack_fake(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    samples, rows, length = x.shape
+    total, columns = samples * rows, ceil_div(length, block_size)
+    return (
+        x.new_empty(samples * keep, block_size),
+        x.new_empty(columns, ceil_div(total, WORD_ROWS), dtype=torch.int32),
+        x.new_empty(columns * ceil_div(total, CHUNK_ROWS) + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("actprune::unpack", lib=_library)
+def _unpack_fake(
+    values: Tensor, bitmap: Tensor, offsets: Tensor, batch: int, rows: int, length: int, transposed: bool
+) -> Tensor:
+    return values.new_empty((batch, length, rows) if transposed else (batch, rows, length))
+
+
+@torch.library.register_fake("actprune::weight_grad", lib=_library)
+def _weight_grad_fake(
+    grad_y: Tensor,
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    batch: int,
+    rows: int,
+    length: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return grad_y.new_empty(grad_y.shape[1], rows if transposed else length, dtype=dtype)

@@ -1,0 +1,106 @@
+r"""Autograd of a linear layer whose saved input is block-pruned.
+
+With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned input::
+
+    y  = x W^T + b            exact, dense
+    dx = g W                  exact: needs no activation
+    db = sum_r g[r]           exact
+    dW = g^T x_hat            the only approximation
+
+Saved for backward: the packed input and the weight as it is, never ``x`` and never the autocast copy of the weight
+(one cast in backward is cheaper than keeping both). The weight gradient leaves its fp32 accumulator directly in the
+weight's dtype, so under autocast it is not rounded to 16 bits in between.
+
+Method: Barley & Fröning, "Less Memory Means Smaller GPUs: Backpropagation with Compressed Activations",
+arXiv:2311.16883.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from lightning_actprune.arguments import Scope
+from lightning_actprune.ops import library as library  # registers the operators
+from lightning_actprune.ops.geometry import BlockGeometry, stored_view
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which ``F.linear`` would compute, and save, ``x``: autocast's if it applies."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+class PrunedLinearFunction(torch.autograd.Function):
+    """``F.linear`` whose weight gradient comes from a block-pruned input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, block_size: int, scope: Scope
+    ) -> Tensor:
+        """Compute the exact output and pack the input."""
+        dtype = compute_dtype(x)
+        ctx.x_dtype = x.dtype
+        x = x.to(dtype)
+        y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        stored, ctx.transposed = stored_view(x, scope)
+        geometry = BlockGeometry.of(*stored.shape, block_size, sparsity)
+        packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
+        ctx.stored_shape = _stored_shape(x, ctx.transposed)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *packed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return exact input and bias gradients and the pruned weight gradient."""
+        grads = _backward(ctx, grad_y)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            grads = tuple(None if g is None else _RefuseSecondDerivative.apply(g, grad_y) for g in grads)
+        return (*grads, None, None, None)
+
+
+def _stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return ``[batch, rows, length]`` of the stored layout, whatever the scope in which blocks compete."""
+    features = x.shape[-1]
+    if not transposed:
+        return 1, x.numel() // max(features, 1), features
+    return x.shape[0], features, x.shape[1:-1].numel()
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    weight, values, bitmap, offsets = ctx.saved_tensors
+    with torch.no_grad():
+        flat = grad_y.reshape(-1, grad_y.shape[-1])
+        grad_x = grad_w = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_w = torch.ops.actprune.weight_grad(
+                flat, values, bitmap, offsets, *ctx.stored_shape, ctx.transposed, weight.dtype
+            )
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            grad_b = flat.sum(0, dtype=ctx.bias_dtype)
+    return grad_x, grad_w, grad_b
+
+
+class _RefuseSecondDerivative(torch.autograd.Function):
+    """Identity whose derivative is an error: the dropped blocks are gone, so a second derivative would be wrong."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grad: Tensor, grad_y: Tensor) -> Tensor:
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "Second derivatives through a linear layer with pruned activations are not defined: the dropped blocks "
+            "are no longer there. HINT: exclude the layer from pruning (`exclude=[...]`), or set its sparsity to 0, "
+            "where you need create_graph=True."
+        )

@@ -1,0 +1,29 @@
+"""Implementation of ``actprune::pack``: arguments checked, then kernels or reference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_actprune.ops import reference
+from lightning_actprune.ops.dispatch import choose_backend
+
+
+def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the ``keep`` largest blocks of each sample of ``x``.
+
+    Args:
+        x: Floating tensor ``[S, T, L]``; read in place if its last stride is 1.
+        block_size: Values per block, in [1, max(L, 1)].
+        keep: Blocks kept per sample, in [0, T * ceil(L / block_size)].
+
+    Returns:
+        ``values [S * keep, block_size]``, ``bitmap int32 [NB, ceil(S T / 32)]`` and
+        ``offsets int32 [NB * ceil(S T / 128) + 1]``.
+    """
+    if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
+        x = x.contiguous()
+    if x.numel() > 0 and keep > 0 and choose_backend(x) == "triton":
+        from lightning_actprune.kernels import pack as kernels
+
+        return kernels.pack(x, block_size, keep)
+    return reference.pack(x, block_size, keep)

@@ -1,0 +1,63 @@
+"""``Packed``: a pruned tensor as a value that can be inspected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.ops import library as library  # registers the operators
+from lightning_actprune.ops import reference
+from lightning_actprune.ops.geometry import BlockGeometry
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The kept blocks of a tensor and their positions.
+
+    Args:
+        values: Kept blocks, ``[samples * keep, block_size]``, ordered by column block, then row.
+        bitmap: One bit per block, int32 ``[NB, ceil(R / 32)]``.
+        offsets: Start of each run of 128 rows in ``values``, int32 ``[NB * ceil(R / 128) + 1]``.
+        geometry: Shape of the packed tensor and of its blocks.
+    """
+
+    values: Tensor
+    bitmap: Tensor
+    offsets: Tensor
+    geometry: BlockGeometry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything stored."""
+        return self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
+
+    def mask(self) -> Tensor:
+        """Return which blocks were kept, bool ``[R, NB]``."""
+        return reference.unpack_bits(self.bitmap, self.geometry.total_rows).t()
+
+    def unpack(self) -> Tensor:
+        """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
+        g = self.geometry
+        dense: Tensor = torch.ops.actprune.unpack(
+            self.values, self.bitmap, self.offsets, g.samples, g.rows, g.length, False
+        )
+        return dense
+
+    def to_bsr(self) -> Tensor:
+        """Return the pruned tensor as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
+
+        A row whose length is no multiple of ``b`` is filled up with zeros, as its last block is. Kept blocks stay
+        explicit even if all their values are zero.
+        """
+        g = self.geometry
+        mask = self.mask()
+        row_starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+        slots = torch.zeros(mask.t().shape, dtype=torch.long, device=mask.device)
+        slots[mask.t()] = torch.arange(g.kept_blocks, device=mask.device)
+        columns = mask.nonzero()[:, 1]
+        values = self.values[slots.t()[mask]].unsqueeze(1)
+        return torch.sparse_bsr_tensor(
+            row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size), check_invariants=True
+        )

@@ -1,0 +1,90 @@
+"""Implementation of ``actprune::unpack`` and ``actprune::weight_grad``.
+
+The weight gradient has two methods. ``gather`` multiplies the kept blocks directly with the matching rows of
+``grad_y``: operations fall with the density, but each kept block brings only ``b`` columns of reuse per gathered row.
+``unpack`` rebuilds the pruned tensor for the time of one matrix product of the vendor library; it costs the dense
+product plus one write of the tensor. A transposed layout (blocks along the reduced dimension) always unpacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.ops import reference
+from lightning_actprune.ops.cost import gather_is_faster
+from lightning_actprune.ops.dispatch import choose_backend
+
+Method = Literal["gather", "unpack"]
+
+_forced: Method | None = None
+
+
+@contextlib.contextmanager
+def force_method(method: Method | None) -> Iterator[None]:
+    """Compute weight gradients inside by ``method`` wherever it exists; ``None`` restores the cost model."""
+    global _forced
+    if method not in ("gather", "unpack", None):
+        raise ValueError(f'`method` must be "gather", "unpack" or None, got {method!r}.')
+    before, _forced = _forced, method
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Method:
+    """Return how the weight gradient of this packed input is computed."""
+    if transposed or values.shape[0] == 0 or choose_backend(values) == "reference":
+        return "unpack"
+    if _forced is not None:
+        return _forced
+    return "gather" if gather_is_faster(grad_y, values, length) else "unpack"
+
+
+def unpack(
+    values: Tensor, bitmap: Tensor, offsets: Tensor, batch: int, rows: int, length: int, transposed: bool
+) -> Tensor:
+    """Return the pruned tensor, contiguous: ``[batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
+    if values.shape[0] > 0 and choose_backend(values) == "triton":
+        from lightning_actprune.kernels import unpack as kernels
+
+        return kernels.unpack(values, bitmap, offsets, (batch, rows, length), transposed)
+    dense = reference.unpack(values, bitmap, batch * rows, length).reshape(batch, rows, length)
+    return dense.transpose(1, 2).contiguous() if transposed else dense.contiguous()
+
+
+def weight_grad(
+    grad_y: Tensor,
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    batch: int,
+    rows: int,
+    length: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``grad_y^T @ x_hat`` in ``dtype``.
+
+    Args:
+        grad_y: ``[R, OUT]``; ``R = batch * rows``, or ``batch * length`` if transposed.
+        values: Kept blocks ``[nnz, b]``.
+        bitmap: Positions ``[NB, W]``.
+        offsets: Starts of runs of rows in ``values``.
+        batch: First dimension of the stored tensor.
+        rows: Second dimension of the stored tensor.
+        length: Last dimension of the stored tensor.
+        transposed: Whether the stored tensor's rows, not its last dimension, are the features.
+        dtype: Type of the result; sums are in fp32 (fp64 for fp64).
+    """
+    if choose_method(grad_y, values, length, transposed) == "gather":
+        from lightning_actprune.kernels import weight_grad as kernels
+
+        return kernels.weight_grad(grad_y, values, bitmap, offsets, batch * rows, length, dtype)
+    dense = unpack(values, bitmap, offsets, batch, rows, length, transposed)
+    return (grad_y.t() @ dense.flatten(0, 1)).to(dtype)
