@@ -1,0 +1,68 @@
+"""Unpack: from kept blocks back to the dense tensor, zeros included, in one pass; and the list of kept rows.
+
+Each program handles 128 rows of one column block: it finds the kept blocks and their places from the bitmap and the
+offsets, and writes the whole tile. The target may be transposed: then the tile is turned on its way out, so that both
+the reads of ``values`` and the writes stay along memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_actprune.kernels.pack import kept_slots
+from lightning_actprune.ops.geometry import CHUNK_ROWS, ceil_div
+
+
+@triton.jit
+def unpack_kernel(
+    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_batch, stride_row, stride_value, total_rows, rows, length,
+    words, chunks, B: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ``CHUNK`` rows of one column block of the dense tensor."""
+    j = tl.program_id(1)
+    r, kept, slot = kept_slots(bitmap_ptr, offsets_ptr, tl.program_id(0), j, total_rows, words, chunks)
+    e = tl.arange(0, BLOCK)
+    block = (e < B)[None, :]
+    x = tl.load(values_ptr + slot.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
+    start = (r // rows).to(tl.int64) * stride_batch + (r % rows).to(tl.int64) * stride_row
+    column = j * B + e
+    inside = (r < total_rows)[:, None] & (column < length)[None, :] & block
+    tl.store(out_ptr + start[:, None] + column.to(tl.int64)[None, :] * stride_value, x, mask=inside)
+
+
+@triton.jit
+def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunks):
+    """Write the row number of every kept block, in the order of the stored values."""
+    r, kept, slot = kept_slots(
+        bitmap_ptr, offsets_ptr, tl.program_id(0), tl.program_id(1), total_rows, words, chunks
+    )  # fmt: skip
+    tl.store(rows_ptr + slot, r, mask=kept)
+
+
+def unpack(
+    values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], transposed: bool
+) -> Tensor:
+    """Return the pruned tensor of ``shape [batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
+    batch, rows, length = shape
+    out = values.new_empty((batch, length, rows) if transposed else shape)
+    stride_row, stride_value = (1, rows) if transposed else (length, 1)
+    block_size = values.shape[1]
+    chunks = ceil_div(batch * rows, CHUNK_ROWS)
+    unpack_kernel[(chunks, bitmap.shape[0])](
+        values, bitmap, offsets, out, rows * length, stride_row, stride_value, batch * rows, rows, length,
+        bitmap.shape[1], chunks, B=block_size, BLOCK=triton.next_power_of_2(block_size), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def kept_rows(bitmap: Tensor, offsets: Tensor, total_rows: int, kept_blocks: int) -> Tensor:
+    """Return the row number of every kept block, int32 ``[nnz]``, in the order of the stored values."""
+    rows = torch.empty(kept_blocks, dtype=torch.int32, device=bitmap.device)
+    chunks = ceil_div(total_rows, CHUNK_ROWS)
+    kept_rows_kernel[(chunks, bitmap.shape[0])](
+        bitmap, offsets, rows, total_rows, bitmap.shape[1], chunks, num_warps=4
+    )  # fmt: skip
+    return rows
