@@ -39,7 +39,7 @@ def linear(
         bias: ``[out_features]`` or ``None``.
         sparsity: Fraction of blocks dropped, in [0, 1).
         block_size: Consecutive values in memory per block, positive; cut to the row if larger.
-        scope: ``"sample"``: the blocks of ``x[i]`` compete (of a row for 1-D and 2-D input); ``"token"``: those of a row.
+        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -56,7 +56,6 @@ def linear(
         torch.Size([8, 16, 32])
     """
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-    check_input(x, weight)
     return linear_unchecked(x, weight, bias, sparsity, block_size, scope)
 
 
@@ -66,6 +65,7 @@ def linear_unchecked(
     """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
     if sparsity == 0.0 or not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(x, weight, bias)
+    check_input(x, weight)
     y: Tensor = PrunedLinearFunction.apply(x, weight, bias, sparsity, block_size, scope)
     return y
 
@@ -103,5 +103,6 @@ def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sa
     check_input(x, x)
     with torch.no_grad():
         stored, _ = stored_view(x, scope)
-        geometry = BlockGeometry.of(*stored.shape, block_size, sparsity)
-        return Packed(*torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep), geometry)
+        geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
+    return Packed(values, bitmap, offsets, geometry)

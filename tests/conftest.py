@@ -1,8 +1,9 @@
-"""Shared set-up: the Triton interpreter where there is no GPU, and fixed seeds."""
+"""Shared set-up: the Triton interpreter where there is no GPU, fixed seeds, and the backends to test."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,13 +12,27 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from lightning_actprune.ops.dispatch import force_backend
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def device() -> torch.device:
-    """The device that kernels run on here: the GPU, or the CPU through the interpreter."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.fixture(params=["cpu-reference", "cpu-triton", pytest.param("cuda-triton", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The device of a test, with operators forced to one backend: reference, or kernels interpreted or on the GPU."""
+    kind, backend = request.param.split("-")
+    if request.param == "cpu-triton" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU, which runs the kernels themselves")
+    with force_backend(backend):
+        yield torch.device(kind)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> torch.device:
+    """The device on which kernels are called directly: the CPU through the interpreter, or the GPU."""
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU, which runs the kernels themselves")
+    return torch.device(request.param)

@@ -8,8 +8,8 @@ Five launches, each with one job:
 4. ``scan_kernel``        exclusive sum of the counts: where each run of rows starts in the stored values;
 5. ``gather_kernel``      per 128 rows of one column: copies the kept blocks to their places.
 
-Samples matter only in step 2; the others see ``R = S * T`` rows. Bytes moved: ``x`` twice (the second time only its kept
-blocks, and often from L2), the values once, keys twice.
+Samples matter only in step 2; the others see ``R = S * T`` rows. Bytes moved: ``x`` twice (the second time only its
+kept blocks, and often from L2), the values once, keys twice.
 """
 
 from __future__ import annotations

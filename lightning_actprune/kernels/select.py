@@ -75,7 +75,7 @@ def select_kernel(
 
 @triton.jit
 def _next_digit(keys_ptr, blocks, prefix, need, SHIFT: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr):
-    """Extend ``prefix`` by the digit of the ``need``-th largest key that starts with it; reduce ``need`` by those above."""
+    """Extend ``prefix`` by the digit of the ``need``-th largest key that starts with it; ``need`` goes on from it."""
     digits = tl.arange(0, 256)
     histogram = tl.zeros([256], tl.int32)
     for start in range(0, blocks, PIECE):

@@ -42,9 +42,7 @@ def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunk
     tl.store(rows_ptr + slot, r, mask=kept)
 
 
-def unpack(
-    values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], transposed: bool
-) -> Tensor:
+def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
     """Return the pruned tensor of ``shape [batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
     batch, rows, length = shape
     out = values.new_empty((batch, length, rows) if transposed else shape)

@@ -36,6 +36,7 @@ class Config(NamedTuple):
     bk: int
     warps: int
     stages: int
+    values_first: bool
 
 
 @triton.jit
@@ -88,23 +89,44 @@ def weight_grad_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(o < outputs)[:, None] & inside[None, :])
 
 
+class Machine(NamedTuple):
+    """What the choice of a configuration needs to know about a device."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def machine(device: torch.device) -> Machine:
+    """Return the limits of ``device``; for the CPU's interpreter, small ones that exercise every path."""
+    if device.type != "cuda":
+        return Machine(4, 232448)
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
-def choose_config(block_size: int, outputs: int, itemsize: int) -> Config:
-    """Return tile sizes for a block size: static, from measurements on an H200 (see the benchmark notes)."""
+def choose_config(block_size: int, outputs: int, itemsize: int, shared_memory: int) -> Config:
+    """Return tile sizes for a block size, cut down until the pipeline's buffers fit into ``shared_memory`` bytes.
+
+    The starting points are measurements on an H200 (227 KiB of shared memory; see the benchmark notes).
+    """
+    block = max(16, triton.next_power_of_2(block_size))
     if itemsize == 4:
-        return Config(bm=64 if outputs <= 64 else 128, bk=16, warps=4, stages=3)
-    if block_size >= 64:
-        return Config(bm=128, bk=64, warps=4 if block_size == 64 else 8, stages=4)
-    return Config(bm=128 if outputs <= 128 else 256, bk=64, warps=8, stages=4)
+        config = Config(bm=64 if outputs <= 64 else 128, bk=16, warps=4, stages=3, values_first=block >= 64)
+    elif block >= 64:
+        config = Config(bm=128, bk=64, warps=4 if block == 64 else 8, stages=4, values_first=True)
+    else:
+        config = Config(bm=128 if outputs <= 128 else 256, bk=64, warps=8, stages=4, values_first=False)
+    while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.stages > 2:
+        config = config._replace(stages=config.stages - 1)
+    while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.bk > 16:
+        config = config._replace(bk=config.bk // 2)
+    return config
 
 
-def choose_split(tiles: int, kept_per_column: int, bk: int, device: torch.device) -> int:
+def choose_split(tiles: int, kept_per_column: int, bk: int, multiprocessors: int) -> int:
     """Return into how many parts the reduction is cut: enough to fill the GPU twice, each part four turns or more."""
-    wanted = ceil_div(2 * _multiprocessors(device), tiles)
+    wanted = ceil_div(2 * multiprocessors, tiles)
     return max(1, min(wanted, kept_per_column // (4 * bk), 16))
 
 
@@ -115,17 +137,34 @@ def weight_grad(
     if grad_y.stride(1) != 1:
         grad_y = grad_y.contiguous()
     outputs, (kept, block_size), columns = grad_y.shape[1], values.shape, bitmap.shape[0]
+    limits = machine(values.device)
+    config = choose_config(block_size, outputs, values.element_size(), limits.shared_memory)
+    tiles = columns * ceil_div(outputs, config.bm)
+    split = choose_split(tiles, kept // columns, config.bk, limits.multiprocessors)
     rows = kept_rows(bitmap, offsets, total_rows, kept)
-    config = choose_config(block_size, outputs, values.element_size())
-    grid = (columns, ceil_div(outputs, config.bm))
-    split = choose_split(grid[0] * grid[1], kept // columns, config.bk, values.device)
-    block = max(16, triton.next_power_of_2(block_size))
+    chunks = ceil_div(total_rows, CHUNK_ROWS)
+    return launch(grad_y, values, rows, (offsets, chunks), length, dtype, config, split)
+
+
+def launch(
+    grad_y: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    starts: tuple[Tensor, int],
+    length: int,
+    dtype: torch.dtype,
+    config: Config,
+    split: int,
+) -> Tensor:
+    """Run the kernel with given tile sizes; ``starts`` are the offsets and how many of them belong to one column."""
+    offsets, chunks = starts
+    outputs, block_size = grad_y.shape[1], values.shape[1]
     out = values.new_empty(split, outputs, length, dtype=torch.float32 if split > 1 else dtype)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # whose dot product is wrong in bf16
-    weight_grad_kernel[(*grid, split)](
-        grad_y, values, rows, offsets, out, grad_y.stride(0), outputs, length, ceil_div(total_rows, CHUNK_ROWS),
-        outputs * length, B=block_size, BLOCK=block, BM=config.bm, BK=config.bk, SPLIT=split,
-        VALUES_FIRST=block >= 64, UPCAST=interpreted, PRECISION=_precision(), num_warps=config.warps,
+    weight_grad_kernel[(ceil_div(length, block_size), ceil_div(outputs, config.bm), split)](
+        grad_y, values, rows, offsets, out, grad_y.stride(0), outputs, length, chunks, outputs * length,
+        B=block_size, BLOCK=max(16, triton.next_power_of_2(block_size)), BM=config.bm, BK=config.bk, SPLIT=split,
+        VALUES_FIRST=config.values_first, UPCAST=interpreted, PRECISION=_precision(), num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     return out[0] if split == 1 else out.sum(0).to(dtype)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
-from lightning_actprune.functional import check_input, linear_unchecked
+from lightning_actprune.functional import linear_unchecked
+
+
+@dataclass(frozen=True)
+class PruningSettings:
+    """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing."""
+
+    sparsity: float
+    block_size: int
+    scope: Scope
+    owner: str | None = None
 
 
 class ActivationPrunedLinear(nn.Linear):
@@ -38,11 +49,7 @@ class ActivationPrunedLinear(nn.Linear):
         torch.Size([8, 10, 32])
     """
 
-    sparsity: float
-    block_size: int
-    scope: Scope
-    owner: str | None = None
-    """Who converted the layer from ``nn.Linear``; ``None`` if it was built as it is."""
+    _pruning: PruningSettings
 
     def __init__(
         self,
@@ -57,14 +64,38 @@ class ActivationPrunedLinear(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.sparsity = check_sparsity(sparsity)
-        self.block_size = check_block_size(block_size)
-        self.scope = check_scope(scope)
+        self._pruning = PruningSettings(check_sparsity(sparsity), check_block_size(block_size), check_scope(scope))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x W^T + b``: ``[..., in_features] -> [..., out_features]``."""
-        check_input(x, self.weight)
-        return linear_unchecked(x, self.weight, self.bias, self.sparsity, self.block_size, self.scope)
+    @property
+    def sparsity(self) -> float:
+        """Fraction of blocks dropped, in [0, 1)."""
+        return self._pruning.sparsity
+
+    @sparsity.setter
+    def sparsity(self, value: float) -> None:
+        self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
+
+    @property
+    def block_size(self) -> int:
+        """Values per block."""
+        return self._pruning.block_size
+
+    @property
+    def scope(self) -> Scope:
+        """Within what blocks compete."""
+        return self._pruning.scope
+
+    @property
+    def owner(self) -> str | None:
+        """Who converted the layer from ``nn.Linear``; ``None`` if it was built as it is."""
+        return self._pruning.owner
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
+        settings = self._pruning
+        return linear_unchecked(
+            input, self.weight, self.bias, settings.sparsity, settings.block_size, settings.scope
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Show the pruning settings in the printed module."""

@@ -64,6 +64,12 @@ class BlockGeometry:
         block = max(1, min(block_size, length))
         return cls(samples, rows, length, block, keep_count(rows * ceil_div(length, block), sparsity))
 
+    @classmethod
+    def of_stored(cls, stored: Tensor, block_size: int, sparsity: float) -> BlockGeometry:
+        """Return the geometry of a tensor in its stored layout ``[samples, rows, length]``."""
+        samples, rows, length = stored.shape
+        return cls.of(samples, rows, length, block_size, sparsity)
+
     @property
     def total_rows(self) -> int:
         """Rows of all samples."""
@@ -137,4 +143,4 @@ def _innermost_contiguous(x: Tensor) -> bool:
 def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: Scope) -> BlockGeometry:
     """Return the geometry that packing ``x`` has; only its shape and strides are looked at."""
     meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), scope)
-    return BlockGeometry.of(*meta.shape, block_size, sparsity)
+    return BlockGeometry.of_stored(meta, block_size, sparsity)

@@ -36,10 +36,10 @@ _library.define(
     "SymInt length, bool transposed, ScalarType dtype) -> Tensor",
     tags=_TAGS,
 )
-for _device in ("CPU", "CUDA"):
-    _library.impl("pack", _pack.pack, _device)
-    _library.impl("unpack", _weight_grad.unpack, _device)
-    _library.impl("weight_grad", _weight_grad.weight_grad, _device)
+# One implementation for every device: it chooses between kernels and reference itself.
+_library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
+_library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
+_library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::pack", lib=_library)

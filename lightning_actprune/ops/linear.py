@@ -11,8 +11,8 @@ Saved for backward: the packed input and the weight as it is, never ``x`` and ne
 (one cast in backward is cheaper than keeping both). The weight gradient leaves its fp32 accumulator directly in the
 weight's dtype, so under autocast it is not rounded to 16 bits in between.
 
-Method: Barley & Fröning, "Less Memory Means Smaller GPUs: Backpropagation with Compressed Activations",
-arXiv:2311.16883.
+Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
+Pruning", arXiv:2311.16883.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_actprune.ops.geometry import BlockGeometry, stored_view
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which ``F.linear`` would compute, and save, ``x``: autocast's if it applies."""
     device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
@@ -50,7 +50,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         x = x.to(dtype)
         y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
         stored, ctx.transposed = stored_view(x, scope)
-        geometry = BlockGeometry.of(*stored.shape, block_size, sparsity)
+        geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
         packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype

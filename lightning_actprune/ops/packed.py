@@ -58,6 +58,7 @@ class Packed:
         slots[mask.t()] = torch.arange(g.kept_blocks, device=mask.device)
         columns = mask.nonzero()[:, 1]
         values = self.values[slots.t()[mask]].unsqueeze(1)
-        return torch.sparse_bsr_tensor(
-            row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size), check_invariants=True
-        )
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+            return torch.sparse_bsr_tensor(
+                row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size)
+            )

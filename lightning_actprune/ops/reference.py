@@ -1,7 +1,7 @@
 """Plain-PyTorch reference of every operator: the CPU path and the oracle of the kernels.
 
-Selection. With ``x`` of shape ``[S, T, L]`` and block ``n = t * NB + j`` holding ``x[i, t, j*b : (j+1)*b]``, the key of a
-block is its sum of squares ``q`` (fp32; fp64 for fp64 input). Ordering by ``q`` is ordering by L2 norm. A block with a
+Selection. With ``x`` of shape ``[S, T, L]`` and block ``n = t * NB + j`` holding ``x[i, t, j*b : (j+1)*b]``, the key of
+a block is its sum of squares ``q`` in fp32 (fp64 for fp64 input). Order by ``q`` is order by L2 norm. A block with a
 NaN or Inf gets the largest key, a finite block whose ``q`` overflows the next largest. Of each sample the ``k`` blocks
 with the largest keys are kept, equal keys in order of ``n``.
 
@@ -30,7 +30,7 @@ def block_keys(blocks: Tensor) -> Tensor:
 
 
 def keep_mask(keys: Tensor, keep: int) -> Tensor:
-    """Return which entries are the ``keep`` largest of their row, ties to the lowest index: ``[S, N] -> bool [S, N]``."""
+    """Return which entries are the ``keep`` largest of their row, ties to the lowest index: bool ``[S, N]``."""
     order = keys.sort(dim=1, descending=True, stable=True).indices
     return torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order[:, :keep], True)
 
@@ -65,7 +65,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 def unpack_bits(bitmap: Tensor, rows: int) -> Tensor:
     """Undo ``pack_bits``: ``[NB, W] -> bool [NB, rows]``."""
     bits = (bitmap.unsqueeze(-1) >> torch.arange(WORD_ROWS, device=bitmap.device, dtype=torch.int32)) & 1
-    return bits.reshape(bitmap.shape[0], -1)[:, :rows].bool()
+    return bits.flatten(1)[:, :rows].bool()
 
 
 def chunk_offsets(mask: Tensor) -> Tensor:
@@ -81,4 +81,4 @@ def unpack(values: Tensor, bitmap: Tensor, rows: int, length: int) -> Tensor:
     mask = unpack_bits(bitmap, rows)
     blocks = values.new_zeros(*mask.shape, values.shape[1])
     blocks[mask] = values
-    return blocks.transpose(0, 1).reshape(rows, -1)[:, :length]
+    return blocks.transpose(0, 1).flatten(1)[:, :length]

@@ -28,7 +28,10 @@ POINTERS = {
 ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
 
 
-def specimens() -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+
+
+def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
     """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
     keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
     found = [
@@ -46,9 +49,9 @@ def specimens() -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
         found.append(("gather", pack.gather_kernel, block, value, {"num_warps": 4}))
         found.append(("unpack", unpack.unpack_kernel, block, value, {"num_warps": 4}))
         for size in (16, 32, 64, 128):
-            config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2)
+            config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
             sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk, "SPLIT": 2}
-            modes = {"VALUES_FIRST": size >= 64, "UPCAST": False, "PRECISION": "ieee"}
+            modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
             options = {"num_warps": config.warps, "num_stages": config.stages}
             found.append((f"weight_grad_b{size}", weight_grad.weight_grad_kernel, {**sizes, **modes}, value, options))
     return found
@@ -98,6 +101,6 @@ def features(ptx: str) -> dict[str, int]:
 
 if __name__ == "__main__":
     for target in map(int, sys.argv[1:]):
-        for label, kernel, constants, value, options in specimens():
+        for label, kernel, constants, value, options in specimens(target):
             record = compile_kernel(kernel, constants, value, options, target)
             print(json.dumps({"kernel": label, "value": value, "target": target, **record}), flush=True)

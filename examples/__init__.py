@@ -1,0 +1,1 @@
+"""Runnable examples: training scripts, YAML configurations, models and benchmarks."""

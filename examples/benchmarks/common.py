@@ -1,0 +1,39 @@
+"""What every benchmark shares: the facts a record states, and how records are written."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).with_name("results")
+MIB = 2**20
+
+
+def environment() -> dict[str, Any]:
+    """Return hardware, versions and command: part of every record."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "command": command()}
+
+
+def command() -> str:
+    """Return the command line, with files outside the repository reduced to their names."""
+    parts = [part if not Path(part).is_absolute() else Path(part).name for part in sys.argv[1:]]
+    script = Path(sys.argv[0]).resolve().relative_to(RESULTS.parents[2])
+    return shlex.join(["python", str(script), *parts])
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write ``records`` as a JSON list with one record per line, so that changes are readable in a diff."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(record) for record in records)
+    path.write_text(f"[\n{lines}\n]\n")

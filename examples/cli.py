@@ -1,0 +1,39 @@
+"""The same training from YAML files and command-line options, through LightningCLI.
+
+    python examples/cli.py fit --config examples/configs/digits.yaml
+    python examples/cli.py fit --config examples/configs/digits.yaml --trainer.max_epochs 5 --model.lr 0.003
+    python examples/cli.py test --config examples/configs/digits.yaml --ckpt_path PATH
+
+The callbacks are listed in the YAML file by class path. Image size, channels and number of classes of the model follow
+the data set.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.classifier import ImageClassifier
+from examples.data import ImageData
+
+
+class ExampleCLI(LightningCLI):
+    """LightningCLI whose model takes the shape of its input and output from the data set."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Link the arguments of the model to the attributes of the data set."""
+        for name in ("image_size", "channels", "num_classes"):
+            parser.link_arguments(f"data.{name}", f"model.{name}", apply_on="instantiate")
+
+
+def main(args: ArgsType = None) -> None:
+    """Run the command line, or `args` in its place."""
+    ExampleCLI(ImageClassifier, ImageData, seed_everything_default=0, args=args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Show tables beside Lightning's progress bars without breaking them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from rich import get_console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_actprune.conversion import ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.ops.geometry import BlockGeometry
+
+MAX_ROWS = 40
+"""Rows of a table that are shown before the rest is summed up in one."""
+MIB = 2**20
+_TYPICAL_ROWS = 4096
+"""Rows of an input for which the expected saving is stated; it barely depends on their number."""
+
+
+@rank_zero_only
+def show(trainer: pl.Trainer, content: RenderableType) -> None:
+    """Print ``content`` on rank zero by the way that suits the progress bar in use."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar):
+        # Unlike the bar's own `print`, this also works while no bar is active.
+        tqdm.write(as_text(content))
+    elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
+        get_console().print(content)  # the console that Lightning's bar draws on; a second one would garble it
+    else:
+        rank_zero_info(as_text(content))
+
+
+def _has(trainer: pl.Trainer, kind: type[pl.Callback]) -> bool:
+    return any(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def as_text(content: RenderableType) -> str:
+    """Return ``content`` as plain text."""
+    console = Console(file=io.StringIO(), width=120)
+    with console.capture() as capture:
+        console.print(content)
+    return capture.get().rstrip()
+
+
+def mib(nbytes: float) -> str:
+    """Return ``nbytes`` in MiB with two decimals."""
+    return f"{nbytes / MIB:.2f}"
+
+
+def percent(fraction: float) -> str:
+    """Return ``fraction`` in percent with one decimal."""
+    return f"{100 * fraction:.1f} %"
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table whose columns after the first are right-aligned unless their name ends in a blank."""
+    made = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        made.add_column(column.strip(), justify="left" if number == 0 or column.endswith(" ") else "right")
+    return made
+
+
+def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the rows to show and the rest, which a single row sums up; never a rest of one."""
+    cut = len(rows) if len(rows) <= MAX_ROWS + 1 else MAX_ROWS
+    return rows[:cut], rows[cut:]
+
+
+def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
+    """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
+    saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]
+    lowest, highest = percent(min(saved)), percent(max(saved))
+    span = lowest if lowest == highest else f"{lowest} to {highest}"
+    text = (
+        f"Activation pruning: {len(report.converted)} linear layers converted, {len(report.skipped)} skipped. At "
+        f"sparsity {sparsity:g} each keeps {span} less of its input for backward."
+    )
+    parts: list[RenderableType] = [text, _converted_table(report.converted, saved)]
+    if report.skipped:
+        parts.append(_skipped_table(report.skipped))
+    return Group(*parts)
+
+
+def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
+    shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
+    geometry = BlockGeometry.of(*shape, layer.in_features, layer.block_size, sparsity)
+    return 1 - geometry.stored_bytes(value_bytes) / geometry.dense_bytes(value_bytes)
+
+
+def _converted_table(layers: Sequence[ConvertedLayer], saved: Sequence[float]) -> Table:
+    made = table("Pruned layers", "Layer", "In", "Out", "Block", "Saved of input")
+    shown, rest = shortened(layers)
+    for layer, fraction in zip(shown, saved, strict=False):
+        block = min(layer.block_size, layer.in_features)
+        made.add_row(layer.fqn, str(layer.in_features), str(layer.out_features), str(block), percent(fraction))
+    if rest:
+        made.add_row(f"... and {len(rest)} more")
+    return made
+
+
+def _skipped_table(layers: Sequence[SkippedLayer]) -> Table:
+    made = table("Skipped layers", "Layer", "Class ", "Reason ")
+    shown, rest = shortened(layers)
+    for layer in shown:
+        made.add_row(layer.fqn, layer.kind, layer.reason)
+    if rest:
+        made.add_row(f"... and {len(rest)} more")
+    return made

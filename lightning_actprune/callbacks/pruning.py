@@ -1,0 +1,289 @@
+"""``ActivationPruning``: convert the linear layers of a LightningModule for the time of a fit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_actprune.arguments import Scope, check_sparsity
+from lightning_actprune.callbacks.display import conversion_summary, show
+from lightning_actprune.conversion import (
+    MIN_FEATURES,
+    ConversionOptions,
+    ConversionReport,
+    ConvertedLayer,
+    LayerClaimedError,
+    SkippedLayer,
+    check_conversion,
+    convert_layers,
+    linear_layers,
+    new_owner,
+    revert,
+)
+from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
+
+_REPLACED = "_actprune_replaced"
+"""Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
+
+
+class ActivationPruning(pl.Callback):
+    """Cut training memory by keeping only the largest blocks of every linear layer's input for backward.
+
+    Forward, input gradients and bias gradients stay exact; the weight gradient is computed from the kept blocks
+    (arXiv:2311.16883). Layers are converted in place when a fit begins and turned back when it ends, also after an
+    exception. Validation, test, prediction and checkpoints are those of the plain model: no key is added, and the
+    package is not needed to load one.
+
+    The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a resumed run continues it. Layers
+    made in ``LightningModule.setup`` of a module without ``configure_model`` are converted after the tuners have run,
+    which therefore measure them dense.
+
+    Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
+
+    Args:
+        sparsity: Fraction of blocks dropped, in [0, 1). Not used if there is a ``schedule``.
+        block_size: Consecutive values in memory per block, positive; cut to the row if larger.
+        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
+        include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
+        exclude: Glob patterns on fully qualified layer names; a layer must match none.
+        min_features: Layers with fewer input features stay dense.
+        schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
+        total_steps: Optimizer steps at which the schedule's progress is 1; by default what the Trainer estimates.
+        verbose: Whether to print the converted and the skipped layers when the fit begins.
+
+    Raises:
+        MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
+            pattern matches no linear layer, a layer is claimed twice, the precision plugin replaces linear layers, or
+            the length of the training is needed and unknown.
+
+    .. note:: Saved state is keyed by ``include`` and ``exclude``: these make instances distinct in a checkpoint.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, exclude=["head"])], logger=False)
+    """
+
+    def __init__(
+        self,
+        sparsity: float = 0.6,
+        block_size: int = 32,
+        *,
+        scope: Scope = "sample",
+        include: Sequence[str] | str = "*",
+        exclude: Sequence[str] | str = (),
+        min_features: int = MIN_FEATURES,
+        schedule: SparsitySchedule | None = None,
+        total_steps: int | None = None,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        self.sparsity = sparsity
+        self.block_size = block_size
+        self.scope = scope
+        self.include = include
+        self.exclude = exclude
+        self.min_features = min_features
+        self.schedule = schedule
+        self.total_steps = total_steps
+        self.verbose = verbose
+        self._options = self._checked_options()
+        patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
+        self._owner = new_owner(f"ActivationPruning({patterns})")
+        self._report = ConversionReport()
+        self._layers: list[ActivationPrunedLinear] = []
+        self._horizon: float | None = None
+        self._restored: dict[str, Any] | None = None
+
+    @property
+    def converted(self) -> list[ConvertedLayer]:
+        """Layers converted in the current or the last fit."""
+        return self._report.converted
+
+    @property
+    def skipped(self) -> list[SkippedLayer]:
+        """Linear layers left as they are in the current or the last fit, with the reason."""
+        return self._report.skipped
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(include=list(self._options.include), exclude=list(self._options.exclude))
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _check_precision(trainer)
+            self._restored = None
+            self._convert(pl_module)
+            if is_overridden("configure_model", pl_module):
+                _call_after_configure_model(pl_module, self._convert)
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._convert(pl_module)  # layers made in LightningModule.setup
+        self._check_conversion(pl_module)
+        if self.verbose:
+            value_bytes = 2 if "16" in str(trainer.precision) else 4
+            show(trainer, conversion_summary(self._report, self._sparsity_at(1.0), value_bytes))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._horizon = self._find_horizon(trainer)
+        self._warn_of_changes()
+        self._follow_schedule(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._follow_schedule(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release(pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release(pl_module)  # Lightning calls no `teardown` after an exception
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sparsity": self._options.sparsity if self.schedule is None else repr(self.schedule),
+            "block_size": self._options.block_size,
+            "scope": self._options.scope,
+            "total_steps": self.total_steps,
+            "layers": [layer.fqn for layer in self.converted],
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict  # compared when training starts: not all layers may exist yet
+
+    def _checked_options(self) -> ConversionOptions:
+        if self.schedule is not None and not isinstance(self.schedule, SparsitySchedule):
+            raise MisconfigurationException(
+                f"`schedule` must be a SparsitySchedule or None, got {self.schedule!r}. HINT: use LinearSchedule or "
+                "CubicSchedule, or subclass SparsitySchedule."
+            )
+        steps = self.total_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise MisconfigurationException(
+                f"`total_steps` must be a positive int or None, got {steps!r}. HINT: it is the number of optimizer "
+                "steps of the whole training; None asks the Trainer."
+            )
+        patterns = self.include, self.exclude
+        try:
+            sparsity = check_sparsity(self.sparsity) if self.schedule is None else self._sparsity_at(0.0)
+            return ConversionOptions(sparsity, self.block_size, self.scope, *patterns, self.min_features)
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _convert(self, pl_module: pl.LightningModule) -> None:
+        try:
+            self._report = convert_layers(pl_module, self._options, self._owner)
+        except LayerClaimedError as error:
+            raise MisconfigurationException(str(error)) from error
+        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, ActivationPrunedLinear)]
+        self._layers = [layer for layer in layers if layer.owner == self._owner]
+
+    def _check_conversion(self, pl_module: pl.LightningModule) -> None:
+        try:
+            check_conversion(pl_module, self._report, self._options)
+        except ValueError as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _release(self, pl_module: pl.LightningModule | None) -> None:
+        self._layers = []
+        self._horizon = None
+        if pl_module is not None:  # None if the fit failed before it had a module
+            _restore_configure_model(pl_module)
+            revert(pl_module, self._owner)
+
+    def _find_horizon(self, trainer: pl.Trainer) -> float | None:
+        """Return the optimizer steps at which progress is 1, ``None`` if the sparsity does not depend on it."""
+        if self.schedule is None or isinstance(self.schedule, ConstantSchedule):
+            return None
+        steps = self.total_steps or trainer.estimated_stepping_batches
+        if math.isinf(steps) or steps < 0:
+            raise MisconfigurationException(
+                f"{self.schedule!r} needs the length of the training, which the Trainer does not know "
+                f"(estimated_stepping_batches={steps}). HINT: set `ActivationPruning(total_steps=...)`, or `max_steps` "
+                "of the Trainer."
+            )
+        return max(steps, 1)
+
+    def _follow_schedule(self, trainer: pl.Trainer) -> None:
+        """Give the layers the sparsity that belongs to ``trainer.global_step``."""
+        if self.schedule is None:
+            return
+        sparsity = self._sparsity_at(min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0)
+        for layer in self._layers:
+            if layer.sparsity != sparsity:
+                layer.sparsity = sparsity
+
+    def _sparsity_at(self, progress: float) -> float:
+        if self.schedule is None:
+            return self._options.sparsity
+        try:
+            return check_sparsity(self.schedule(progress), f"{self.schedule!r}({progress:g})")
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(str(error)) from error
+
+    def _warn_of_changes(self) -> None:
+        """Warn if the checkpoint that the run continues was made with other settings; the new ones are used."""
+        then, now = self._restored or {}, self.state_dict()
+        self._restored = None
+        changes = [
+            f"{name}: {then[name]!r} -> {now[name]!r}" for name in now if name in then and then[name] != now[name]
+        ]
+        if changes:
+            rank_zero_warn(
+                f"{self._owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
+                "with the new ones. HINT: give the callback its old arguments if this is not intended."
+            )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+        raise MisconfigurationException(
+            f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces the linear layers by its own. "
+            'HINT: use another `precision`, such as "bf16-mixed".'
+        )
+
+
+def _call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
+    """Let the next ``pl_module.configure_model()`` end with ``action``; later ones are the user's own again.
+
+    No hook runs between ``configure_model`` and the tuners, and calling it early would leave the strategy's context.
+    """
+    original = pl_module.configure_model
+
+    @functools.wraps(original)
+    def configure_model() -> None:
+        _restore_configure_model(pl_module)
+        original()
+        action(pl_module)
+
+    vars(configure_model)[_REPLACED] = vars(pl_module).get("configure_model")
+    vars(pl_module)["configure_model"] = configure_model
+
+
+def _restore_configure_model(pl_module: pl.LightningModule) -> None:
+    """Undo every ``_call_after_configure_model``."""
+    attributes = vars(pl_module)
+    while _REPLACED in getattr(attributes.get("configure_model"), "__dict__", {}):
+        replaced = vars(attributes.pop("configure_model"))[_REPLACED]
+        if replaced is not None:
+            attributes["configure_model"] = replaced

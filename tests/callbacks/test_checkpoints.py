@@ -1,0 +1,166 @@
+"""Checkpoints are the plain model's; a resumed run continues the schedule."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, CubicSchedule, LinearSchedule
+from tests.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
+
+EPOCHS = 2
+
+
+def saving(path: Path, *callbacks: pl.Callback, **options) -> pl.Trainer:
+    save = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1, **options)
+    return trainer(save, *callbacks, enable_checkpointing=True, max_epochs=EPOCHS, default_root_dir=path)
+
+
+def watched(make=Net) -> Net:
+    model = make()
+    model.watch = lambda m: (m.trainer.global_step, *sparsities(m))
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list]:
+    """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
+    path = tmp_path_factory.mktemp("run")
+    model = watched()
+    saving(path, ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()).fit(model)
+    return path, model.seen
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
+def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
+    path, uninterrupted = run
+    model = watched(make)
+    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()
+    trainer(*callbacks, max_epochs=EPOCHS).fit(model, ckpt_path=path / f"step={step}.ckpt")
+    assert model.seen == uninterrupted[step:]
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_other_settings_are_used_and_reported_once(run):
+    path, _ = run
+    model = watched()
+    callback = ActivationPruning(schedule=LinearSchedule(end=0.5), block_size=16)
+    made = trainer(callback, max_epochs=EPOCHS)
+    with pytest.warns(
+        UserWarning, match=r"other settings \(sparsity: 'CubicSchedule.*block_size: 32 -> 16\)"
+    ) as caught:
+        made.fit(model, ckpt_path=path / "step=6.ckpt")
+    assert len([w for w in caught if "other settings" in str(w.message)]) == 1
+    assert [s for _, s, *_ in model.seen] == [0.5 * 6 / 8, 0.5 * 7 / 8]
+
+
+def test_a_changed_model_is_reported(run):
+    path, _ = run
+    callback = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1), min_features=128)
+    with pytest.warns(UserWarning, match=r"layers: \['body.0', 'body.2', 'head'\] -> \['body.2'\]"):
+        trainer(callback, max_epochs=EPOCHS).fit(Net(), ckpt_path=path / "step=6.ckpt")
+
+
+def test_a_checkpoint_read_by_another_stage_says_nothing_to_the_next_fit(run, recwarn):
+    path, _ = run
+    made, model = trainer(ActivationPruning(sparsity=0.5)), Net()
+    made.validate(model, ckpt_path=path / "step=6.ckpt")
+    assert_plain(model)
+    made.fit(model)
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_resume_without_the_callback_and_with_it_for_the_first_time(run, tmp_path):
+    path, _ = run
+    model = Net()
+    with pytest.warns(UserWarning, match="Please add the following callbacks"):
+        trainer(max_epochs=EPOCHS).fit(model, ckpt_path=path / "step=6.ckpt")
+    assert model.seen == [["Linear"] * 3] * 2
+    saving(tmp_path).fit(Net())
+    model = watched()
+    trainer(ActivationPruning(sparsity=0.5), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
+    assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
+
+
+def test_weights_only_checkpoints_resume_from_the_start_of_the_schedule(tmp_path):
+    schedule = LinearSchedule(end=0.8)
+    saving(tmp_path, ActivationPruning(schedule=schedule), save_weights_only=True).fit(Net())
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    assert "callbacks" not in saved
+    model = Net()
+    model.load_state_dict(saved["state_dict"])
+    trainer(ActivationPruning(schedule=schedule)).validate(model, ckpt_path=tmp_path / "step=6.ckpt")
+    assert_plain(model)
+
+
+def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
+    path, _ = run
+    saving(tmp_path).fit(Net())
+    ours = torch.load(path / "step=6.ckpt", weights_only=True)
+    plain = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    assert list(ours) == list(plain)
+    assert list(ours["state_dict"]) == list(plain["state_dict"]) == list(PlainNet().state_dict())
+    [key] = ours["callbacks"].keys() - {k for k in ours["callbacks"] if "ModelCheckpoint" in k}
+    assert key == "ActivationPruning{'include': ['*'], 'exclude': []}"
+    state = ours["callbacks"][key]
+    assert state == {
+        "sparsity": "CubicSchedule(end=0.8, start=0.1, warmup=0.0, until=1.0)",
+        "block_size": 32,
+        "scope": "sample",
+        "total_steps": None,
+        "layers": ["body.0", "body.2", "head"],
+    }
+
+
+def test_a_checkpoint_loads_where_the_package_is_missing(run):
+    path, _ = run
+    script = f"""
+import sys
+sys.modules["lightning_actprune"] = None  # importing it is an error
+import torch
+from torch import nn
+saved = torch.load({str(path / "step=6.ckpt")!r}, weights_only=True)
+model = nn.Module()
+model.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.GELU())
+model.head = nn.Linear(64, 4)
+print(model.load_state_dict(saved["state_dict"]))
+full = torch.load({str(path / "step=6.ckpt")!r}, weights_only=False)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "All keys matched" in done.stdout
+
+
+def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
+    def key(**arguments) -> str:
+        return ActivationPruning(**arguments).state_key
+
+    assert key(sparsity=0.5, block_size=16) == key(include=["*"], schedule=LinearSchedule(0.5))
+    assert len({key(), key(include="a.*"), key(exclude="a.*"), key(exclude=["a.*", "b.*"])}) == 4
+    with pytest.raises(RuntimeError, match="state_key"):
+        trainer(ActivationPruning(), ActivationPruning())
+
+
+def test_two_instances_find_their_own_state(tmp_path, recwarn):
+    def callbacks() -> tuple[pl.Callback, ...]:
+        return ActivationPruning(0.2, include="body.*"), ActivationPruning(0.7, exclude="body.*")
+
+    saving(tmp_path, *callbacks()).fit(Net())
+    model = watched()
+    trainer(*callbacks(), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
+    assert model.seen == [(6, 0.2, 0.2, 0.7), (7, 0.2, 0.2, 0.7)]
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_the_module_loads_from_a_checkpoint_as_usual(run):
+    path, _ = run
+    model = Net.load_from_checkpoint(path / "step=6.ckpt", map_location="cpu")
+    assert_plain(model)
+    assert BATCHES * EPOCHS == 8

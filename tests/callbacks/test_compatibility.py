@@ -1,0 +1,168 @@
+"""With other callbacks, precisions, strategies and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, CubicSchedule, LinearSchedule
+from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+
+PRUNED = ["ActivationPrunedLinear"] * 3
+
+
+# SWA copies the model in `setup`, so it must come after us if configure_model makes the layers: theirs, not ours.
+@pytest.mark.parametrize(("make", "ours_first"), [(Net, True), (Net, False), (ConfiguredNet, True)])
+def test_stochastic_weight_averaging(make, ours_first: bool):
+    model = make()
+    ours, swa = ActivationPruning(sparsity=0.5), StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    callbacks = (ours, swa) if ours_first else (swa, ours)
+    trainer(*callbacks, max_epochs=3).fit(model)
+    assert model.seen == [PRUNED] * 3 * BATCHES
+    assert_plain(model)
+
+
+@pytest.mark.skipif(not hasattr(pl_callbacks, "WeightAveraging"), reason="this Lightning has no WeightAveraging")
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+def test_weight_averaging(make, ours_first: bool):
+    model = make()
+    ours, ema = ActivationPruning(sparsity=0.5), pl_callbacks.EMAWeightAveraging(decay=0.9)
+    trainer(*((ours, ema) if ours_first else (ema, ours)), max_epochs=2).fit(model)
+    assert model.seen == [PRUNED] * 2 * BATCHES
+    assert_plain(model)
+    assert "configure_model" not in vars(model)
+
+
+@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+def test_learning_rate_finder_sees_pruned_layers(make, tmp_path, recwarn):
+    model = make()
+    finder = LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2)
+    callbacks = ActivationPruning(schedule=LinearSchedule(end=0.5)), ActivationMemoryMonitor(measure_batch=1), finder
+    trainer(*callbacks, max_epochs=2, default_root_dir=tmp_path).fit(model)
+    assert len(model.seen) > 2 * BATCHES
+    assert set(map(tuple, model.seen)) == {tuple(PRUNED)}
+    assert_plain(model)
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+def test_batch_size_finder_sees_pruned_layers(make, tmp_path):
+    model = make()
+    finder = BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=2)
+    trainer(ActivationPruning(sparsity=0.5), finder, default_root_dir=tmp_path).fit(model)
+    assert model.batch_size > 2
+    assert set(map(tuple, model.seen)) == {tuple(PRUNED)}
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(precision: str):
+    model, monitor = Net(), ActivationMemoryMonitor(measure_batch=0)
+    trainer(ActivationPruning(sparsity=0.5), monitor, precision=precision).fit(model)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    itemsize = 8 if precision == "64-true" else 2
+    assert {row.fqn: row.dense_bytes for row in monitor.report.rows}["body.2"] == 4 * 8 * 128 * itemsize
+    assert monitor.report.stored_bytes == sum(row.accounted_bytes for row in monitor.report.rows)
+    assert_plain(model)
+
+
+def test_two_processes(tmp_path):
+    model = ConfiguredNet(batch_size=2)
+    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8)), ActivationMemoryMonitor()
+    made = trainer(*callbacks, strategy="ddp_spawn", devices=2, num_sanity_val_steps=0, default_root_dir=tmp_path)
+    made.fit(model)
+    assert 0 < made.callback_metrics["actprune/saved_mib"] < made.callback_metrics["actprune/dense_mib"]
+    assert_plain(model)
+
+
+def test_a_compiled_module():
+    model = Net()
+    monitor = ActivationMemoryMonitor(measure_batch=2)
+    trainer(ActivationPruning(sparsity=0.5), monitor).fit(torch.compile(model, backend="eager"))
+    assert model.seen == [PRUNED] * BATCHES
+    assert monitor.report.total_bytes > 0
+    assert_plain(model)
+
+
+CONFIG = """
+model:
+  lr: 0.02
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: lightning_actprune.ActivationPruning
+      init_args:
+        block_size: 16
+        exclude: [head]
+        schedule:
+          class_path: lightning_actprune.CubicSchedule
+          init_args:
+            end: 0.8
+            warmup: 0.25
+    - class_path: lightning_actprune.ActivationMemoryMonitor
+      init_args:
+        measure_batch: 1
+"""
+
+
+def cli(*arguments: str) -> LightningCLI:
+    return LightningCLI(Net, args=list(arguments), run=False, save_config_callback=None, seed_everything_default=0)
+
+
+def ours(trainer: pl.Trainer) -> list[pl.Callback]:
+    kinds = ActivationPruning, ActivationMemoryMonitor
+    return [callback for callback in trainer.callbacks if isinstance(callback, kinds)]
+
+
+def test_config_file_and_its_round_trip(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    first = cli("--config", str(path))
+    path.write_text(first.parser.dump(first.config, skip_none=False))
+    second = cli("--config", str(path))
+    for made in first, second:
+        pruning, monitor = ours(made.trainer)
+        assert (pruning.sparsity, pruning.block_size, pruning.exclude) == (0.6, 16, ["head"])
+        assert repr(pruning.schedule) == repr(CubicSchedule(end=0.8, warmup=0.25))
+        assert monitor.measure_batch == 1
+    saved = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]
+    assert saved["class_path"].endswith(".ActivationPruning")
+    assert saved["init_args"]["include"] == "*"
+    second.trainer.fit(second.model)
+    assert second.trainer.callback_metrics["actprune/dense_mib"] > 0
+    assert_plain(second.model)
+
+
+def test_short_names_on_the_command_line():
+    made = cli(
+        "--trainer.accelerator=cpu",
+        "--trainer.logger=false",
+        "--trainer.callbacks+=ActivationPruning",
+        "--trainer.callbacks.sparsity=0.3",
+        "--trainer.callbacks.include=[body.*,head]",
+        "--trainer.callbacks.schedule=LinearSchedule",
+        "--trainer.callbacks.schedule.end=0.7",
+        "--trainer.callbacks+=ActivationMemoryMonitor",
+        "--trainer.callbacks.verbose=false",
+    )
+    pruning, monitor = ours(made.trainer)
+    assert (pruning.sparsity, pruning.include, pruning.schedule.end) == (0.3, ["body.*", "head"], 0.7)
+    assert monitor.verbose is False
+
+
+def test_a_wrong_argument_on_the_command_line_is_named(capsys):
+    with pytest.raises(SystemExit):
+        cli("--trainer.callbacks+=ActivationPruning", "--trainer.callbacks.sparsty=0.3")
+    assert "sparsty" in capsys.readouterr().err

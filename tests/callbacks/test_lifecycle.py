@@ -1,0 +1,160 @@
+"""Reverting: after a fit, after exceptions in every phase, on the second fit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import signal
+import weakref
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+
+MODULE_PHASES = [
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+    "training_step",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "validation_step",
+    "on_train_epoch_end",
+    "on_train_end",
+]
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(*args, **kwargs):
+    raise Boom
+
+
+@pytest.mark.parametrize("phase", MODULE_PHASES)
+@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+def test_an_exception_in_any_phase_leaves_a_plain_model(make, phase: str):
+    model = make()
+    setattr(model, phase, failing)
+    with pytest.raises(Boom):
+        trainer(ActivationPruning(), ActivationMemoryMonitor(measure_batch=0)).fit(model)
+    assert_plain(model)
+    assert vars(model).pop(phase) is failing
+    assert "configure_model" not in vars(model)
+    model.seen.clear()
+    trainer(ActivationPruning(sparsity=0.5)).fit(model)
+    assert model.seen == [["ActivationPrunedLinear"] * 3] * BATCHES
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("phase", ["setup", "on_fit_start", "on_train_start", "on_train_batch_end", "state_dict"])
+def test_an_exception_of_another_callback_leaves_a_plain_model(phase: str, first: bool, tmp_path):
+    class Other(pl.Callback):
+        pass
+
+    other = Other()
+    setattr(other, phase, failing)
+    ours = ActivationPruning(), ActivationMemoryMonitor(measure_batch=0)
+    model = ConfiguredNet()
+    callbacks = (other, *ours) if first else (*ours, other)
+    with pytest.raises(Boom):
+        trainer(*callbacks, enable_checkpointing=True, default_root_dir=tmp_path).fit(model)
+    assert_plain(model)
+    assert "configure_model" not in vars(model)
+
+
+def test_keyboard_interrupt_leaves_a_plain_model():
+    model = Net()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model.training_step = interrupt
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            trainer(ActivationPruning(), ActivationMemoryMonitor(measure_batch=0)).fit(model)
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    assert_plain(model)
+
+
+def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
+    with pytest.raises(TypeError, match="LightningModule"):
+        trainer(ActivationPruning(), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_fit_twice(make, same_trainer: bool):
+    model, callback = make(), ActivationPruning(sparsity=0.5, verbose=False)
+    first = trainer(callback)
+    first.fit(model)
+    second = first if same_trainer else trainer(callback)
+    second.fit_loop.max_epochs = 2
+    model.seen.clear()
+    second.fit(model)
+    assert set(map(tuple, model.seen)) == {("ActivationPrunedLinear",) * 3}
+    assert len(callback.converted) == 3
+    assert_plain(model)
+
+
+def test_one_callback_on_two_models():
+    callback = ActivationPruning(exclude="head", verbose=False)
+    models = Net(), ConfiguredNet()
+    for model in models:
+        trainer(callback).fit(model)
+        assert_plain(model)
+        assert len(model.seen) == BATCHES
+
+
+def test_parameters_hooks_and_identity_survive():
+    model = Net()
+    layer, parameters = model.head, list(map(id, model.parameters()))
+    calls = []
+    handle = layer.register_forward_hook(lambda *args: calls.append(1))
+    trainer(ActivationPruning(), num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+    handle.remove()
+    assert model.head is layer
+    assert list(map(id, model.parameters())) == parameters
+    assert len(calls) == BATCHES
+    assert_plain(model)
+
+
+def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer():
+    copies: list[nn.Module] = []
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            for module in pl_module.body, pl_module.head:
+                state = pickle.dumps(module)
+                assert b"callbacks" not in state
+                copies.extend([copy.deepcopy(module), pickle.loads(state)])
+
+    trainer(ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(measure_batch=0), Copying()).fit(Net())
+    for module in copies:
+        assert not any(m._forward_hooks for m in module.modules())
+        module(torch.randn(2, 3, next(module.parameters()).shape[1])).sum().backward()
+
+
+def test_nothing_is_left_alive_after_the_fit():
+    model, callback, monitor = ConfiguredNet(), ActivationPruning(), ActivationMemoryMonitor()
+    made = trainer(callback, monitor)
+    made.fit(model)
+    alive = weakref.ref(model)
+    for ours in callback, monitor:
+        del ours.log, ours.log_dict  # which Lightning put there
+    del made, model
+    gc.collect()
+    assert alive() is None
+    assert len(callback.converted) == 3
+    assert monitor.report is not None

@@ -1,0 +1,350 @@
+"""ActivationMemoryMonitor: what it measures, logs and shows, and what it survives."""
+
+from __future__ import annotations
+
+import csv
+import gc
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
+from lightning_actprune.callbacks import display, memory
+from lightning_actprune.footprint import LayerFootprint, MemoryReport
+from tests.helpers import BARS, BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
+
+NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac")}
+MIB = 2**20
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])
+def test_arguments_are_checked(value: Any):
+    with pytest.raises(MisconfigurationException, match=r"`measure_batch` must be an int >= 0, got .* HINT"):
+        ActivationMemoryMonitor(measure_batch=value)
+
+
+def test_metrics_reach_callback_metrics_without_a_logger():
+    monitor = ActivationMemoryMonitor()
+    made = trainer(ActivationPruning(sparsity=0.5), monitor)
+    made.fit(Net())
+    metrics = {name: value.item() for name, value in made.callback_metrics.items() if name.startswith("actprune")}
+    assert metrics.keys() == NAMES
+    report = monitor.report
+    assert metrics["actprune/dense_mib"] == pytest.approx(report.dense_bytes / MIB)
+    assert metrics["actprune/stored_mib"] == pytest.approx(report.stored_bytes / MIB)
+    assert metrics["actprune/saved_mib"] == pytest.approx(report.saved_bytes / MIB)
+    assert metrics["actprune/saved_frac"] == pytest.approx(report.saved_fraction)
+    assert report.stored_bytes == sum(row.accounted_bytes for row in report.rows)
+    assert (report.measured_activation_bytes, report.measured_peak_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+def test_a_dense_run_shows_the_same_layers_and_dense_bytes(make):
+    dense, pruned = ActivationMemoryMonitor(), ActivationMemoryMonitor()
+    trainer(dense).fit(make())
+    trainer(ActivationPruning(sparsity=0.5), pruned).fit(make())
+    assert [(row.fqn, row.dense_bytes) for row in dense.report.rows] == [
+        (row.fqn, row.dense_bytes) for row in pruned.report.rows
+    ]
+    assert (dense.report.saved_bytes, dense.report.other_bytes) == (0, pruned.report.other_bytes)
+    assert pruned.report.saved_bytes > 0
+    # The first layer reads the batch itself, which stays anyway.
+    assert [row.dense_bytes for row in dense.report.rows] == [0, 4 * 8 * 128 * 4, 4 * 8 * 64 * 4]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_sparsity_of_the_measured_step_is_shown(order: int):
+    monitor = ActivationMemoryMonitor(measure_batch=2)
+    callbacks = [ActivationPruning(schedule=LinearSchedule(end=0.8)), monitor][::order]
+    trainer(*callbacks, max_epochs=1).fit(Net())
+    assert {row.sparsity for row in monitor.report.rows} == {0.8 * 2 / BATCHES}
+
+
+def test_csv_rows_one_an_epoch(tmp_path):
+    log = CSVLogger(tmp_path)
+    trainer(ActivationPruning(), ActivationMemoryMonitor(), logger=log, max_epochs=3).fit(Net())
+    with (Path(log.log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["actprune/saved_mib"]]
+    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "3"), ("1", "7"), ("2", "11")]
+    assert all(float(row["actprune/saved_frac"]) > 0 for row in rows)
+
+
+def test_other_callbacks_can_monitor_the_metrics(tmp_path):
+    save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
+    stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
+    made = trainer(ActivationMemoryMonitor(), ActivationPruning(), save, stop, enable_checkpointing=True, max_epochs=9)
+    made.fit(Net())
+    assert save.best_model_score > 0
+    assert made.current_epoch == 2  # the saving does not improve
+
+
+class Counting(ActivationMemoryMonitor):
+    """Notes the batches that were measured and how often the model was hooked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.measured: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if pl_module.head._forward_hooks:
+            self.measured.append((trainer.current_epoch, batch_idx))
+
+    def on_after_backward(self, trainer, pl_module):
+        assert not pl_module.head._forward_hooks  # counting ends with the forward
+
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end(*args)
+        assert not args[1].head._forward_hooks
+
+
+@pytest.mark.parametrize(("measure_batch", "expected"), [(0, 0), (2, 2), (3, 3), (100, BATCHES - 1)])
+def test_one_step_an_epoch_is_measured(measure_batch: int, expected: int):
+    monitor, model = Counting(measure_batch), Net()
+    trainer(monitor, max_epochs=2).fit(model)
+    assert monitor.measured == [(0, expected), (1, expected)]
+    trainer(monitor, max_epochs=1).fit(model)
+    assert monitor.measured[2:] == [(0, expected)]
+
+
+def test_a_resumed_epoch_is_measured(tmp_path):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer(save, enable_checkpointing=True, max_epochs=2).fit(Net())
+    monitor = Counting(1)
+    trainer(monitor, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "step=6.ckpt")
+    assert monitor.measured == [(1, 2)]
+    assert monitor.report is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"fast_dev_run": 2},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"limit_train_batches": 1},
+        {"val_check_interval": 1},
+        {"overfit_batches": 1},
+        {"precision": "bf16-mixed"},
+        {"max_steps": 2, "max_epochs": -1},
+    ],
+    ids=str,
+)
+def test_trainer_options(options: dict):
+    monitor, model = ActivationMemoryMonitor(), Net()
+    made = trainer(ActivationPruning(), monitor, **options)
+    made.fit(model)
+    assert_plain(model)
+    if "max_steps" in options:  # stops before the batch to measure
+        assert monitor.report is None
+    else:
+        assert monitor.report.dense_bytes > 0
+        assert made.callback_metrics.keys() >= NAMES
+
+
+def test_no_training_batches():
+    monitor, model = ActivationMemoryMonitor(), Net()
+    trainer(ActivationPruning(schedule=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
+    assert monitor.report is None
+    assert_plain(model)
+
+
+class Manual(Net):
+    """Two optimizers by hand; ``backward`` through Lightning or not at all through it."""
+
+    def __init__(self, through_lightning: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.through_lightning = through_lightning
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        for optimizer in self.optimizers():
+            loss = nn.functional.cross_entropy(self(x), y)
+            optimizer.zero_grad()
+            if self.through_lightning:
+                self.manual_backward(loss)
+            else:
+                loss.backward()
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+@pytest.mark.parametrize("through_lightning", [True, False])
+def test_manual_optimization(through_lightning: bool):
+    monitor, model = ActivationMemoryMonitor(), Manual(through_lightning)
+    trainer(ActivationPruning(sparsity=0.5), monitor).fit(model)
+    assert_plain(model)
+    assert [row.calls for row in monitor.report.rows] == [1 if through_lightning else 2] * 3
+
+
+def test_a_closure_that_runs_several_forwards_is_measured_once():
+    class Lbfgs(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    monitor, model = ActivationMemoryMonitor(), Lbfgs()
+    trainer(monitor).fit(model)
+    assert len(model.seen) > BATCHES
+    assert [row.calls for row in monitor.report.rows] == [1] * 3
+
+
+def test_skipped_steps():
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 3 else None
+
+    for measure_batch, measured in ((1, True), (3, False)):
+        monitor, model = ActivationMemoryMonitor(measure_batch), Skipping()
+        trainer(monitor).fit(model)
+        assert (monitor.report is not None) is measured
+        assert_plain(model)
+
+
+def test_steps_without_gradients():
+    monitor, model = ActivationMemoryMonitor(), Net()
+    model.body.requires_grad_(False)
+    trainer(ActivationPruning(sparsity=0.5), monitor).fit(model)
+    assert [row.fqn for row in monitor.report.rows] == ["head"]
+
+
+def test_an_unsized_loader_is_measured_once_it_is_long_enough():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from loader(12, 12).dataset
+
+    data = torch.utils.data.DataLoader(Stream(), batch_size=4)
+    for measure_batch, measured in ((2, True), (3, False)):
+        monitor = ActivationMemoryMonitor(measure_batch)
+        made = trainer(monitor)
+        made.fit(Net(), data)
+        assert (monitor.report is not None) is measured
+        assert (made.callback_metrics.keys() >= NAMES) is measured
+
+
+def test_the_meter_does_not_disturb_hooks_of_the_step_itself():
+    class Offloading(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.autograd.graph.save_on_cpu():
+                return super().training_step(batch, batch_idx)
+
+    monitor, model = ActivationMemoryMonitor(), Offloading()
+    trainer(ActivationPruning(), monitor).fit(model)
+    assert monitor.report.rows == []  # all of it is handed to the step's own hooks
+    x = torch.randn(3, requires_grad=True)
+    x.exp().sum().backward()
+
+
+def test_the_hooks_are_gone_after_an_exception_in_the_step():
+    class Failing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            super().forward(x)
+            raise RuntimeError("in the step")
+
+    monitor, model = ActivationMemoryMonitor(measure_batch=0), Failing()
+    with pytest.raises(RuntimeError, match="in the step"):
+        trainer(monitor, num_sanity_val_steps=0).fit(model)
+    assert_plain(model)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t):
+        torch.randn(3, requires_grad=True).exp()
+    assert len(packed) == 1
+    trainer(monitor).fit(Net())
+    assert monitor.report is not None
+
+
+def test_no_tensor_is_kept_from_step_to_step():
+    counts: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            gc.collect()
+            counts.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+
+    monitors = ActivationMemoryMonitor(verbose=False, measure_batch=1), Count()
+    data = loader(8, 4)
+    trainer(ActivationPruning(schedule=LinearSchedule(0.5), verbose=False), *monitors, max_epochs=6).fit(Net(), data)
+    assert counts[-1] <= counts[1]
+
+
+def test_gradients_are_those_of_an_unmeasured_step():
+    weights = []
+    for callbacks in ([], [ActivationMemoryMonitor(measure_batch=0)]):
+        torch.manual_seed(0)
+        model = Net(lr=0.5)
+        trainer(ActivationPruning(sparsity=0.5, verbose=False), *callbacks).fit(model)
+        weights.append([p.clone() for p in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bar", BARS)
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
+    monitor = ActivationMemoryMonitor(verbose=verbose)
+    callbacks = [ActivationPruning(verbose=False), monitor, *([bar()] if bar else [])]
+    with caplog.at_level("INFO"):
+        trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Net())
+    text = capsys.readouterr().out + ("" if bar else caplog.text)
+    for epoch in range(2):
+        assert text.count(f"Kept for backward, epoch {epoch}") == verbose
+    assert text.count("body.2") == text.count("Other saved tensors") == 2 * verbose
+
+
+def test_table_text():
+    rows = [
+        LayerFootprint("a", "ActivationPrunedLinear", 0.6, 1, 10 * MIB, 4 * MIB, 4 * MIB),
+        LayerFootprint("b", "ActivationPrunedLinear", 0.6, 1, 0, MIB, MIB),
+        LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
+    ]
+    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB)
+    lines = display.as_text(memory._memory_table(report, 7)).splitlines()
+    rules = [line.strip("│┃").replace("┃", "│").split("│") for line in lines if "│" in line or "MiB" in line]
+    cells = [[cell.strip() for cell in line] for line in rules]
+    assert lines[0].strip() == "Kept for backward, epoch 7"
+    assert cells == [
+        ["Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved"],
+        ["a", "0.60", "10.00", "4.00", "60.0 %"],
+        ["b", "0.60", "0.00", "1.00", "kept anyway"],
+        ["c", "0.00", "2.00", "2.00", "0.0 %"],
+        ["Linear layers", "", "12.00", "7.00", "41.7 %"],
+        ["Other saved tensors", "", "", "3.00", ""],
+        ["Measured after forward", "", "", "11.00", ""],
+        ["Measured peak of the step", "", "", "20.00", ""],
+    ]
+
+
+@pytest.mark.parametrize(("layers", "shown"), [(40, 40), (41, 41), (42, 40), (200, 40)])
+def test_a_long_table_is_cut_and_summed_up(layers: int, shown: int):
+    rows = [LayerFootprint(f"layer.{i}", "Linear", 0.5, 1, 2 * MIB, MIB, MIB) for i in range(layers)]
+    text = display.as_text(memory._memory_table(MemoryReport(rows), 0))
+    assert text.count("layer.") == shown
+    rest = layers - shown
+    last = [line for line in text.splitlines() if "more" in line]
+    assert len(last) == bool(rest)
+    assert all(part in line for line in last for part in (f"... and {rest} more", f" {2 * rest}.00", f" {rest}.00"))
+
+
+@pytest.mark.gpu
+def test_the_allocator_agrees_with_the_count():
+    monitor = ActivationMemoryMonitor()
+    data = loader(256, 64, tokens=196)
+    made = trainer(ActivationPruning(sparsity=0.6), monitor, accelerator="gpu")
+    made.fit(Net(), data)
+    report = monitor.report
+    assert report.measured_activation_bytes == pytest.approx(report.total_bytes, rel=0.02)
+    assert report.measured_peak_bytes > report.measured_activation_bytes
+    assert made.callback_metrics.keys() >= NAMES | {"actprune/activations_mib", "actprune/peak_mib"}

@@ -1,0 +1,39 @@
+"""Small models of odd sizes that the conversion tests share."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+
+class TwoNames(nn.Module):
+    """One layer under two names, as tied projections have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(65, 65)
+        self.norm = nn.LayerNorm(65)
+        self.decode = self.encode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.norm(self.encode(x)))
+
+
+def mlp() -> nn.Sequential:
+    """Two linear layers, ``fc1`` and ``fc2``, of odd sizes."""
+    return nn.Sequential(OrderedDict(fc1=nn.Linear(65, 97), act=nn.GELU(), fc2=nn.Linear(97, 3)))
+
+
+def deep() -> nn.Module:
+    """``blocks.{0,1}.{fc1,fc2}`` and ``head``."""
+    block = OrderedDict(fc1=nn.Linear(65, 97), act=nn.GELU(), fc2=nn.Linear(97, 65))
+    blocks = nn.Sequential(nn.Sequential(block), nn.Sequential(copy.deepcopy(block)))
+    return nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(65, 7)))
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -1,0 +1,171 @@
+"""Small LightningModules and a quiet Trainer for the tests of the callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_actprune import ActivationPrunedLinear
+
+FEATURES = 64
+BATCHES = 4
+
+RICH_BAR = pytest.param(
+    RichProgressBar,
+    marks=pytest.mark.skipif(
+        Version(pl.__version__) < Version("2.6"), reason="RichProgressBar of this Lightning fails with this rich"
+    ),
+)
+BARS = [RICH_BAR, TQDMProgressBar, None]
+
+
+class Net(pl.LightningModule):
+    """A GELU MLP ``64 -> 128 -> 4`` on sequences, whose layers are made in ``__init__`` or a later hook.
+
+    ``seen`` collects what ``watch`` returns in every training step.
+    """
+
+    def __init__(self, made_in: str = "init", lr: float = 0.01, batch_size: int = 4) -> None:
+        super().__init__()
+        self.made_in = made_in
+        self.lr = lr
+        self.batch_size = batch_size
+        self.watch: Callable[[Net], Any] = kinds
+        self.seen: list[Any] = []
+        self.body: nn.Module | None = None
+        if made_in == "init":
+            self.make()
+
+    def make(self) -> None:
+        if self.body is None:
+            layers = nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES), nn.GELU()
+            self.body = nn.Sequential(*layers)
+            self.head = nn.Linear(FEATURES, 4)
+
+    def setup(self, stage: str) -> None:
+        if self.made_in == "setup":
+            self.make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).mean(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.append(self.watch(self))
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(BATCHES * self.batch_size, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(self.batch_size, self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class ConfiguredNet(Net):
+    """The same with its layers made in ``configure_model``."""
+
+    def __init__(self, lr: float = 0.01, batch_size: int = 4) -> None:
+        super().__init__("configure_model", lr, batch_size)
+
+    def configure_model(self) -> None:
+        self.make()
+
+
+class PlainNet(nn.Module):
+    """The layers of ``Net`` without Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES), nn.GELU())
+        self.head = nn.Linear(FEATURES, 4)
+
+
+class Recorder(pl.Callback):
+    """Notes in which hooks the layers of the model are pruned."""
+
+    HOOKS = (
+        "setup",
+        "on_fit_start",
+        "on_sanity_check_start",
+        "on_train_start",
+        "on_train_batch_start",
+        "on_validation_start",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+        "on_test_start",
+        "on_predict_start",
+    )
+
+    def __init__(self) -> None:
+        self.pruned: dict[str, list[str]] = {}
+        for hook in self.HOOKS:
+            setattr(self, hook, self._noting(hook))
+
+    def _noting(self, hook: str) -> Callable[..., None]:
+        def note(trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+            self.pruned.setdefault(hook, pruned_layers(pl_module))
+
+        return note
+
+
+def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, tokens, FEATURES, generator=generator)
+    y = torch.randint(4, (samples,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    """Return a Trainer for the CPU that prints and writes nothing unless told to."""
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+    )
+    defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 1}
+    return pl.Trainer(callbacks=list(callbacks), **(quiet | defaults | options))
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def pruned_layers(model: nn.Module) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, ActivationPrunedLinear)]
+
+
+def sparsities(model: nn.Module) -> list[float]:
+    return [m.sparsity for m in model.modules() if isinstance(m, ActivationPrunedLinear)]
+
+
+def assert_plain(model: nn.Module) -> None:
+    """Assert that no trace of pruning or measuring is left on ``model``."""
+    untouched = vars(nn.Linear(1, 1)).keys()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert type(module) is nn.Linear, name
+            assert vars(module).keys() == untouched, name
+            assert not module._forward_hooks, name
+            assert not module._forward_pre_hooks, name

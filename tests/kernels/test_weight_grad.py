@@ -1,0 +1,64 @@
+"""The gather kernel itself: shapes around its tile sizes, and the parts of a split reduction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_actprune.kernels.unpack import kept_rows
+from lightning_actprune.kernels.weight_grad import Config, choose_config, choose_split, launch
+from lightning_actprune.ops import reference
+from lightning_actprune.ops.geometry import CHUNK_ROWS, BlockGeometry, ceil_div
+from tests import oracle
+
+
+def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
+    x = oracle.integers(*shape, dtype=dtype, device=device)
+    geometry = BlockGeometry.of(*shape, block_size, 0.5)
+    values, bitmap, offsets = reference.pack(x, geometry.block_size, geometry.keep)
+    total = geometry.total_rows
+    rows = kept_rows(bitmap, offsets, total, geometry.kept_blocks)
+    grad_y = torch.randn(total, outputs, device=device).to(dtype)
+    starts = (offsets, ceil_div(total, CHUNK_ROWS))
+    actual = launch(grad_y, values, rows, starts, shape[2], torch.float32, config, split)
+    expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
+    return oracle.relative_error(actual, expected)
+
+
+@pytest.mark.parametrize("values_first", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "block_size", "outputs"), [((2, 65, 70), 16, 33), ((1, 31, 48), 24, 16), ((1, 1, 16), 16, 1)], ids=str
+)
+def test_equals_the_oracle(kernel_device, shape, block_size, outputs, split, values_first):
+    config = Config(bm=32, bk=16, warps=4, stages=3, values_first=values_first)
+    assert run(kernel_device, shape, block_size, outputs, config, split) < 1e-6
+
+
+def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
+    x = torch.zeros(1, 40, 48, device=kernel_device)
+    x[..., :16] = 1.0
+    values, bitmap, offsets = reference.pack(x, 16, 40)
+    rows = kept_rows(bitmap, offsets, 40, 40)
+    grad_y = torch.randn(40, 16, device=kernel_device)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    out = launch(grad_y, values, rows, (offsets, 1), 48, torch.float32, config, 2)
+    assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
+    assert not out[:, 16:].any()
+
+
+@pytest.mark.parametrize("shared_memory", [101376, 166912, 232448])
+@pytest.mark.parametrize("block_size", [1, 16, 24, 32, 64, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memory):
+    config = choose_config(block_size, 1536, itemsize, shared_memory)
+    block = max(16, 1 << (block_size - 1).bit_length())
+    assert config.stages * config.bk * (config.bm + block) * itemsize <= shared_memory
+    assert config.bk >= 16
+    assert config.bm >= 16
+
+
+def test_split_fills_the_machine_but_keeps_parts_long():
+    assert choose_split(tiles=72, kept_per_column=5000, bk=64, multiprocessors=132) == 4
+    assert choose_split(tiles=1000, kept_per_column=5000, bk=64, multiprocessors=132) == 1
+    assert choose_split(tiles=1, kept_per_column=100, bk=64, multiprocessors=132) == 1

@@ -1,0 +1,96 @@
+"""The registered operators: schema, shape functions, dispatch, and behaviour under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_actprune import functional
+from lightning_actprune.ops import dispatch
+from lightning_actprune.ops.dispatch import force_backend, kernel_refusals
+from tests import oracle
+
+
+def arguments(device):
+    x = torch.randn(3, 20, 40, device=device)
+    values, bitmap, offsets = torch.ops.actprune.pack(x, 16, 30)
+    return x, values, bitmap, offsets
+
+
+def test_opcheck(device):
+    x, values, bitmap, offsets = arguments(device)
+    grad_y = torch.randn(60, 8, device=device)
+    ops = torch.ops.actprune
+    torch.library.opcheck(ops.pack.default, (x, 16, 30))
+    for transposed in (False, True):
+        torch.library.opcheck(ops.unpack.default, (values, bitmap, offsets, 3, 20, 40, transposed))
+    torch.library.opcheck(ops.weight_grad.default, (grad_y, values, bitmap, offsets, 3, 20, 40, False, torch.float32))
+    many = torch.randn(120, 8, device=device)
+    torch.library.opcheck(ops.weight_grad.default, (many, values, bitmap, offsets, 3, 20, 40, True, torch.float32))
+    assert values.shape == (90, 16)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones(device):
+    x, *real = arguments(device)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = torch.ops.actprune.pack(mode.from_tensor(x), 16, 30)
+    assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled_function_equals_eager_and_saves_the_packed_input(transposed):
+    shape = (4, 64, 96)
+    base = torch.randn(*(shape if not transposed else (4, 96, 64)))
+    x = (base.transpose(1, 2) if transposed else base).requires_grad_()
+    weight, bias = torch.randn(32, 96, requires_grad=True), torch.randn(32, requires_grad=True)
+
+    def loss(x, weight, bias):
+        return functional.linear(x, weight, bias, sparsity=0.75, block_size=16).square().sum()
+
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        compiled = torch.compile(loss, fullgraph=True)(x, weight, bias)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    assert base.untyped_storage().data_ptr() not in storages
+    packed_bytes = functional.pack(x, sparsity=0.75, block_size=16).nbytes
+    other = weight.nbytes + bias.nbytes + 4 * 64 * 32 * 4  # the layer's output is needed for the square
+    assert sum(storages.values()) <= packed_bytes + other
+    grads = torch.autograd.grad(compiled, (x, weight, bias))
+    for a, b in zip(grads, torch.autograd.grad(loss(x, weight, bias), (x, weight, bias)), strict=True):
+        assert oracle.relative_error(a, b) < 1e-6  # the compiler sums in another order
+
+
+def test_cpu_tensors_take_the_reference_unless_forced():
+    x = torch.randn(2, 3, 4)
+    assert dispatch.choose_backend(x) == "reference"
+    with force_backend("reference"):
+        assert dispatch.choose_backend(x) == "reference"
+
+
+def test_refusals_are_listed_and_forcing_an_impossible_backend_names_them(monkeypatch):
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    assert len(kernel_refusals(x)) == 2
+    with force_backend("triton"), pytest.raises(RuntimeError, match=r"float64 is not float32.*cpu is not cuda"):
+        functional.pack(x, sparsity=0.5, block_size=2)
+
+
+def test_force_backend_restores_on_error_and_checks_its_argument():
+    with pytest.raises(KeyError), force_backend("reference"):
+        raise KeyError
+    assert dispatch._forced is None
+    with pytest.raises(ValueError, match="`backend` must be"), force_backend("cuda"):
+        pass
+
+
+@pytest.mark.gpu
+def test_gpu_step_waits_for_nothing():
+    x = torch.randn(8, 196, 384, device="cuda", requires_grad=True)
+    weight = torch.randn(256, 384, device="cuda", requires_grad=True)
+    functional.linear(x, weight, sparsity=0.6, block_size=32).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        functional.linear(x, weight, sparsity=0.6, block_size=32).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(weight.grad).all()

@@ -1,0 +1,193 @@
+"""The pruned linear function against an fp64 oracle, on every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_actprune import functional
+from lightning_actprune.ops.weight_grad import force_method
+from tests import oracle
+
+METHODS = ["gather", "unpack"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def setup(device, *shape, outputs=24, dtype=torch.float32):
+    x = torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(outputs, shape[-1], dtype=dtype, device=device, requires_grad=True)
+    bias = torch.randn(outputs, dtype=dtype, device=device, requires_grad=True)
+    return x, weight, bias
+
+
+def masked_input(x, sparsity, block_size, scope="sample"):
+    """The pruned input as a kernel-independent tensor: packing was compared with the oracle elsewhere."""
+    p = functional.pack(x.detach(), sparsity=sparsity, block_size=block_size, scope=scope)
+    return p.unpack().reshape(x.shape)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("shape", "block_size", "outputs"),
+    [
+        ((3, 37, 70), 16, 24),
+        ((2, 130, 96), 32, 33),
+        ((300, 64), 64, 16),
+        ((2, 3, 5, 40), 7, 1),
+        ((3, 50, 130), 128, 48),
+        ((20,), 8, 5),
+    ],
+    ids=str,
+)
+def test_gradients_within_twice_torchs_own_error(device, method, dtype, shape, block_size, outputs):
+    x, weight, bias = setup(device, *shape, outputs=outputs, dtype=dtype)
+    with force_method(method):
+        y = functional.linear(x, weight, bias, sparsity=0.5, block_size=block_size)
+        grad_y = torch.randn_like(y)
+        grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
+    assert torch.equal(y, F.linear(x, weight, bias))
+    dense_grads = torch.autograd.grad(F.linear(x, weight, bias), (x, bias), grad_y)
+    assert torch.equal(grads[0], dense_grads[0])
+    g, hat = grad_y.reshape(-1, outputs), masked_input(x, 0.5, block_size).reshape(-1, shape[-1])
+    exact, torchs = g.double().t() @ hat.double(), g.t() @ hat
+    floor = 4 * torch.finfo(dtype).eps
+    assert oracle.relative_error(grads[1], exact) <= 2 * oracle.relative_error(torchs, exact) + floor
+    assert (
+        oracle.relative_error(grads[2], g.double().sum(0))
+        <= 2 * oracle.relative_error(g.sum(0), g.double().sum(0)) + floor
+    )
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+def test_transposed_view_is_pruned_in_its_stored_layout(device, scope):
+    """ResMLP's token mixing: a contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D]."""
+    stored = oracle.integers(3, 20, 33, device=device)
+    weight = torch.randn(9, 20, device=device, requires_grad=True)
+    y = functional.linear(stored.transpose(1, 2), weight, sparsity=0.5, block_size=8, scope=scope)
+    grad_y = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, weight, grad_y)
+    hat = oracle.pruned(oracle.as_samples(stored, scope), 8, 0.5).reshape(stored.shape)
+    expected = torch.einsum("bto,bdt->od", grad_y.double(), hat.double())
+    assert oracle.relative_error(grad, expected) < 1e-6
+
+
+def test_four_dimensional_channels_first_view(device):
+    stored = oracle.integers(2, 12, 5, 7, device=device)
+    weight = torch.randn(6, 12, device=device, requires_grad=True)
+    y = functional.linear(stored.permute(0, 2, 3, 1), weight, sparsity=0.5, block_size=8)
+    grad_y = torch.randn_like(y)
+    (grad,) = torch.autograd.grad(y, weight, grad_y)
+    hat = oracle.pruned(stored.flatten(2), 8, 0.5)
+    expected = torch.einsum("bto,bdt->od", grad_y.flatten(1, 2).double(), hat.double())
+    assert oracle.relative_error(grad, expected) < 1e-6
+
+
+def test_zero_sparsity_is_the_dense_layer(device):
+    x, weight, bias = setup(device, 3, 5, 32)
+    pruned, dense = functional.linear(x, weight, bias, sparsity=0.0), F.linear(x, weight, bias)
+    grad_y = torch.randn_like(dense)
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight, bias), grad_y) for y in (pruned, dense)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_empty_batch(device):
+    x, weight, bias = setup(device, 0, 5, 32)
+    y = functional.linear(x, weight, bias, sparsity=0.5, block_size=8)
+    y.sum().backward()
+    assert y.shape == (0, 5, 24)
+    assert x.grad.shape == x.shape
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+def test_non_finite_input_reaches_the_weight_gradient(device):
+    x, weight, bias = setup(device, 2, 9, 32)
+    with torch.no_grad():
+        x[1, 4, 5] = float("inf")
+    functional.linear(x, weight, bias, sparsity=0.9, block_size=8).sum().backward()
+    assert not torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_non_contiguous_and_expanded_output_gradient(device, method):
+    x, weight, _ = setup(device, 4, 40, 64)
+    hat = masked_input(x, 0.5, 16).flatten(0, 1)
+    for grad_y in (
+        torch.randn(1, 1, 24, device=device).expand(4, 40, 24),
+        torch.randn(24, 40, 4, device=device).permute(2, 1, 0),
+    ):
+        with force_method(method):
+            (grad,) = torch.autograd.grad(functional.linear(x, weight, sparsity=0.5, block_size=16), weight, grad_y)
+        assert oracle.relative_error(grad, grad_y.reshape(-1, 24).double().t() @ hat.double()) < 1e-6
+
+
+def test_several_backward_passes_with_retain_graph(device):
+    x, weight, bias = setup(device, 2, 9, 32)
+    loss = functional.linear(x, weight, bias, sparsity=0.5, block_size=8).square().sum()
+    first = torch.autograd.grad(loss, (x, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, weight, bias))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_in_place_change_of_the_input_afterwards_does_not_matter(device):
+    """Packing copies: unlike the dense layer, the function does not need its input to stay as it was."""
+    x = torch.randn(2, 9, 32, device=device)
+    weight = torch.randn(4, 32, device=device, requires_grad=True)
+    expected = torch.autograd.grad(functional.linear(x, weight, sparsity=0.5, block_size=8).sum(), weight)[0]
+    y = functional.linear(x, weight, sparsity=0.5, block_size=8)
+    x.zero_()
+    assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected)
+
+
+def test_second_derivative_is_a_clear_error(device):
+    x, weight, _ = setup(device, 2, 9, 32)
+    y = functional.linear(x, weight, sparsity=0.5, block_size=8)
+    grads = torch.autograd.grad(y.square().sum(), (x, weight), create_graph=True)
+    with pytest.raises(RuntimeError, match="Second derivatives through a linear layer with pruned activations"):
+        sum(g.square().sum() for g in grads).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_packs_in_compute_dtype_and_returns_parameter_dtype(device, dtype):
+    x, weight, bias = setup(device, 2, 40, 64)
+    saved = []
+    with (
+        torch.autocast(device.type, dtype=dtype),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        y = functional.linear(x, weight, bias, sparsity=0.5, block_size=16)
+        dense = F.linear(x, weight, bias)
+    assert y.dtype == dtype
+    assert torch.equal(y, dense)
+    y.float().square().sum().backward()
+    assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
+    assert [t.dtype for t in saved[:4]] == [torch.float32, dtype, torch.int32, torch.int32]
+    assert saved[0] is weight or saved[0].data_ptr() == weight.data_ptr()
+    exact = (2 * y.double()).reshape(-1, 24).t() @ masked_input(x.detach().to(dtype), 0.5, 16).flatten(0, 1).double()
+    assert oracle.relative_error(weight.grad, exact) < 2 * torch.finfo(dtype).eps
+
+
+def test_fp64_on_the_reference():
+    x, weight, bias = setup("cpu", 3, 7, 40, dtype=torch.float64)
+    y = functional.linear(x, weight, bias, sparsity=0.5, block_size=16)
+    grad_y = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
+    expected = grad_y.flatten(0, 1).t() @ oracle.pruned(x.detach(), 16, 0.5).flatten(0, 1)
+    torch.testing.assert_close(grads[1], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_exact_gradients_pass_gradcheck():
+    x, weight, bias = setup("cpu", 2, 3, 8, outputs=4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x, b: functional.linear(x, weight, b, sparsity=0.5, block_size=4), (x, bias))
+
+
+def test_saved_bytes_are_what_the_formula_says(device):
+    x, weight, bias = setup(device, 4, 50, 72)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.linear(x, weight, bias, sparsity=0.6, block_size=16)
+    stored = [t for t in saved if t.data_ptr() != weight.data_ptr()]
+    geometry = functional.pack(x, sparsity=0.6, block_size=16).geometry
+    assert sum(t.untyped_storage().nbytes() for t in stored) == geometry.stored_bytes(4)

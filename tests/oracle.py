@@ -1,0 +1,52 @@
+"""Independent oracle in fp64 and plain Python: what the design says, written without the package's own helpers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def kept_blocks(x: Tensor, block_size: int, sparsity: float) -> list[list[tuple[int, int]]]:
+    """Return, per sample of ``x [S, T, L]``, the (row, column block) pairs that are kept, in order of importance."""
+    chosen = []
+    for sample in x.double().cpu():
+        blocks = []
+        for t, row in enumerate(sample):
+            for j, start in enumerate(range(0, len(row), block_size)):
+                block = row[start : start + block_size]
+                finite = bool(torch.isfinite(block).all())
+                blocks.append((math.inf if not finite else float(block.square().sum()), t, j))
+        keep = len(blocks) - math.floor(len(blocks) * sparsity)
+        blocks.sort(key=lambda entry: -entry[0])  # stable: ties keep their order, lowest index first
+        chosen.append([(t, j) for _, t, j in blocks[:keep]])
+    return chosen
+
+
+def pruned(x: Tensor, block_size: int, sparsity: float) -> Tensor:
+    """Return ``x [S, T, L]`` with the dropped blocks set to zero."""
+    out = torch.zeros_like(x)
+    for i, sample in enumerate(kept_blocks(x, block_size, sparsity)):
+        for t, j in sample:
+            part = slice(j * block_size, (j + 1) * block_size)
+            out[i, t, part] = x[i, t, part]
+    return out
+
+
+def as_samples(x: Tensor, scope: str = "sample") -> Tensor:
+    """Return a layer input as ``[S, T, L]`` with samples as the design defines them (contiguous layouts only)."""
+    if x.dim() <= 2 or scope == "token":
+        return x.reshape(-1, 1, x.shape[-1])
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Return small integers: sums of squares are exact in every dtype, and ties are frequent."""
+    return torch.randint(-4, 5, shape).to(dtype).to(device)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return ``|actual - expected| / |expected|`` in fp64, and NaN if anything is not finite."""
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
