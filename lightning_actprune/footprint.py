@@ -203,7 +203,8 @@ class SavedTensorMeter:
         # Sharded parameters are gathered into new storages just before the forward.
         for parameter in module.parameters(recurse=False):
             self._ignore(parameter)
-        call = _linear_call(module, (*args, *kwargs.values())[0]) if isinstance(module, nn.Linear) else None
+        inputs = (*args, *kwargs.values())
+        call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
         if call is not None:
             self._calls.append(call)
         self._running.append((module, call))
@@ -278,12 +279,10 @@ def _flattens_without_copy(x: Tensor) -> bool:
 
 def _storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
     """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
-    if not isinstance(value, Tensor):
-        return []
-    if _is_wrapper(value):
+    if isinstance(value, Tensor) and _is_wrapper(value):
         inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return [entry for name in inner for entry in _storages(getattr(value, name))]
-    if value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
         return []
     storage = value.untyped_storage()
     return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]

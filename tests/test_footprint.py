@@ -212,7 +212,7 @@ def test_nothing_is_kept_alive_and_no_trace_is_left():
     convert(model, sparsity=0.5)
     meter = SavedTensorMeter(model)
     with meter:
-        activation = model[1](model[0](torch.randn(4, 64)))
+        activation = model[0](torch.randn(4, 64)).sigmoid()  # whose backward keeps the result itself
         storage = weakref.ref(activation)
         out = model[2](activation)
         del activation, out
@@ -264,16 +264,6 @@ def test_a_caught_exception_does_not_shift_the_attribution():
     outer = nn.Sequential(Tolerant(), nn.Linear(64, 64))
     report = measure(outer, x)
     assert {row.fqn: row.stored_bytes for row in report.rows} == {"0.fine": x.nbytes, "1": x.nbytes}
-
-
-def test_compiled_modules_are_not_seen_but_their_bytes_are():
-    model = nn.Sequential(mlp(), nn.Linear(8, 64))
-    model[0] = torch.compile(model[0], backend="aot_eager")
-    x = torch.randn(4, 64)
-    model(x).sum().backward()
-    report = measure(model, x)
-    assert [row.fqn for row in report.rows] == ["1"]
-    assert report.other_bytes >= 4 * 4 * (64 + 96 + 128)
 
 
 def test_report_to_dict_is_made_of_primitives():

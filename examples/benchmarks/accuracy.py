@@ -188,11 +188,10 @@ def accuracy(model: nn.Module, images: Images, args: argparse.Namespace) -> floa
     limit = args.limit_batches * args.batch_size if args.limit_batches else len(images.test)
     stride = max(1, len(images.test) // limit)
     test, labels = images.test[::stride], images.test_labels[::stride]
-    model.eval()
     correct = 0
     for pixels, truth in zip(test.split(500), labels.split(500), strict=True):
         with autocast(pixels.device, args.precision):
-            correct += (model(images.normalise(pixels)).argmax(1) == truth).sum().item()
+            correct += (model.eval()(images.normalise(pixels)).argmax(1) == truth).sum().item()
     return 100 * correct / len(labels)
 
 
@@ -210,7 +209,7 @@ def plan(args: argparse.Namespace) -> list[Run]:
 def describe(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     """Return what identifies a run in the records."""
     names = ("model", "dim", "depth", "patch_size", "epochs", "batches", "lr", "weight_decay", "precision")
-    study = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
+    study = {name: value for name, value in vars(args).items() if name in names and value is not None}
     return {**study, "dataset": args.root.resolve().name, "batch": args.batch_size, **asdict(run)}
 
 

@@ -58,7 +58,8 @@ class ActivationPruning(pl.Callback):
         exclude: Glob patterns on fully qualified layer names; a layer must match none.
         min_features: Layers with fewer input features stay dense.
         schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
-        total_steps: Optimizer steps at which the schedule's progress is 1; by default what the Trainer estimates.
+        total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
+            schedule's progress is 1; by default the Trainer's estimate of the whole training.
         verbose: Whether to print the converted and the skipped layers when the fit begins.
 
     Raises:

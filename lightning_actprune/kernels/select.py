@@ -7,11 +7,10 @@ selection returns ``(threshold, cut)`` so that a block ``n`` is kept if and only
     key[n] > threshold  or  (key[n] == threshold and n <= cut)
 
 which holds for exactly ``keep`` blocks, equal keys in order of ``n``. Every later kernel evaluates this test; no index
-list is written.
+list is written. Threshold and cut are found bit by bit from keys held in registers (31 counts), or, for samples too
+large for that, by four passes over digits of 8, 8, 8 and 7 bits with a histogram each and one pass over equal keys.
 
-``select_kernel`` holds ``GROUP`` samples in registers and finds the threshold bit by bit: 31 counts.
-``select_streaming_kernel`` reads samples too large for registers in pieces: four passes over digits of 8, 8, 8 and 7
-bits with a histogram each, then one pass that counts equal keys.
+``scratch`` holds the keys of all ``size`` blocks, then thresholds and cuts of all samples, then one counter (see ``kernels.pack``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ INT_MAX = tl.constexpr(0x7FFFFFFF)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 REGISTER_BLOCKS = 16384
-"""Largest sample that ``select_kernel`` takes: 32 keys a thread at 16 warps; twice that spills (sm_90, Triton 3.6)."""
+"""Largest sample whose keys are held in registers: 32 a thread at 16 warps; twice that spills (sm_90, Triton 3.6)."""
 
 
 @triton.jit
@@ -35,8 +34,22 @@ def block_keys(x, axis: tl.constexpr):
 
 
 @triton.jit
+def _select(keys, n, keep):
+    """Return threshold and cut of each row of ``keys [GROUP, BLOCKS]``, padded with -1."""
+    threshold = tl.sum(keys * 0, axis=1)
+    for step in range(31):
+        candidate = threshold | (1 << (30 - step))
+        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
+        threshold = tl.where(count >= keep, candidate, threshold)
+    quota = keep - tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
+    equal = (keys == threshold[:, None]).to(tl.int32)
+    last = (equal == 1) & (tl.cumsum(equal, axis=1) == quota[:, None])
+    return threshold, tl.max(tl.where(last, n[None, :], -1), axis=1)
+
+
+@triton.jit
 def block_keys_kernel(
-    x_ptr, keys_ptr, stride_sample, stride_row, total_rows, rows, length,
+    x_ptr, scratch_ptr, stride_sample, stride_row, total_rows, rows, length,
     NB: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``."""
@@ -48,29 +61,55 @@ def block_keys_kernel(
     inside = (r < total_rows)[:, None, None] & ((column < length) & (e < B)[None, :])[None, :, :]
     x = tl.load(x_ptr + start[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
     mask = (r < total_rows)[:, None] & (j < NB)[None, :]
-    tl.store(keys_ptr + r.to(tl.int64)[:, None] * NB + j[None, :], block_keys(x, 2), mask=mask)
+    tl.store(scratch_ptr + r.to(tl.int64)[:, None] * NB + j[None, :], block_keys(x, 2), mask=mask)
 
 
 @triton.jit
-def select_kernel(
-    keys_ptr, threshold_ptr, cut_ptr, samples, blocks, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
+def select_kernel(scratch_ptr, samples, blocks, size, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
     """Select in ``GROUP`` samples at once, each held as one row of ``BLOCKS >= blocks`` keys."""
     s = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     n = tl.arange(0, BLOCKS)
     inside = (s < samples)[:, None] & (n < blocks)[None, :]
-    keys = tl.load(keys_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
-    threshold = tl.zeros([GROUP], tl.int32)
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
-        threshold = tl.where(count >= keep, candidate, threshold)
-    quota = keep - tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
-    equal = (keys == threshold[:, None]).to(tl.int32)
-    last = (equal == 1) & (tl.cumsum(equal, axis=1) == quota[:, None])
-    cut = tl.max(tl.where(last, n[None, :], -1), axis=1)
-    tl.store(threshold_ptr + s, threshold, mask=s < samples)
-    tl.store(cut_ptr + s, cut, mask=s < samples)
+    keys = tl.load(scratch_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
+    threshold, cut = _select(keys, n, keep)
+    result_ptr = scratch_ptr + size
+    tl.store(result_ptr + s, threshold, mask=s < samples)
+    tl.store(result_ptr + samples + s, cut, mask=s < samples)
+    if tl.program_id(0) == 0:
+        tl.store(result_ptr + 2 * samples, 0)
+
+
+@triton.jit
+def keys_select_kernel(
+    x_ptr, scratch_ptr, stride_sample, stride_row, samples, rows, length, size, keep,
+    NB: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Keys and selection of one sample in one program, ``TILE`` blocks at a time.
+
+    The keys go through global memory (the caches, in fact): a register tensor cannot be filled piece by piece.
+    """
+    s = tl.program_id(0)
+    blocks = rows * NB
+    x_ptr += s.to(tl.int64) * stride_sample
+    keys_ptr = scratch_ptr + s.to(tl.int64) * blocks
+    e = tl.arange(0, BLOCK)
+    for first in range(0, blocks, TILE):
+        n = first + tl.arange(0, TILE)
+        column = (n % NB)[:, None] * B + e[None, :]
+        inside = (n < blocks)[:, None] & (column < length) & (e < B)[None, :]
+        start = (n // NB).to(tl.int64) * stride_row
+        x = tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(keys_ptr + n, block_keys(x, 1), mask=n < blocks)
+    tl.debug_barrier()
+    n = tl.arange(0, BLOCKS)
+    keys = tl.load(keys_ptr + n, mask=n < blocks, other=-1)
+    threshold, cut = _select(keys[None, :], n, keep)
+    result_ptr = scratch_ptr + size
+    one = tl.arange(0, 1)
+    tl.store(result_ptr + s + one, threshold)
+    tl.store(result_ptr + samples + s + one, cut)
+    if s == 0:
+        tl.store(result_ptr + 2 * samples, 0)
 
 
 @triton.jit
@@ -91,10 +130,10 @@ def _next_digit(keys_ptr, blocks, prefix, need, SHIFT: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def select_streaming_kernel(keys_ptr, threshold_ptr, cut_ptr, blocks, keep, PIECE: tl.constexpr):
+def select_streaming_kernel(scratch_ptr, samples, blocks, size, keep, PIECE: tl.constexpr):
     """Select in one sample of any size, ``PIECE`` keys at a time."""
     s = tl.program_id(0)
-    keys_ptr += s.to(tl.int64) * blocks
+    keys_ptr = scratch_ptr + s.to(tl.int64) * blocks
     prefix, need = _next_digit(keys_ptr, blocks, 0, keep, 23, 8, PIECE)
     prefix, need = _next_digit(keys_ptr, blocks, prefix, need, 15, 8, PIECE)
     prefix, need = _next_digit(keys_ptr, blocks, prefix, need, 7, 8, PIECE)
@@ -107,5 +146,8 @@ def select_streaming_kernel(keys_ptr, threshold_ptr, cut_ptr, blocks, keep, PIEC
         last = (equal == 1) & (seen + tl.cumsum(equal, axis=0) == need)
         cut = tl.maximum(cut, tl.max(tl.where(last, n, -1), axis=0))
         seen += tl.sum(equal, axis=0)
-    tl.store(threshold_ptr + s, prefix)
-    tl.store(cut_ptr + s, cut)
+    result_ptr = scratch_ptr + size
+    tl.store(result_ptr + s, prefix)
+    tl.store(result_ptr + samples + s, cut)
+    if s == 0:
+        tl.store(result_ptr + 2 * samples, 0)

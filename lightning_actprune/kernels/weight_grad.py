@@ -17,7 +17,6 @@ least 64 x 8, and the longer side should be the one that is not the block.
 from __future__ import annotations
 
 import functools
-import os
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.unpack import kept_rows
-from lightning_actprune.ops.geometry import CHUNK_ROWS, ceil_div
+from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned, on_device_of
+from lightning_actprune.kernels.unpack import kept_rows_kernel
+from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
 
 class Config(NamedTuple):
@@ -130,44 +130,79 @@ def choose_split(tiles: int, kept_per_column: int, bk: int, multiprocessors: int
     return max(1, min(wanted, kept_per_column // (4 * bk), 16))
 
 
+class WeightGradPlan:
+    """Launches for one shape of gradient and packed input.
+
+    Args:
+        outputs: Columns of the output gradient.
+        stride: Its row stride.
+        packed: ``(nnz, b)`` of the values.
+        rows: Rows of the dense tensor.
+        length: Values per row of the dense tensor.
+        dtype: Type of the result.
+        config: Tile sizes.
+        split: Parts of the reduction.
+    """
+
+    def __init__(
+        self,
+        outputs: int,
+        stride: int,
+        packed: tuple[int, int],
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        config: Config,
+        split: int,
+    ) -> None:
+        kept, block_size = packed
+        columns, chunks = ceil_div(length, block_size), ceil_div(rows, CHUNK_ROWS)
+        self.kept, self.out, self.split = kept, (split, outputs, length), split
+        self.dtype, self.partial = dtype, torch.float32 if split > 1 else dtype
+        self._rows = Launch(kept_rows_kernel, (chunks, columns), rows, ceil_div(rows, WORD_ROWS), chunks, num_warps=4)
+        self._product = Launch(
+            weight_grad_kernel, (columns, ceil_div(outputs, config.bm), split), stride, outputs, length, chunks,
+            outputs * length, block_size, max(16, triton.next_power_of_2(block_size)), config.bm, config.bk, split,
+            config.values_first, INTERPRETED, _precision(), num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+    def __call__(self, grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor) -> Tensor:
+        """Return the weight gradient ``[OUT, length]``."""
+        rows = bitmap.new_empty(self.kept)
+        out = values.new_empty(self.out, dtype=self.partial)
+        self._rows(bitmap, offsets, rows)
+        self._product(grad_y, values, rows, offsets, out)
+        return out[0] if self.split == 1 else out.sum(0).to(self.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    outputs: int,
+    stride: int,
+    packed: tuple[int, int],
+    rows: int,
+    length: int,
+    key: tuple[torch.dtype, torch.dtype, torch.device, bool, str],
+) -> WeightGradPlan:
+    """Return the plan for a shape; ``key`` holds what a compiled kernel depends on besides, precision included."""
+    (kept, block_size), limits = packed, machine(key[2])
+    config = choose_config(block_size, outputs, key[0].itemsize, limits.shared_memory)
+    columns = ceil_div(length, block_size)
+    split = choose_split(columns * ceil_div(outputs, config.bm), kept // columns, config.bk, limits.multiprocessors)
+    return WeightGradPlan(outputs, stride, packed, rows, length, key[1], config, split)
+
+
 def weight_grad(
     grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor, total_rows: int, length: int, dtype: torch.dtype
 ) -> Tensor:
     """Return ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``, from ``grad_y [R, OUT]``."""
     if grad_y.stride(1) != 1:
         grad_y = grad_y.contiguous()
-    outputs, (kept, block_size), columns = grad_y.shape[1], values.shape, bitmap.shape[0]
-    limits = machine(values.device)
-    config = choose_config(block_size, outputs, values.element_size(), limits.shared_memory)
-    tiles = columns * ceil_div(outputs, config.bm)
-    split = choose_split(tiles, kept // columns, config.bk, limits.multiprocessors)
-    rows = kept_rows(bitmap, offsets, total_rows, kept)
-    chunks = ceil_div(total_rows, CHUNK_ROWS)
-    return launch(grad_y, values, rows, (offsets, chunks), length, dtype, config, split)
-
-
-def launch(
-    grad_y: Tensor,
-    values: Tensor,
-    rows: Tensor,
-    starts: tuple[Tensor, int],
-    length: int,
-    dtype: torch.dtype,
-    config: Config,
-    split: int,
-) -> Tensor:
-    """Run the kernel with given tile sizes; ``starts`` are the offsets and how many of them belong to one column."""
-    offsets, chunks = starts
-    outputs, block_size = grad_y.shape[1], values.shape[1]
-    out = values.new_empty(split, outputs, length, dtype=torch.float32 if split > 1 else dtype)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # whose dot product is wrong in bf16
-    weight_grad_kernel[(ceil_div(length, block_size), ceil_div(outputs, config.bm), split)](
-        grad_y, values, rows, offsets, out, grad_y.stride(0), outputs, length, chunks, outputs * length,
-        B=block_size, BLOCK=max(16, triton.next_power_of_2(block_size)), BM=config.bm, BK=config.bk, SPLIT=split,
-        VALUES_FIRST=config.values_first, UPCAST=interpreted, PRECISION=_precision(), num_warps=config.warps,
-        num_stages=config.stages,
-    )  # fmt: skip
-    return out[0] if split == 1 else out.sum(0).to(dtype)
+    with on_device_of(values):
+        key = values.dtype, dtype, values.device, aligned(grad_y), _precision()
+        packed = values.shape[0], values.shape[1]
+        plan = _plan(grad_y.shape[1], grad_y.stride(0), packed, total_rows, length, key)
+        return plan(grad_y, values, bitmap, offsets)
 
 
 def _precision() -> str:

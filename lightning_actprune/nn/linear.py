@@ -13,9 +13,13 @@ from lightning_actprune.functional import linear_unchecked
 
 @dataclass(frozen=True)
 class PruningSettings:
-    """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing."""
+    """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing.
 
-    sparsity: float
+    The sparsity is kept as text because that is a constant to ``torch.compile``. A float turns into a symbol at its first
+    change, and shapes that depend on a symbolic float cannot be traced (torch 2.15).
+    """
+
+    sparsity_text: str
     block_size: int
     scope: Scope
     owner: str | None = None
@@ -64,16 +68,17 @@ class ActivationPrunedLinear(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._pruning = PruningSettings(check_sparsity(sparsity), check_block_size(block_size), check_scope(scope))
+        settings = str(check_sparsity(sparsity)), check_block_size(block_size), check_scope(scope)
+        self._pruning = PruningSettings(*settings)
 
     @property
     def sparsity(self) -> float:
         """Fraction of blocks dropped, in [0, 1)."""
-        return self._pruning.sparsity
+        return float(self._pruning.sparsity_text)
 
     @sparsity.setter
     def sparsity(self, value: float) -> None:
-        self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
+        self._pruning = replace(self._pruning, sparsity_text=str(check_sparsity(value)))
 
     @property
     def block_size(self) -> int:
@@ -94,7 +99,7 @@ class ActivationPrunedLinear(nn.Linear):
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
         return linear_unchecked(
-            input, self.weight, self.bias, settings.sparsity, settings.block_size, settings.scope
+            input, self.weight, self.bias, float(settings.sparsity_text), settings.block_size, settings.scope
         )  # fmt: skip
 
     def extra_repr(self) -> str:

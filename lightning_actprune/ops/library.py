@@ -20,7 +20,7 @@ from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
-_library = torch.library.Library("actprune", "DEF")
+_library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library.define(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,12 +14,9 @@ from torch import nn
 from lightning_actprune import (
     ActivationPrunedLinear,
     ActivationPruning,
-    ConstantSchedule,
-    CubicSchedule,
     LinearSchedule,
-    SparsitySchedule,
 )
-from tests.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, loader, sparsities, trainer
+from tests.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
 
 LAYERS = ["body.0", "body.2", "head"]
 
@@ -225,86 +221,6 @@ def test_a_long_summary_is_cut(caplog):
     assert "... and 23 more" in out
     assert "extra.36" in out
     assert "extra.37" not in out
-
-
-def test_schedule_follows_the_optimizer_step():
-    model = Net()
-    model.watch = lambda m: (m.trainer.global_step, *sparsities(m))
-    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8, start=0.4)), max_epochs=2).fit(model)
-    expected = [0.4 + 0.4 * step / (2 * BATCHES) for step in range(2 * BATCHES)]
-    assert [step for step, *_ in model.seen] == list(range(2 * BATCHES))
-    assert [values for _, *values in model.seen] == [pytest.approx([s] * 3) for s in expected]
-
-
-def test_schedule_is_constant_while_gradients_accumulate():
-    model = Net()
-    model.watch = lambda m: sparsities(m)[0]
-    schedule = LinearSchedule(end=0.8)
-    trainer(ActivationPruning(schedule=schedule), accumulate_grad_batches=2).fit(model)
-    assert model.seen == [0.0, 0.0, 0.4, 0.4]
-
-
-def test_total_steps_sets_the_horizon_and_progress_stops_at_one():
-    model = Net()
-    model.watch = lambda m: sparsities(m)[0]
-    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8), total_steps=2)).fit(model)
-    assert model.seen == [0.0, 0.4, 0.8, 0.8]
-
-
-def test_layers_are_assigned_only_when_the_sparsity_changes(monkeypatch):
-    assigned: list[float] = []
-    original = ActivationPrunedLinear.__setattr__
-
-    def spy(layer: nn.Module, name: str, value: object) -> None:
-        if name == "sparsity":
-            assigned.append(value)
-        original(layer, name, value)
-
-    callback = ActivationPruning(schedule=CubicSchedule(end=0.5, until=0.5), include="head")
-    monkeypatch.setattr(ActivationPrunedLinear, "__setattr__", spy)
-    trainer(callback, max_epochs=2).fit(Net())
-    assert assigned[-4:] == [callback.schedule(p) for p in (0.125, 0.25, 0.375, 0.5)]
-    assert assigned.count(0.5) == 1
-
-
-class Endless(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        while True:
-            yield torch.randn(8, 64), 1
-
-
-@pytest.mark.parametrize("endless", ["epochs", "batches"])
-def test_an_unknown_length_is_an_error_only_if_it_is_needed(endless: str):
-    data = loader(8, 4) if endless == "epochs" else torch.utils.data.DataLoader(Endless(), batch_size=2)
-    options = {"max_epochs": -1} if endless == "epochs" else {}
-
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            trainer.should_stop = True
-            if not trainer.num_training_batches < float("inf"):
-                trainer.limit_train_batches = 1
-
-    schedule = LinearSchedule(end=0.5)
-    with pytest.raises(MisconfigurationException, match=r"needs the length of the training.*HINT: set .*total_steps"):
-        trainer(ActivationPruning(schedule=schedule), **options).fit(Net(), data)
-    for fine in (
-        {"schedule": schedule, "total_steps": 3},
-        {"schedule": ConstantSchedule(0.5)},
-        {"sparsity": 0.5},
-    ):
-        trainer(ActivationPruning(**fine), Stop(), **options).fit(Net(), data)
-    trainer(ActivationPruning(schedule=schedule), max_steps=2, **options).fit(Net(), data)
-
-
-def test_a_schedule_of_ones_own_is_checked():
-    class Percent(SparsitySchedule):
-        def __call__(self, progress: float) -> float:
-            return 60 * progress
-
-    model = Net()
-    with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.25\)` must be in \[0, 1\), got 15.0"):
-        trainer(ActivationPruning(schedule=Percent(), verbose=False)).fit(model)
-    assert_plain(model)
 
 
 def test_pruning_changes_the_weight_gradient_and_nothing_else():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,7 +211,9 @@ def test_train_compares_dense_and_pruned(capsys):
 def test_command_line_trains_from_yaml(tmp_path):
     script, config = ROOT / "examples" / "cli.py", ROOT / "examples" / "configs" / "digits.yaml"
     command = [sys.executable, str(script), "fit", "--config", str(config), "--trainer.fast_dev_run=true"]
-    done = subprocess.run([*command, "--trainer.accelerator=cpu"], cwd=tmp_path, capture_output=True, text=True)
+    command.append("--trainer.accelerator=cpu")
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=one_thread, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "`max_steps=1` reached" in done.stdout + done.stderr
 

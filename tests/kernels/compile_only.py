@@ -22,7 +22,7 @@ from lightning_actprune.kernels import pack, select, unpack, weight_grad
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "threshold_ptr": "*i32", "cut_ptr": "*i32", "bitmap_ptr": "*i32", "counts_ptr": "*i32", "offsets_ptr": "*i32",
+    "scratch_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
     "rows_ptr": "*i32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
@@ -34,14 +34,16 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
     """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
     keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
+    fused = {"NB": 48, "B": 32, "BLOCK": 32, "TILE": 512, "BLOCKS": select.REGISTER_BLOCKS}
     found = [
         ("keys", select.block_keys_kernel, keys, "bf16", {"num_warps": 4}),
         ("keys", select.block_keys_kernel, keys, "fp32", {"num_warps": 4}),
+        ("keys_select", select.keys_select_kernel, fused, "bf16", {"num_warps": 16}),
+        ("keys_select", select.keys_select_kernel, fused, "fp32", {"num_warps": 16}),
         ("select", select.select_kernel, {"GROUP": 1, "BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
         ("select_rows", select.select_kernel, {"GROUP": 32, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_streaming", select.select_streaming_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32}, "fp32", {"num_warps": 4}),
-        ("scan", pack.scan_kernel, {"PIECE": 4096}, "fp32", {"num_warps": 8}),
+        ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32, "PIECE": 4096}, "fp32", {"num_warps": 4}),
         ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
@@ -68,7 +70,7 @@ def compile_kernel(
             attrs[(index,)] = [["tt.divisibility", 16]]
     if "out_ptr" in signature and "grad_ptr" in signature:
         signature["out_ptr"] = "*fp32"
-    for name in ("stride_sample", "stride_batch"):
+    for name in ("stride_sample", "stride_batch", "size"):
         if name in signature:
             signature[name] = "i64"
     constexprs = {(kernel.arg_names.index(name),): constant for name, constant in constants.items()}

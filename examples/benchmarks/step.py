@@ -1,0 +1,190 @@
+"""Time and memory of whole training steps: dense, checkpointed per block, and pruned, eager and compiled.
+
+    python examples/benchmarks/step.py --out step.json
+
+Every case runs in its own process, so that its memory is its own. All processes warm up side by side (compiling takes
+most of the time); then they take turns, several rounds of each, so that a drift of the machine meets all of them. Times
+are medians over all timed steps (forward, backward, fused AdamW), by wall clock with the device synchronised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks.common import MIB, environment, write_records
+from lightning_actprune import convert
+
+MODELS = {
+    "resmlp_12_224 bf16": ("resmlp_12_224", 128, "bf16-mixed"),
+    "vit_base_patch16_224 bf16": ("vit_base_patch16_224", 128, "bf16-mixed"),
+    "resmlp_12_224 fp32": ("resmlp_12_224", 32, "32-true"),
+}
+METHODS = {
+    "eager": ("dense", "checkpoint", "pruned"),
+    "compile": ("dense", "pruned"),
+}
+
+
+def build(name: str, method: str, sparsity: float, block_size: int) -> tuple[nn.Module, int]:
+    """Return the model and the number of pruned layers."""
+    import timm
+
+    model = timm.create_model(name).cuda()
+    if method == "checkpoint":
+        for block in model.blocks:
+            block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+    if method != "pruned":
+        return model, 0
+    # Its input is also kept by the attention itself, so packing it would only add memory.
+    exclude = ["*.attn.proj"] if "vit" in name else []
+    return model, len(convert(model, sparsity=sparsity, block_size=block_size, exclude=exclude).converted)
+
+
+class Case:
+    """One model, method and mode, with the step to time."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        name, self.batch, self.precision = MODELS[args.case[0]]
+        torch.manual_seed(0)
+        self.model, self.layers = build(name, args.case[1], args.sparsity, args.block_size)
+        self.run = torch.compile(self.model, fullgraph=True) if args.case[2] == "compile" else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.images = torch.randn(self.batch, 3, 224, 224, device="cuda")
+        self.labels = torch.randint(1000, (self.batch,), device="cuda")
+
+    def forward(self) -> Tensor:
+        """Return the loss."""
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16-mixed"):
+            return F.cross_entropy(self.run(self.images), self.labels)
+
+    def step(self) -> None:
+        """Run one training step."""
+        self.finish(self.forward())
+
+    def finish(self, loss: Tensor) -> None:
+        """Run backward and the optimizer."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def memory(self) -> dict[str, float]:
+        """Return activations and peak of one step in MiB."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        loss = self.forward()
+        activations = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+        self.finish(loss)
+        peak = torch.cuda.max_memory_allocated()
+        return {"activations_mib": round(activations / MIB, 1), "peak_mib": round(peak / MIB, 1)}
+
+    def times(self, steps: int) -> list[float]:
+        """Return the milliseconds of each of ``steps`` steps, timed in groups of five."""
+        found = []
+        for _ in range(steps // 5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(5):
+                self.step()
+            torch.cuda.synchronize()
+            found.append((time.perf_counter() - start) * 200)
+        return found
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Warm up, then time on each line read, until the input ends; print JSON lines."""
+    case = Case(args)
+    for _ in range(4):
+        case.step()
+    print(json.dumps({"layers": case.layers, **case.memory()}), flush=True)
+    for _ in sys.stdin:
+        case.times(5)
+        print(json.dumps(case.times(args.steps)), flush=True)
+
+
+def main() -> None:
+    """Start all cases, time them in turns, write the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--modes", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--sparsity", type=float, default=0.6)
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("step.json"))
+    parser.add_argument("--case", nargs=3, metavar=("MODEL", "METHOD", "MODE"), help="serve one case")
+    args = parser.parse_args()
+    if args.case:
+        serve(args)
+        return
+    cases = [(m, method, mode) for m in args.models for mode in args.modes for method in METHODS[mode]]
+    options = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in ("sparsity", "block-size", "steps")]
+    processes = {
+        case: subprocess.Popen(
+            [sys.executable, __file__, *options, "--case", *case], stdin=-1, stdout=-1, text=True, bufsize=1
+        )
+        for case in cases
+    }
+    records = [record(case, json.loads(p.stdout.readline()), args) for case, p in processes.items()]
+    times: dict[tuple[str, ...], list[float]] = {case: [] for case in cases}
+    for _ in range(args.rounds):
+        for case, process in processes.items():
+            process.stdin.write("go\n")
+            times[case] += json.loads(process.stdout.readline())
+    for process in processes.values():
+        process.stdin.close()
+    for case, row in zip(cases, records, strict=True):
+        row["ms_median"] = round(statistics.median(times[case]), 3)
+        row["ms_min"], row["ms_max"] = round(min(times[case]), 3), round(max(times[case]), 3)
+    write_records(args.out, [{**row, **environment()} for row in records])
+    Console().print(summary(records))
+
+
+def record(case: tuple[str, str, str], memory: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the head of a case's record."""
+    name, batch, precision = MODELS[case[0]]
+    pruned = case[1] == "pruned"
+    settings = {"sparsity": args.sparsity if pruned else None, "block_size": args.block_size if pruned else None}
+    return {
+        "model": name,
+        "batch": batch,
+        "precision": precision,
+        "mode": case[2],
+        "method": case[1],
+        **settings,
+        **memory,
+    }
+
+
+def summary(records: list[dict[str, Any]]) -> Table:
+    """Return times and memory beside the dense case of the same mode."""
+    table = Table("model", "precision", "mode", "method", "ms", "/ dense", "activations MiB", "/ dense", "peak MiB")
+    for r in records:
+        dense = next(
+            d for d in records
+            if d["method"] == "dense" and all(d[k] == r[k] for k in ("model", "precision", "mode"))
+        )  # fmt: skip
+        cells = [f"{r['ms_median']:.2f}", f"{r['ms_median'] / dense['ms_median']:.3f}", f"{r['activations_mib']:.0f}"]
+        cells += [f"{r['activations_mib'] / dense['activations_mib']:.3f}", f"{r['peak_mib']:.0f}"]
+        table.add_row(r["model"], r["precision"], r["mode"], r["method"], *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
