@@ -34,7 +34,25 @@ def block_keys(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _select(keys, n, keep):
+def _select_one(keys, n, keep):
+    """Return threshold and cut of ``keys [BLOCKS]``, padded with -1.
+
+    Not a case of ``_select_rows``: of a row vector made from one-dimensional data, Triton gives every thread all values
+    (2.4 ms instead of a few microseconds for 2352 keys, H200, Triton 3.6).
+    """
+    threshold = tl.program_id(0) * 0  # 0, as a device scalar that the loop can carry
+    for step in range(31):
+        candidate = threshold | (1 << (30 - step))
+        count = tl.sum((keys >= candidate).to(tl.int32), axis=0)
+        threshold = tl.where(count >= keep, candidate, threshold)
+    quota = keep - tl.sum((keys > threshold).to(tl.int32), axis=0)
+    equal = (keys == threshold).to(tl.int32)
+    last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
+    return threshold, tl.max(tl.where(last, n, -1), axis=0)
+
+
+@triton.jit
+def _select_rows(keys, n, keep):
     """Return threshold and cut of each row of ``keys [GROUP, BLOCKS]``, padded with -1."""
     threshold = tl.sum(keys * 0, axis=1)
     for step in range(31):
@@ -71,7 +89,7 @@ def select_kernel(scratch_ptr, samples, blocks, size, keep, GROUP: tl.constexpr,
     n = tl.arange(0, BLOCKS)
     inside = (s < samples)[:, None] & (n < blocks)[None, :]
     keys = tl.load(scratch_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
-    threshold, cut = _select(keys, n, keep)
+    threshold, cut = _select_rows(keys, n, keep)
     result_ptr = scratch_ptr + size
     tl.store(result_ptr + s, threshold, mask=s < samples)
     tl.store(result_ptr + samples + s, cut, mask=s < samples)
@@ -103,11 +121,10 @@ def keys_select_kernel(
     tl.debug_barrier()
     n = tl.arange(0, BLOCKS)
     keys = tl.load(keys_ptr + n, mask=n < blocks, other=-1)
-    threshold, cut = _select(keys[None, :], n, keep)
+    threshold, cut = _select_one(keys, n, keep)
     result_ptr = scratch_ptr + size
-    one = tl.arange(0, 1)
-    tl.store(result_ptr + s + one, threshold)
-    tl.store(result_ptr + samples + s + one, cut)
+    tl.store(result_ptr + s, threshold)
+    tl.store(result_ptr + samples + s, cut)
     if s == 0:
         tl.store(result_ptr + 2 * samples, 0)
 

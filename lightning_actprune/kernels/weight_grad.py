@@ -114,9 +114,11 @@ def choose_config(block_size: int, outputs: int, itemsize: int, shared_memory: i
     if itemsize == 4:
         config = Config(bm=64 if outputs <= 64 else 128, bk=16, warps=4, stages=3, values_first=block >= 64)
     elif block >= 64:
-        config = Config(bm=128, bk=64, warps=4 if block == 64 else 8, stages=4, values_first=True)
+        config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
+    elif block == 32:
+        config = Config(bm=128, bk=32, warps=4, stages=3, values_first=False)
     else:
-        config = Config(bm=128 if outputs <= 128 else 256, bk=64, warps=8, stages=4, values_first=False)
+        config = Config(bm=128, bk=64, warps=8, stages=3, values_first=False)
     while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.stages > 2:
         config = config._replace(stages=config.stages - 1)
     while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.bk > 16:
@@ -124,10 +126,10 @@ def choose_config(block_size: int, outputs: int, itemsize: int, shared_memory: i
     return config
 
 
-def choose_split(tiles: int, kept_per_column: int, bk: int, multiprocessors: int) -> int:
-    """Return into how many parts the reduction is cut: enough to fill the GPU twice, each part four turns or more."""
-    wanted = ceil_div(2 * multiprocessors, tiles)
-    return max(1, min(wanted, kept_per_column // (4 * bk), 16))
+def choose_split(tiles: int, kept_per_column: int, config: Config, multiprocessors: int) -> int:
+    """Return into how many parts the reduction is cut: 16 warps for each multiprocessor, each part four turns or more."""
+    wanted = ceil_div(16 * multiprocessors, config.warps * tiles)
+    return max(1, min(wanted, kept_per_column // (4 * config.bk), 16))
 
 
 class WeightGradPlan:
@@ -188,7 +190,7 @@ def _plan(
     (kept, block_size), limits = packed, machine(key[2])
     config = choose_config(block_size, outputs, key[0].itemsize, limits.shared_memory)
     columns = ceil_div(length, block_size)
-    split = choose_split(columns * ceil_div(outputs, config.bm), kept // columns, config.bk, limits.multiprocessors)
+    split = choose_split(columns * ceil_div(outputs, config.bm), kept // columns, config, limits.multiprocessors)
     return WeightGradPlan(outputs, stride, packed, rows, length, key[1], config, split)
 
 
