@@ -1,9 +1,9 @@
 """Launch a kernel whose every argument but the tensors is fixed, without paying for Triton's argument analysis.
 
 ``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which costs several times the launch
-itself; a step of a small model launches hundreds of kernels and waits for exactly that. A ``Launch`` does it once, keeps
-the compiled kernel, and then passes its arguments straight through. Whoever makes one guarantees that the dtypes and the
-16-byte alignment of its tensors never change (both are part of the plans' keys).
+itself; a step of a small model launches hundreds of kernels and waits for exactly that. A ``Launch`` does it once,
+keeps the compiled kernel, and then passes its arguments straight through. Whoever makes one guarantees that the dtypes
+and the 16-byte alignment of its tensors never change (both are part of the plans' keys).
 """
 
 from __future__ import annotations

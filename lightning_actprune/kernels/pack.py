@@ -1,17 +1,16 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-Three launches:
+Four launches:
 
-1. ``keys_select_kernel``  one program per sample reads ``x`` once, writes one int32 key per block (4 / (b * itemsize) of
-   ``x``), and finds threshold and cut. With too few samples to fill the GPU, or too large ones for the registers, this
-   is two launches: ``block_keys_kernel`` over all of ``x``, then a selection;
-2. ``mark_kernel``         per 128 rows x columns: bitmap words and counts of kept blocks; the program that finishes last
+1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
+2. ``select_kernel``      per sample: threshold and cut;
+3. ``mark_kernel``        per 128 rows x columns: bitmap words and counts of kept blocks; the program that finishes last
    turns the counts into the offsets (an exclusive sum over a few thousand numbers);
-3. ``gather_kernel``       per 128 rows of one column: copies the kept blocks to their places.
+4. ``gather_kernel``      per 128 rows of one column: copies the kept blocks to their places.
 
-Samples matter only in step 1; the others see ``R = S * T`` rows. Bytes moved: ``x`` twice (the second time only its
-kept blocks, and often from L2), the values once, keys twice. Everything but the tensors is worked out once per shape and
-kept in a ``PackPlan``.
+Samples matter only in step 2; the others see ``R = S * T`` rows. Bytes moved: ``x`` twice (the second time only its
+kept blocks, and often from L2), the values once, keys twice. Everything but the tensors is worked out once per shape
+and kept in a ``PackPlan``.
 """
 
 from __future__ import annotations
@@ -27,17 +26,14 @@ from lightning_actprune.kernels.launch import Launch, aligned, on_device_of
 from lightning_actprune.kernels.select import (
     REGISTER_BLOCKS,
     block_keys_kernel,
-    keys_select_kernel,
     select_kernel,
+    select_rows_kernel,
     select_streaming_kernel,
 )
 from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
 CHUNK = tl.constexpr(CHUNK_ROWS)
 WORD = tl.constexpr(WORD_ROWS)
-
-FUSED_SAMPLES = 32
-"""From so many samples on, one program per sample reads fast enough to be worth the launch that it saves."""
 
 
 @triton.jit
@@ -126,7 +122,8 @@ class PackPlan:
         self.bitmap = (columns, words)
         self.offsets = columns * chunks + 1
         self.scratch = total * columns + 2 * samples + 1
-        self._keys, self._select = _selection(shape, strides, block_size, keep)
+        self._keys = _keys(shape, strides, block_size)
+        self._select = _select(samples, rows * columns, keep)
         cols = min(32, triton.next_power_of_2(columns))
         self._mark = Launch(
             mark_kernel, (chunks, ceil_div(columns, cols)), total, samples, rows, words, chunks, total * columns,
@@ -145,41 +142,34 @@ class PackPlan:
         offsets = x.new_empty(self.offsets, dtype=torch.int32)
         values = x.new_empty(self.values)
         self._keys(x, scratch)
-        if self._select is not None:
-            self._select(scratch)
+        self._select(scratch)
         self._mark(scratch, bitmap, offsets)
         self._gather(x, bitmap, offsets, values)
         return values, bitmap, offsets
 
 
-def _selection(
-    shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, keep: int
-) -> tuple[Launch, Launch | None]:
-    """Return the launch that writes keys, and the one that selects unless the first does that too."""
+def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int) -> Launch:
+    """Return the launch that writes the keys."""
     samples, rows, length = shape
     columns, block = ceil_div(length, block_size), triton.next_power_of_2(block_size)
-    blocks = rows * columns
-    padded = triton.next_power_of_2(blocks)
-    group = max(1, min(1024 // padded, triton.next_power_of_2(samples)))
-    if group == 1 and samples >= FUSED_SAMPLES and blocks <= REGISTER_BLOCKS:
-        warps = 16 if padded >= 2048 else 8
-        tile = max(1, min(padded, warps * 1024 // block))
-        fused = (*strides, samples, rows, length, samples * blocks, keep, columns, block_size, block, tile, padded)
-        return Launch(keys_select_kernel, (samples,), *fused, num_warps=warps), None
     # 4096 values a program, 32 a thread at 4 warps: whole rows first, so that a warp reads along memory.
     cols = max(1, min(triton.next_power_of_2(columns), 4096 // block))
     tile_rows = max(1, 4096 // (block * cols))
     grid = ceil_div(samples * rows, tile_rows), ceil_div(columns, cols)
     scalars = (*strides, samples * rows, rows, length, columns, block_size, block, tile_rows, cols)
-    keys = Launch(block_keys_kernel, grid, *scalars, num_warps=4)
+    return Launch(block_keys_kernel, grid, *scalars, num_warps=4)
+
+
+def _select(samples: int, blocks: int, keep: int) -> Launch:
+    """Return the launch that finds threshold and cut of every sample."""
+    scalars = (samples, blocks, samples * blocks, keep)
+    padded = triton.next_power_of_2(blocks)
     if blocks > REGISTER_BLOCKS:
-        return keys, Launch(
-            select_streaming_kernel, (samples,), samples, blocks, samples * blocks, keep, 8192, num_warps=16
-        )
-    warps = max(4, min(16, padded * group // 512))
-    selection = (samples, blocks, samples * blocks, keep, group, padded)
-    select = Launch(select_kernel, (ceil_div(samples, group),), *selection, num_warps=warps)
-    return keys, select
+        return Launch(select_streaming_kernel, (samples,), *scalars, 8192, num_warps=16)
+    if padded <= 512:
+        group = max(1, min(2048 // padded, triton.next_power_of_2(samples)))
+        return Launch(select_rows_kernel, (ceil_div(samples, group),), *scalars, group, padded, num_warps=4)
+    return Launch(select_kernel, (samples,), *scalars, padded, num_warps=min(16, padded // 256))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,10 +7,10 @@ selection returns ``(threshold, cut)`` so that a block ``n`` is kept if and only
     key[n] > threshold  or  (key[n] == threshold and n <= cut)
 
 which holds for exactly ``keep`` blocks, equal keys in order of ``n``. Every later kernel evaluates this test; no index
-list is written. Threshold and cut are found bit by bit from keys held in registers (31 counts), or, for samples too
-large for that, by four passes over digits of 8, 8, 8 and 7 bits with a histogram each and one pass over equal keys.
+list is written. Threshold and cut are found two bits at a time from keys held in registers, or, for samples too large
+for that, by four passes over digits of 8, 8, 8 and 7 bits with a histogram each and one pass over equal keys.
 
-``scratch`` holds the keys of all ``size`` blocks, then thresholds and cuts of all samples, then one counter (see ``kernels.pack``).
+``scratch`` holds the keys of all ``size`` blocks, then thresholds and cuts of all samples, then a counter.
 """
 
 from __future__ import annotations
@@ -34,38 +34,6 @@ def block_keys(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _select_one(keys, n, keep):
-    """Return threshold and cut of ``keys [BLOCKS]``, padded with -1.
-
-    Not a case of ``_select_rows``: of a row vector made from one-dimensional data, Triton gives every thread all values
-    (2.4 ms instead of a few microseconds for 2352 keys, H200, Triton 3.6).
-    """
-    threshold = tl.program_id(0) * 0  # 0, as a device scalar that the loop can carry
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        count = tl.sum((keys >= candidate).to(tl.int32), axis=0)
-        threshold = tl.where(count >= keep, candidate, threshold)
-    quota = keep - tl.sum((keys > threshold).to(tl.int32), axis=0)
-    equal = (keys == threshold).to(tl.int32)
-    last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
-    return threshold, tl.max(tl.where(last, n, -1), axis=0)
-
-
-@triton.jit
-def _select_rows(keys, n, keep):
-    """Return threshold and cut of each row of ``keys [GROUP, BLOCKS]``, padded with -1."""
-    threshold = tl.sum(keys * 0, axis=1)
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
-        threshold = tl.where(count >= keep, candidate, threshold)
-    quota = keep - tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
-    equal = (keys == threshold[:, None]).to(tl.int32)
-    last = (equal == 1) & (tl.cumsum(equal, axis=1) == quota[:, None])
-    return threshold, tl.max(tl.where(last, n[None, :], -1), axis=1)
-
-
-@triton.jit
 def block_keys_kernel(
     x_ptr, scratch_ptr, stride_sample, stride_row, total_rows, rows, length,
     NB: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -83,50 +51,90 @@ def block_keys_kernel(
 
 
 @triton.jit
-def select_kernel(scratch_ptr, samples, blocks, size, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Select in ``GROUP`` samples at once, each held as one row of ``BLOCKS >= blocks`` keys."""
+def select_kernel(scratch_ptr, samples, blocks, size, keep, BLOCKS: tl.constexpr):
+    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers.
+
+    Two bits a turn: the counts of three candidates travel in one 64-bit sum. Leading bits that all keys share need no
+    turn, and as soon as exactly ``keep`` keys reach the threshold the rest of its bits does not matter: about 7 turns
+    for a few thousand different keys instead of 31.
+    """
+    s = tl.program_id(0)
+    n = tl.arange(0, BLOCKS)
+    inside = n < blocks
+    keys = tl.load(scratch_ptr + s.to(tl.int64) * blocks + n, mask=inside, other=-1)
+    largest = tl.max(keys, axis=0)
+    smallest = tl.min(tl.where(inside, keys, largest), axis=0)
+    shift = s * 0 + 29
+    while (shift > 1) & ((largest >> shift) == (smallest >> shift)):
+        shift -= 2
+    threshold = (largest >> (shift + 2)) << (shift + 2)
+    reaching = s * 0 + blocks
+    while (shift >= 1) & (reaching != keep):
+        one = (keys >= (threshold | (1 << shift))).to(tl.int64)
+        two = (keys >= (threshold | (2 << shift))).to(tl.int64)
+        three = (keys >= (threshold | (3 << shift))).to(tl.int64)
+        counts = tl.sum(one + (two << 20) + (three << 40), axis=0)
+        of_one, of_two, of_three = (
+            (counts & 0xFFFFF).to(tl.int32),
+            ((counts >> 20) & 0xFFFFF).to(tl.int32),
+            counts >> 40,
+        )
+        if of_three >= keep:
+            threshold |= 3 << shift
+            reaching = of_three.to(tl.int32)
+        elif of_two >= keep:
+            threshold |= 2 << shift
+            reaching = of_two
+        elif of_one >= keep:
+            threshold |= 1 << shift
+            reaching = of_one
+        shift -= 2
+    if reaching != keep:
+        count = tl.sum((keys >= (threshold | 1)).to(tl.int32), axis=0)
+        if count >= keep:
+            threshold |= 1
+            reaching = count
+    cut = s * 0 + blocks
+    if reaching != keep:  # more keys than wanted equal the threshold
+        quota = keep - tl.sum((keys > threshold).to(tl.int32), axis=0)
+        equal = (keys == threshold).to(tl.int32)
+        last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
+        cut = tl.max(tl.where(last, n, -1), axis=0)
+    tl.store(scratch_ptr + size + s, threshold)
+    tl.store(scratch_ptr + size + samples + s, cut)
+    if s == 0:
+        tl.store(scratch_ptr + size + 2 * samples, 0)
+
+
+@triton.jit
+def select_rows_kernel(scratch_ptr, samples, blocks, size, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Select in ``GROUP`` small samples at once, each held as one row of ``BLOCKS >= blocks`` keys, at most 512.
+
+    Not used for one large sample: two-dimensional data with a single row is laid out badly.
+    """
     s = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     n = tl.arange(0, BLOCKS)
     inside = (s < samples)[:, None] & (n < blocks)[None, :]
     keys = tl.load(scratch_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
-    threshold, cut = _select_rows(keys, n, keep)
-    result_ptr = scratch_ptr + size
-    tl.store(result_ptr + s, threshold, mask=s < samples)
-    tl.store(result_ptr + samples + s, cut, mask=s < samples)
+    threshold = tl.zeros([GROUP], tl.int32)
+    for step in range(15):
+        shift = 29 - 2 * step
+        one = (keys >= (threshold | (1 << shift))[:, None]).to(tl.int32)
+        two = (keys >= (threshold | (2 << shift))[:, None]).to(tl.int32)
+        three = (keys >= (threshold | (3 << shift))[:, None]).to(tl.int32)
+        counts = tl.sum(one + (two << 10) + (three << 20), axis=1)
+        digit = ((counts & 0x3FF) >= keep).to(tl.int32) + (((counts >> 10) & 0x3FF) >= keep).to(tl.int32)
+        threshold |= (digit + ((counts >> 20) >= keep).to(tl.int32)) << shift
+    last_bit = tl.sum((keys >= (threshold | 1)[:, None]).to(tl.int32), axis=1) >= keep
+    threshold |= last_bit.to(tl.int32)
+    quota = keep - tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
+    equal = (keys == threshold[:, None]).to(tl.int32)
+    last = (equal == 1) & (tl.cumsum(equal, axis=1) == quota[:, None])
+    cut = tl.max(tl.where(last, n[None, :], -1), axis=1)
+    tl.store(scratch_ptr + size + s, threshold, mask=s < samples)
+    tl.store(scratch_ptr + size + samples + s, cut, mask=s < samples)
     if tl.program_id(0) == 0:
-        tl.store(result_ptr + 2 * samples, 0)
-
-
-@triton.jit
-def keys_select_kernel(
-    x_ptr, scratch_ptr, stride_sample, stride_row, samples, rows, length, size, keep,
-    NB: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Keys and selection of one sample in one program, ``TILE`` blocks at a time.
-
-    The keys go through global memory (the caches, in fact): a register tensor cannot be filled piece by piece.
-    """
-    s = tl.program_id(0)
-    blocks = rows * NB
-    x_ptr += s.to(tl.int64) * stride_sample
-    keys_ptr = scratch_ptr + s.to(tl.int64) * blocks
-    e = tl.arange(0, BLOCK)
-    for first in range(0, blocks, TILE):
-        n = first + tl.arange(0, TILE)
-        column = (n % NB)[:, None] * B + e[None, :]
-        inside = (n < blocks)[:, None] & (column < length) & (e < B)[None, :]
-        start = (n // NB).to(tl.int64) * stride_row
-        x = tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(keys_ptr + n, block_keys(x, 1), mask=n < blocks)
-    tl.debug_barrier()
-    n = tl.arange(0, BLOCKS)
-    keys = tl.load(keys_ptr + n, mask=n < blocks, other=-1)
-    threshold, cut = _select_one(keys, n, keep)
-    result_ptr = scratch_ptr + size
-    tl.store(result_ptr + s, threshold)
-    tl.store(result_ptr + samples + s, cut)
-    if s == 0:
-        tl.store(result_ptr + 2 * samples, 0)
+        tl.store(scratch_ptr + size + 2 * samples, 0)
 
 
 @triton.jit

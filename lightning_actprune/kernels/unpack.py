@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.launch import Launch, on_device_of
+from lightning_actprune.kernels.launch import Launch, aligned, on_device_of
 from lightning_actprune.kernels.pack import kept_slots
 from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
@@ -47,7 +47,7 @@ def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunk
 
 @functools.lru_cache(maxsize=1024)
 def _unpack_launch(
-    shape: tuple[int, int, int], transposed: bool, block_size: int, key: tuple[torch.dtype, torch.device]
+    shape: tuple[int, int, int], transposed: bool, block_size: int, key: tuple[torch.dtype, torch.device, bool]
 ) -> Launch:
     batch, rows, length = shape
     total, columns = batch * rows, ceil_div(length, block_size)
@@ -64,6 +64,7 @@ def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, in
     batch, rows, length = shape
     with on_device_of(values):
         out = values.new_empty((batch, length, rows) if transposed else shape)
-        launch = _unpack_launch(shape, transposed, values.shape[1], (values.dtype, values.device))
+        key = values.dtype, values.device, aligned(values, bitmap, offsets)
+        launch = _unpack_launch(shape, transposed, values.shape[1], key)
         launch(values, bitmap, offsets, out)
     return out

@@ -15,8 +15,8 @@ from lightning_actprune.functional import linear_unchecked
 class PruningSettings:
     """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing.
 
-    The sparsity is kept as text because that is a constant to ``torch.compile``. A float turns into a symbol at its first
-    change, and shapes that depend on a symbolic float cannot be traced (torch 2.15).
+    The sparsity is kept as text because that is a constant to ``torch.compile``. A float turns into a symbol at its
+    first change, and shapes that depend on a symbolic float cannot be traced (torch 2.8 to 2.15).
     """
 
     sparsity_text: str

@@ -1,9 +1,14 @@
 """Cost model: is the gather kernel faster than unpacking and a dense matrix product?
 
-In 16 bits the gather kernel takes about ``a + c d`` of the dense product's time at density ``d``, unpack + product about
-1.17 whatever the density. On an H200 (Triton 3.6, ViT- and ResMLP-sized layers; ``tune_weight_grad.py``): a = .31, c = 4.7
-for b = 16; .45 and 2.3 for 32; .38 and 1.7 for 64. The densities where the two meet are the limits below. In exact fp32
-there are no tensor cores to keep busy, and gathering wins as soon as it saves anything.
+Microseconds on an H200 (Triton 3.6, 16-bit values, inputs not in the cache; ``examples/benchmarks/kernels.py``), with
+``F`` the operations of the dense product, ``d`` the density and ``X`` the bytes of the dense input::
+
+    dense   8 + F / 800e6                        the vendor's library, 464 to 823 TFLOP/s on the measured shapes
+    gather  16 + c_b d F / 800e6                 c_b = 5.6, 3.1, 2.2, 1.9 for b = 16, 32, 64, 128
+    unpack  dense + 3 + (1 + d) X / 4.3e6        writes X, reads d X
+
+The constants of both sides scale alike from GPU to GPU, so the choice carries over. In exact fp32 there are no tensor
+cores to keep busy, and gathering wins as soon as it saves anything; in fp32 with TF32 the dense product wins.
 """
 
 from __future__ import annotations
@@ -11,17 +16,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-LIMITS = ((128, 0.6), (64, 0.45), (32, 0.3), (16, 0.18), (0, 0.0))
-"""From which block size on gathering wins below which density, largest blocks first."""
+RATE = 800e6
+"""Operations per microsecond of a large 16-bit product."""
+BANDWIDTH = 4.3e6
+"""Bytes per microsecond."""
+GATHER_COST = ((128, 1.9), (64, 2.2), (32, 3.1), (16, 5.6))
+"""From which block size on a gathered operation costs how many dense ones."""
 
 
 def gather_is_faster(grad_y: Tensor, values: Tensor, length: int) -> bool:
     """Return whether the gather kernel is expected to beat unpack + matrix product."""
-    rows = grad_y.shape[0]
-    density = values.numel() / max(1, rows * length)
-    block = values.shape[1]
+    rows, outputs = grad_y.shape
+    kept, block = values.shape
     if values.dtype == torch.float32:
         return torch.get_float32_matmul_precision() == "highest" and block >= 16
     # Rows of grad_y that do not start at 16 bytes are gathered in 4-byte pieces, at a fraction of the speed.
-    return density < next(limit for size, limit in LIMITS if block >= size) and grad_y.shape[1] % 16 == 0
+    if block < 16 or outputs % 16:
+        return False
+    density = kept * block / (rows * length)
+    product = 2 * rows * length * outputs / RATE
+    gather = 16 + next(cost for size, cost in GATHER_COST if block >= size) * density * product
+    unpack = 8 + product + 3 + (1 + density) * rows * length * values.element_size() / BANDWIDTH
+    return gather < unpack

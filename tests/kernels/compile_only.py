@@ -34,14 +34,11 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
     """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
     keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
-    fused = {"NB": 48, "B": 32, "BLOCK": 32, "TILE": 512, "BLOCKS": select.REGISTER_BLOCKS}
     found = [
         ("keys", select.block_keys_kernel, keys, "bf16", {"num_warps": 4}),
         ("keys", select.block_keys_kernel, keys, "fp32", {"num_warps": 4}),
-        ("keys_select", select.keys_select_kernel, fused, "bf16", {"num_warps": 16}),
-        ("keys_select", select.keys_select_kernel, fused, "fp32", {"num_warps": 16}),
-        ("select", select.select_kernel, {"GROUP": 1, "BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
-        ("select_rows", select.select_kernel, {"GROUP": 32, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
+        ("select_rows", select.select_rows_kernel, {"GROUP": 64, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_streaming", select.select_streaming_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32, "PIECE": 4096}, "fp32", {"num_warps": 4}),
         ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
@@ -52,7 +49,7 @@ def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str
         found.append(("unpack", unpack.unpack_kernel, block, value, {"num_warps": 4}))
         for size in (16, 32, 64, 128):
             config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
-            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk, "SPLIT": 2}
+            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk}
             modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
             options = {"num_warps": config.warps, "num_stages": config.stages}
             found.append((f"weight_grad_b{size}", weight_grad.weight_grad_kernel, {**sizes, **modes}, value, options))

@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.compile_only import SHARED_MEMORY
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
-KERNELS = {"keys", "keys_select", "select", "select_rows", "select_streaming", "mark", "gather", "kept_rows", "unpack"}
+KERNELS = {"keys", "select", "select_rows", "select_streaming", "mark", "gather", "kept_rows", "unpack"}
 KERNELS |= {f"weight_grad_b{size}" for size in (16, 32, 64, 128)}
 
 
@@ -51,5 +51,5 @@ def test_weight_gradient_uses_tensor_cores_and_wide_asynchronous_copies(compiled
 def test_memory_bound_kernels_read_16_bytes_at_a_time(compiled):
     _, records = compiled
     for r in records:
-        if r["kernel"] in ("keys", "keys_select", "gather", "unpack"):
+        if r["kernel"] in ("keys", "gather", "unpack"):
             assert r["ptx"]["load16"] > 0, r
