@@ -26,7 +26,7 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops.geometry import block_and_keep, stored_view
+from lightning_actprune.ops.geometry import BlockGeometry, stored_view
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -47,13 +47,11 @@ class PrunedLinearFunction(torch.autograd.Function):
         """Compute the exact output and pack the input."""
         dtype = compute_dtype(x)
         ctx.x_dtype = x.dtype
-        if x.dtype == weight.dtype == dtype:
-            y = F.linear(x, weight, bias)
-        else:
-            x = x.to(dtype)
-            y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        x = x.to(dtype)
+        y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
         stored, ctx.transposed = stored_view(x, scope)
-        packed = torch.ops.actprune.pack(stored, *block_and_keep(stored, block_size, sparsity))
+        geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
+        packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight, *packed)
