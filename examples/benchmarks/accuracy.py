@@ -17,9 +17,7 @@ existing `--out` the runs already in it are skipped. Without a GPU the steps run
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -36,6 +34,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks.common import environment, write_records
 from examples.classifier import cosine_factor, parameter_groups
 from examples.data import load_image_folder_tensors
 from examples.models import MODELS, build_model
@@ -213,16 +212,6 @@ def describe(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     return {**study, "dataset": args.root.resolve().name, "batch": args.batch_size, **asdict(run)}
 
 
-def environment() -> dict[str, str | None]:
-    """Return the hardware, the versions and the command that a record states."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "command": shlex.join(["python", *sys.argv])}
-
-
 def summarise(records: list[dict[str, Any]]) -> Table:
     """Return mean and standard deviation over the seeds."""
     titles = ("method", "sparsity", "block", "seeds", "accuracy %", "loss", "seconds")
@@ -289,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         model, loss, seconds = train(run, images, args)
         result = {"accuracy": round(accuracy(model, images, args), 3), "final_loss": loss, "seconds": round(seconds, 2)}
         records.append({**key, **result, **environment()})
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        write_records(args.out, records)
         durations[run.method] = time.perf_counter() - start
     Console().print(summarise(records))
     return records

@@ -28,8 +28,9 @@ def environment() -> dict[str, Any]:
 def command() -> str:
     """Return the command line, with files outside the repository reduced to their names."""
     parts = [part if not Path(part).is_absolute() else Path(part).name for part in sys.argv[1:]]
-    script = Path(sys.argv[0]).resolve().relative_to(RESULTS.parents[2])
-    return shlex.join(["python", str(script), *parts])
+    script, root = Path(sys.argv[0]).resolve(), RESULTS.parents[2]
+    name = script.relative_to(root) if script.is_relative_to(root) else script.name
+    return shlex.join(["python", str(name), *parts])
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
