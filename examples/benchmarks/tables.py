@@ -53,7 +53,7 @@ def memory() -> str:
             f"{r[name]:.1f}" if name in r else "-" for name in ("saved_mib", "accounted_saved_mib", "paper_saved_mib")
         ]
         rows.append([r["method"] + setting, *figures])
-    header = ["method", "activations MiB", "peak MiB", "saved MiB", "announced MiB", "paper saved MiB"]
+    header = ["method", "activations MiB", "peak MiB", "saved MiB", "counted MiB", "paper saved MiB"]
     return markdown(header, rows) + source(records[0])
 
 

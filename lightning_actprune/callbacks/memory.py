@@ -32,14 +32,14 @@ class ActivationMemoryMonitor(pl.Callback):
 
     "Kept anyway" in the table means that something else holds the layer's input too, such as a ReLU before it, a sister
     layer or the batch itself: the dense layer costs nothing there, and pruning it adds what it stores. Exclude such a
-    layer.
+    layer; of sister layers that share one input (query, key and value), exclude all.
 
     The forward ends for the monitor where gradients are zeroed or backward begins, whichever comes first. A step that
     applies ``torch.func`` transforms cannot be measured, since they forbid the hooks that count saved tensors.
 
     Args:
-        measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer; the first
-            batches also pay for what is set up lazily.
+        measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer (of a
+            loader that does not know its length, none is then); the first batches also pay for what is set up lazily.
         verbose: Whether to print a table at the end of each epoch.
 
     Raises:

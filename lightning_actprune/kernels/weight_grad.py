@@ -164,12 +164,7 @@ def launch(
     weight_grad_kernel[(ceil_div(length, block_size), ceil_div(outputs, config.bm), split)](
         grad_y, values, rows, offsets, out, grad_y.stride(0), outputs, length, chunks, outputs * length,
         B=block_size, BLOCK=max(16, triton.next_power_of_2(block_size)), BM=config.bm, BK=config.bk, SPLIT=split,
-        VALUES_FIRST=config.values_first, UPCAST=interpreted, PRECISION=_precision(), num_warps=config.warps,
+        VALUES_FIRST=config.values_first, UPCAST=interpreted, PRECISION="ieee", num_warps=config.warps,
         num_stages=config.stages,
     )  # fmt: skip
     return out[0] if split == 1 else out.sum(0).to(dtype)
-
-
-def _precision() -> str:
-    """Return what an fp32 product may lose, as the user set it for torch's own products."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

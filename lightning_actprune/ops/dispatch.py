@@ -1,8 +1,8 @@
 """Which implementation of an operator runs: the Triton kernels, or the plain-PyTorch reference, and why.
 
-The choice is a function of the tensor alone, so that forward and backward agree: CUDA tensors of a supported dtype on
-compute capability 8.0 or newer take the kernels, everything else the reference. ``force_backend`` overrides it, for
-tests and for comparing the two.
+The kernels take CUDA tensors of a supported dtype and block structure on compute capability 8.0 or newer; everything
+else takes the reference. Both use the same storage, so forward and backward need not agree. ``force_backend`` overrides
+the choice, for tests and for comparing the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Literal
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from torch import Tensor
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
+MAX_BLOCK_SIZE = 1024
+"""The kernels hold 128 blocks at a time in registers."""
+MAX_COLUMNS = 65535
+"""CUDA's limit for the second axis of a grid, along which the kernels put the column blocks."""
 
 _forced: Backend | None = None
 
@@ -39,13 +44,23 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def kernel_refusals(x: Tensor) -> list[str]:
-    """Return the reasons why the Triton kernels cannot take ``x``; an empty list means that they can."""
+def kernel_refusals(x: Tensor, block_size: int = 1, columns: int = 1) -> list[str]:
+    """Return the reasons why the Triton kernels cannot take ``x``; an empty list means that they can.
+
+    Args:
+        x: The tensor to pack, or the values packed from it.
+        block_size: Values per block.
+        columns: Blocks per row.
+    """
     reasons = []
     if not _triton_installed():
         reasons.append("triton is not installed")
     if x.dtype not in KERNEL_DTYPES:
         reasons.append(f"dtype {x.dtype} is not float32, bfloat16 or float16")
+    if block_size > MAX_BLOCK_SIZE:
+        reasons.append(f"block_size {block_size} is above {MAX_BLOCK_SIZE}")
+    if columns > MAX_COLUMNS:
+        reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
     if x.device.type != "cuda":
         if not _interpreting():
             reasons.append(f"device {x.device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
@@ -57,23 +72,28 @@ def kernel_refusals(x: Tensor) -> list[str]:
     return reasons
 
 
-def choose_backend(x: Tensor) -> Backend:
-    """Return the implementation for ``x``.
+def choose_backend(x: Tensor, block_size: int = 1, columns: int = 1) -> Backend:
+    """Return the implementation for ``x``, cut into ``columns`` blocks of ``block_size`` per row.
 
     Raises:
         RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
     """
-    if _forced == "triton":
-        reasons = kernel_refusals(x)
-        if reasons:
-            raise RuntimeError(
-                f"The Triton kernels were forced but cannot take a {tuple(x.shape)} tensor: {'; '.join(reasons)}. "
-                'HINT: use force_backend("reference") or a supported tensor.'
-            )
-        return "triton"
-    if _forced == "reference" or x.device.type != "cuda" or kernel_refusals(x):
+    if _forced == "reference" or (_forced is None and x.device.type != "cuda"):
         return "reference"
-    return "triton"
+    reasons = kernel_refusals(x, block_size, columns)
+    if _forced == "triton" and reasons:
+        raise RuntimeError(
+            f"The Triton kernels were forced but cannot take a {tuple(x.shape)} tensor: {'; '.join(reasons)}. "
+            'HINT: use force_backend("reference") or a supported tensor.'
+        )
+    return "reference" if reasons else "triton"
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU of ``x`` is the current one: Triton launches on that, not on its arguments'."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,8 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned inpu
     db = sum_r g[r]           exact
     dW = g^T x_hat            the only approximation
 
-Saved for backward: the packed input and the weight as it is, never ``x`` and never the autocast copy of the weight
-(one cast in backward is cheaper than keeping both). The weight gradient leaves its fp32 accumulator directly in the
-weight's dtype, so under autocast it is not rounded to 16 bits in between.
+Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
+copy of the weight (one cast in backward is cheaper than keeping both).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
@@ -29,12 +28,21 @@ from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops.geometry import BlockGeometry, stored_view
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype of the active autocast for a type of device, ``None`` without one."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which ``F.linear`` would compute, and save, ``x``: autocast's if it applies."""
-    device = x.device.type
-    if x.dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
+    return (autocast_dtype(x.device.type) or x.dtype) if x.dtype != torch.float64 else x.dtype
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast as autocast to ``dtype`` does: not fp64, and nothing if it is off (then mixed types are an error)."""
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -45,16 +53,16 @@ class PrunedLinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, block_size: int, scope: Scope
     ) -> Tensor:
         """Compute the exact output and pack the input."""
-        dtype = compute_dtype(x)
-        ctx.x_dtype = x.dtype
-        x = x.to(dtype)
-        y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        dtype = autocast_dtype(x.device.type)
+        x = _cast(x, dtype)
+        y = F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
         stored, ctx.transposed = stored_view(x, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
         packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *packed)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
         return y
 
     @staticmethod
@@ -62,7 +70,9 @@ class PrunedLinearFunction(torch.autograd.Function):
         """Return exact input and bias gradients and the pruned weight gradient."""
         grads = _backward(ctx, grad_y)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-            grads = tuple(None if g is None else _RefuseSecondDerivative.apply(g, grad_y) for g in grads)
+            # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
+            leaf = torch.zeros((), requires_grad=True)
+            grads = tuple(None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads)
         return (*grads, None, None, None)
 
 
@@ -83,7 +93,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
             grad_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             grad_w = torch.ops.actprune.weight_grad(
-                flat, values, bitmap, offsets, *ctx.stored_shape, ctx.transposed, weight.dtype
+                flat, values, bitmap, offsets, *ctx.stored_shape, ctx.transposed, ctx.weight_dtype
             )
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_b = flat.sum(0, dtype=ctx.bias_dtype)
@@ -94,7 +104,7 @@ class _RefuseSecondDerivative(torch.autograd.Function):
     """Identity whose derivative is an error: the dropped blocks are gone, so a second derivative would be wrong."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, grad: Tensor, grad_y: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, grad: Tensor, leaf: Tensor) -> Tensor:
         return grad.clone()
 
     @staticmethod

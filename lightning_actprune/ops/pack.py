@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_actprune.ops import reference
-from lightning_actprune.ops.dispatch import choose_backend
+from lightning_actprune.ops.dispatch import choose_backend, on_device_of
+from lightning_actprune.ops.geometry import ceil_div
 
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,8 +23,10 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
-    if x.numel() > 0 and keep > 0 and choose_backend(x) == "triton":
+    columns = ceil_div(x.shape[2], block_size)
+    if x.numel() > 0 and keep > 0 and choose_backend(x, block_size, columns) == "triton":
         from lightning_actprune.kernels import pack as kernels
 
-        return kernels.pack(x, block_size, keep)
+        with on_device_of(x):
+            return kernels.pack(x, block_size, keep)
     return reference.pack(x, block_size, keep)

@@ -2,8 +2,9 @@
 
 The weight gradient has two methods. ``gather`` multiplies the kept blocks directly with the matching rows of
 ``grad_y``: operations fall with the density, but each kept block brings only ``b`` columns of reuse per gathered row.
-``unpack`` rebuilds the pruned tensor for the time of one matrix product of the vendor library; it costs the dense
-product plus one write of the tensor. A transposed layout (blocks along the reduced dimension) always unpacks.
+Its fp32 accumulator is written directly in the weight's dtype. ``unpack`` rebuilds the pruned tensor for the time of
+one matrix product of the vendor library; it costs the dense product plus one write of the tensor, and in 16 bits it
+rounds as the dense layer does. A transposed layout (blocks along the reduced dimension) always unpacks.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from torch import Tensor
 
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.cost import gather_is_faster
-from lightning_actprune.ops.dispatch import choose_backend
+from lightning_actprune.ops.dispatch import choose_backend, on_device_of
+from lightning_actprune.ops.geometry import ceil_div
 
 Method = Literal["gather", "unpack"]
+
+MAX_GATHER_BLOCK = 256
+"""Largest block of the gather kernel, whose accumulator is 128 outputs by one block."""
 
 _forced: Method | None = None
 
@@ -39,7 +44,10 @@ def force_method(method: Method | None) -> Iterator[None]:
 
 def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Method:
     """Return how the weight gradient of this packed input is computed."""
-    if transposed or values.shape[0] == 0 or choose_backend(values) == "reference":
+    block_size = values.shape[1]
+    if transposed or values.shape[0] == 0 or block_size > MAX_GATHER_BLOCK:
+        return "unpack"
+    if choose_backend(values, block_size, ceil_div(length, block_size)) == "reference":
         return "unpack"
     if _forced is not None:
         return _forced
@@ -50,10 +58,11 @@ def unpack(
     values: Tensor, bitmap: Tensor, offsets: Tensor, batch: int, rows: int, length: int, transposed: bool
 ) -> Tensor:
     """Return the pruned tensor, contiguous: ``[batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
-    if values.shape[0] > 0 and choose_backend(values) == "triton":
+    if values.shape[0] > 0 and choose_backend(values, values.shape[1], bitmap.shape[0]) == "triton":
         from lightning_actprune.kernels import unpack as kernels
 
-        return kernels.unpack(values, bitmap, offsets, (batch, rows, length), transposed)
+        with on_device_of(values):
+            return kernels.unpack(values, bitmap, offsets, (batch, rows, length), transposed)
     dense = reference.unpack(values, bitmap, batch * rows, length).reshape(batch, rows, length)
     return dense.transpose(1, 2).contiguous() if transposed else dense.contiguous()
 
@@ -85,6 +94,7 @@ def weight_grad(
     if choose_method(grad_y, values, length, transposed) == "gather":
         from lightning_actprune.kernels import weight_grad as kernels
 
-        return kernels.weight_grad(grad_y, values, bitmap, offsets, batch * rows, length, dtype)
+        with on_device_of(values):
+            return kernels.weight_grad(grad_y, values, bitmap, offsets, batch * rows, length, dtype)
     dense = unpack(values, bitmap, offsets, batch, rows, length, transposed)
     return (grad_y.t() @ dense.flatten(0, 1)).to(dtype)

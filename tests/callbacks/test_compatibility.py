@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +13,13 @@ from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, CubicSchedule, LinearSchedule
+from lightning_actprune import (
+    ActivationMemoryMonitor,
+    ActivationPrunedLinear,
+    ActivationPruning,
+    CubicSchedule,
+    LinearSchedule,
+)
 from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
 
 PRUNED = ["ActivationPrunedLinear"] * 3
@@ -74,9 +81,20 @@ def test_precisions(precision: str):
     assert_plain(model)
 
 
+class Witness(pl.Callback):
+    """Looks at the layers from inside a worker process, after the callbacks before it have acted."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int):
+        assert any(isinstance(module, ActivationPrunedLinear) for module in pl_module.modules())
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str):
+        assert len(list(pl_module.modules())) > 1
+        assert_plain(pl_module)
+
+
 def test_two_processes(tmp_path):
     model = ConfiguredNet(batch_size=2)
-    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8)), ActivationMemoryMonitor()
+    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8)), ActivationMemoryMonitor(), Witness()
     made = trainer(*callbacks, strategy="ddp_spawn", devices=2, num_sanity_val_steps=0, default_root_dir=tmp_path)
     made.fit(model)
     assert 0 < made.callback_metrics["actprune/saved_mib"] < made.callback_metrics["actprune/dense_mib"]

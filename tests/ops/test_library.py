@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_actprune import functional
 from lightning_actprune.ops import dispatch
+from lightning_actprune.ops.cost import gather_is_faster
 from lightning_actprune.ops.dispatch import force_backend, kernel_refusals
+from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
 
 
@@ -94,3 +98,38 @@ def test_gpu_step_waits_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "block_size", "reason"), [(4096, 2048, "block_size 2048"), (70000, 1, "70000 blocks")]
+)
+def test_block_structures_beyond_the_kernels_take_the_reference(monkeypatch, length, block_size, reason):
+    x = torch.randn(1, 2, length, requires_grad=True)
+    weight = torch.randn(3, length, requires_grad=True)
+    functional.linear(x, weight, sparsity=0.5, block_size=block_size).sum().backward()
+    assert weight.grad.count_nonzero() > 0
+    with force_backend("triton"), pytest.raises(RuntimeError, match=reason):
+        functional.pack(x.detach(), sparsity=0.5, block_size=block_size)
+
+
+def test_large_blocks_are_unpacked_not_gathered():
+    x, weight = torch.randn(2, 5, 600), torch.randn(16, 600, requires_grad=True)
+    with force_backend("triton"), force_method("gather"):
+        functional.linear(x, weight, sparsity=0.5, block_size=300).sum().backward()
+        hat = functional.pack(x, sparsity=0.5, block_size=300).unpack().flatten(0, 1)
+    assert oracle.relative_error(weight.grad, hat.double().sum(0).expand(16, 600)) < 1e-6
+
+
+def test_precision_switch_of_either_kind_is_understood(monkeypatch):
+    grad_y, values = torch.randn(100, 16), torch.randn(50, 32)
+    for legacy, expected in (("highest", True), ("high", False)):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda legacy=legacy: legacy)
+        assert gather_is_faster(grad_y, values, 64) is expected
+
+    def refuse():
+        raise RuntimeError("ask the backend")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    for modern, expected in (("ieee", True), ("tf32", False)):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=modern))
+        assert gather_is_faster(grad_y, values, 64) is expected

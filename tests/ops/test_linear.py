@@ -191,3 +191,31 @@ def test_saved_bytes_are_what_the_formula_says(device):
     stored = [t for t in saved if t.data_ptr() != weight.data_ptr()]
     geometry = functional.pack(x, sparsity=0.6, block_size=16).geometry
     assert sum(t.untyped_storage().nbytes() for t in stored) == geometry.stored_bytes(4)
+
+
+def test_second_derivative_of_a_loss_linear_in_the_output_is_an_error_too():
+    """Its output gradient is constant, so nothing but the layer itself can refuse (a gradient penalty, say)."""
+    x, weight, bias = setup("cpu", 2, 9, 32)
+    y = functional.linear(x, weight, bias, sparsity=0.5, block_size=8)
+    (grad_x,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="Second derivatives"):
+        grad_x.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("x_dtype", "weight_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_mixed_types_without_autocast_are_an_error_as_in_the_dense_layer(x_dtype, weight_dtype):
+    x, weight = torch.randn(2, 3, 32, dtype=x_dtype), torch.randn(4, 32, dtype=weight_dtype, requires_grad=True)
+    for sparsity in (0.0, 0.5):
+        with pytest.raises(RuntimeError, match="dtype"):
+            functional.linear(x, weight, sparsity=sparsity, block_size=8)
+
+
+def test_weight_may_change_in_place_where_the_input_needs_no_gradient():
+    weight = torch.randn(4, 32, requires_grad=True)
+    y = functional.linear(torch.randn(2, 3, 32), weight, sparsity=0.5, block_size=8)
+    with torch.no_grad():
+        weight.mul_(2)
+    y.sum().backward()
+    assert weight.grad.shape == weight.shape
