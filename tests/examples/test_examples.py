@@ -226,8 +226,8 @@ def test_command_line_trains_cifar_from_a_folder(tmp_path, image_folder, monkeyp
     size = ["--model.depth=1", "--model.dim=64", "--data.num_workers=0", f"--data.root={image_folder}"]
     trainer = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
     cli.main(["fit", "--config", config, *size, *trainer])
-    assert fitted[0].hparams["num_classes"] == 3
-    assert fitted[0].hparams["image_size"] == 32
+    assert fitted[0].model.head.out_features == 3
+    assert fitted[0].model.blocks[0].token_mix.in_features == (32 // 4) ** 2
 
 
 def study(root: Path, out: Path, *more: str) -> list[dict]:
