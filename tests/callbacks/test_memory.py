@@ -287,3 +287,15 @@ def test_gradients_are_those_of_an_unmeasured_step():
         trainer(ActivationPruning(sparsity=0.5, verbose=False), *callbacks).fit(model)
         weights.append([p.clone() for p in model.parameters()])
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_the_allocator_agrees_with_the_count():
+    monitor = ActivationMemoryMonitor()
+    data = loader(256, 64, tokens=196)
+    made = trainer(ActivationPruning(sparsity=0.6), monitor, accelerator="gpu")
+    made.fit(Net(), data)
+    report = monitor.report
+    assert report.measured_activation_bytes == pytest.approx(report.total_bytes, rel=0.02)
+    assert report.measured_peak_bytes > report.measured_activation_bytes
+    assert made.callback_metrics.keys() >= NAMES | {"actprune/activations_mib", "actprune/peak_mib"}
