@@ -111,7 +111,7 @@ def test_reasons_name_the_pattern():
     report = convert(deep(), include=["blocks.*", "head*"], exclude="*.fc1", min_features=66)
     reasons = {layer.fqn: layer.reason for layer in report.skipped}
     assert reasons["blocks.0.fc1"] == "matches the `exclude` pattern '*.fc1'"
-    assert reasons["head"].startswith("in_features=65 is below min_features=66: packing would take its time")
+    assert reasons["head"].startswith("in_features=65 is below min_features=66: below 64, each MiB saved cost")
     reasons = {layer.fqn: layer.reason for layer in convert(deep(), include=["blocks.*", "*.fc1"]).skipped}
     assert reasons == {"head": "matches no `include` pattern (blocks.*, *.fc1)"}
 
