@@ -1,7 +1,8 @@
 """Cost model: is the gather kernel faster than unpacking and a dense matrix product?
 
 In 16 bits a gathered row of ``grad_y`` is reused for ``b`` columns only, so gathering wins below a density that grows
-with ``b``. The limits are estimates from a prototype on an H200, not fitted to these kernels yet (see the benchmark notes).
+with ``b``. The limits are estimates from a prototype on an H200, not fitted to these kernels yet (see the benchmark
+notes).
 """
 
 from __future__ import annotations
