@@ -22,9 +22,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning_actprune.kernels.unpack import kept_rows
-from lightning_actprune.kernels.weight_grad import Config, launch
-from lightning_actprune.ops.geometry import CHUNK_ROWS, BlockGeometry, ceil_div
+from lightning_actprune.kernels.weight_grad import Config, WeightGradPlan
+from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
 
 CASES = [(64, 196, 384, 1536), (64, 196, 1536, 384), (64, 196, 768, 3072)]
 SHARED_MEMORY = 232448
@@ -71,10 +70,10 @@ def compile_one(arguments: tuple[Any, ...]) -> None:
 
 def run(tensors: tuple[Any, ...], config: Config, split: int) -> Any:
     """Return a function that launches the kernel."""
-    _, grad_y, (values, bitmap, offsets), geometry = tensors
-    rows = kept_rows(bitmap, offsets, geometry.total_rows, geometry.kept_blocks)
-    starts = (offsets, ceil_div(geometry.total_rows, CHUNK_ROWS))
-    return lambda: launch(grad_y, values, rows, starts, geometry.length, torch.float32, config, split)
+    _, grad_y, packed, geometry = tensors
+    outputs, stored, dtype = grad_y.shape[1], tuple(packed[0].shape), torch.float32
+    plan = WeightGradPlan(outputs, outputs, stored, geometry.total_rows, geometry.length, dtype, config, split)
+    return lambda: plan(grad_y, *packed)
 
 
 def main() -> None:

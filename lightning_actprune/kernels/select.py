@@ -7,11 +7,10 @@ selection returns ``(threshold, cut)`` so that a block ``n`` is kept if and only
     key[n] > threshold  or  (key[n] == threshold and n <= cut)
 
 which holds for exactly ``keep`` blocks, equal keys in order of ``n``. Every later kernel evaluates this test; no index
-list is written.
+list is written. Threshold and cut are found two bits at a time from keys held in registers, or, for samples too large
+for that, by four passes over digits of 8, 8, 8 and 7 bits with a histogram each and one pass over equal keys.
 
-``select_kernel`` holds ``GROUP`` samples in registers and finds the threshold bit by bit: 31 counts.
-``select_streaming_kernel`` reads samples too large for registers in pieces: four passes over digits of 8, 8, 8 and 7
-bits with a histogram each, then one pass that counts equal keys.
+``scratch`` holds the keys of all ``size`` blocks, then thresholds and cuts of all samples, then a counter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ INT_MAX = tl.constexpr(0x7FFFFFFF)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 REGISTER_BLOCKS = 16384
-"""Largest sample that ``select_kernel`` takes: 32 keys a thread at 16 warps; twice that spills (sm_90, Triton 3.6)."""
+"""Largest sample whose keys are held in registers: 32 a thread at 16 warps; twice that spills (sm_90, Triton 3.6)."""
 
 
 @triton.jit
@@ -36,7 +35,7 @@ def block_keys(x, axis: tl.constexpr):
 
 @triton.jit
 def block_keys_kernel(
-    x_ptr, keys_ptr, stride_sample, stride_row, total_rows, rows, length,
+    x_ptr, scratch_ptr, stride_sample, stride_row, total_rows, rows, length,
     NB: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``."""
@@ -48,29 +47,94 @@ def block_keys_kernel(
     inside = (r < total_rows)[:, None, None] & ((column < length) & (e < B)[None, :])[None, :, :]
     x = tl.load(x_ptr + start[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
     mask = (r < total_rows)[:, None] & (j < NB)[None, :]
-    tl.store(keys_ptr + r.to(tl.int64)[:, None] * NB + j[None, :], block_keys(x, 2), mask=mask)
+    tl.store(scratch_ptr + r.to(tl.int64)[:, None] * NB + j[None, :], block_keys(x, 2), mask=mask)
 
 
 @triton.jit
-def select_kernel(
-    keys_ptr, threshold_ptr, cut_ptr, samples, blocks, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Select in ``GROUP`` samples at once, each held as one row of ``BLOCKS >= blocks`` keys."""
+def select_kernel(scratch_ptr, samples, blocks, size, keep, BLOCKS: tl.constexpr):
+    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers.
+
+    Two bits a turn: the counts of three candidates travel in one 64-bit sum. Leading bits that all keys share need no
+    turn, and as soon as exactly ``keep`` keys reach the threshold the rest of its bits does not matter: about 7 turns
+    for a few thousand different keys instead of 31.
+    """
+    s = tl.program_id(0)
+    n = tl.arange(0, BLOCKS)
+    inside = n < blocks
+    keys = tl.load(scratch_ptr + s.to(tl.int64) * blocks + n, mask=inside, other=-1)
+    largest = tl.max(keys, axis=0)
+    smallest = tl.min(tl.where(inside, keys, largest), axis=0)
+    shift = s * 0 + 29
+    while (shift > 1) & ((largest >> shift) == (smallest >> shift)):
+        shift -= 2
+    threshold = (largest >> (shift + 2)) << (shift + 2)
+    reaching = s * 0 + blocks
+    while (shift >= 1) & (reaching != keep):
+        one = (keys >= (threshold | (1 << shift))).to(tl.int64)
+        two = (keys >= (threshold | (2 << shift))).to(tl.int64)
+        three = (keys >= (threshold | (3 << shift))).to(tl.int64)
+        counts = tl.sum(one + (two << 20) + (three << 40), axis=0)
+        of_one, of_two, of_three = (
+            (counts & 0xFFFFF).to(tl.int32),
+            ((counts >> 20) & 0xFFFFF).to(tl.int32),
+            counts >> 40,
+        )
+        if of_three >= keep:
+            threshold |= 3 << shift
+            reaching = of_three.to(tl.int32)
+        elif of_two >= keep:
+            threshold |= 2 << shift
+            reaching = of_two
+        elif of_one >= keep:
+            threshold |= 1 << shift
+            reaching = of_one
+        shift -= 2
+    if reaching != keep:
+        count = tl.sum((keys >= (threshold | 1)).to(tl.int32), axis=0)
+        if count >= keep:
+            threshold |= 1
+            reaching = count
+    cut = s * 0 + blocks
+    if reaching != keep:  # more keys than wanted equal the threshold
+        quota = keep - tl.sum((keys > threshold).to(tl.int32), axis=0)
+        equal = (keys == threshold).to(tl.int32)
+        last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
+        cut = tl.max(tl.where(last, n, -1), axis=0)
+    tl.store(scratch_ptr + size + s, threshold)
+    tl.store(scratch_ptr + size + samples + s, cut)
+    if s == 0:
+        tl.store(scratch_ptr + size + 2 * samples, 0)
+
+
+@triton.jit
+def select_rows_kernel(scratch_ptr, samples, blocks, size, keep, GROUP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Select in ``GROUP`` small samples at once, each held as one row of ``BLOCKS >= blocks`` keys, at most 512.
+
+    Not used for one large sample: two-dimensional data with a single row is laid out badly.
+    """
     s = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     n = tl.arange(0, BLOCKS)
     inside = (s < samples)[:, None] & (n < blocks)[None, :]
-    keys = tl.load(keys_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
+    keys = tl.load(scratch_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
     threshold = tl.zeros([GROUP], tl.int32)
-    for step in range(31):
-        candidate = threshold | (1 << (30 - step))
-        count = tl.sum((keys >= candidate[:, None]).to(tl.int32), axis=1)
-        threshold = tl.where(count >= keep, candidate, threshold)
+    for step in range(15):
+        shift = 29 - 2 * step
+        one = (keys >= (threshold | (1 << shift))[:, None]).to(tl.int32)
+        two = (keys >= (threshold | (2 << shift))[:, None]).to(tl.int32)
+        three = (keys >= (threshold | (3 << shift))[:, None]).to(tl.int32)
+        counts = tl.sum(one + (two << 10) + (three << 20), axis=1)
+        digit = ((counts & 0x3FF) >= keep).to(tl.int32) + (((counts >> 10) & 0x3FF) >= keep).to(tl.int32)
+        threshold |= (digit + ((counts >> 20) >= keep).to(tl.int32)) << shift
+    last_bit = tl.sum((keys >= (threshold | 1)[:, None]).to(tl.int32), axis=1) >= keep
+    threshold |= last_bit.to(tl.int32)
     quota = keep - tl.sum((keys > threshold[:, None]).to(tl.int32), axis=1)
     equal = (keys == threshold[:, None]).to(tl.int32)
     last = (equal == 1) & (tl.cumsum(equal, axis=1) == quota[:, None])
     cut = tl.max(tl.where(last, n[None, :], -1), axis=1)
-    tl.store(threshold_ptr + s, threshold, mask=s < samples)
-    tl.store(cut_ptr + s, cut, mask=s < samples)
+    tl.store(scratch_ptr + size + s, threshold, mask=s < samples)
+    tl.store(scratch_ptr + size + samples + s, cut, mask=s < samples)
+    if tl.program_id(0) == 0:
+        tl.store(scratch_ptr + size + 2 * samples, 0)
 
 
 @triton.jit
@@ -91,10 +155,10 @@ def _next_digit(keys_ptr, blocks, prefix, need, SHIFT: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def select_streaming_kernel(keys_ptr, threshold_ptr, cut_ptr, blocks, keep, PIECE: tl.constexpr):
+def select_streaming_kernel(scratch_ptr, samples, blocks, size, keep, PIECE: tl.constexpr):
     """Select in one sample of any size, ``PIECE`` keys at a time."""
     s = tl.program_id(0)
-    keys_ptr += s.to(tl.int64) * blocks
+    keys_ptr = scratch_ptr + s.to(tl.int64) * blocks
     prefix, need = _next_digit(keys_ptr, blocks, 0, keep, 23, 8, PIECE)
     prefix, need = _next_digit(keys_ptr, blocks, prefix, need, 15, 8, PIECE)
     prefix, need = _next_digit(keys_ptr, blocks, prefix, need, 7, 8, PIECE)
@@ -107,5 +171,8 @@ def select_streaming_kernel(keys_ptr, threshold_ptr, cut_ptr, blocks, keep, PIEC
         last = (equal == 1) & (seen + tl.cumsum(equal, axis=0) == need)
         cut = tl.maximum(cut, tl.max(tl.where(last, n, -1), axis=0))
         seen += tl.sum(equal, axis=0)
-    tl.store(threshold_ptr + s, prefix)
-    tl.store(cut_ptr + s, cut)
+    result_ptr = scratch_ptr + size
+    tl.store(result_ptr + s, prefix)
+    tl.store(result_ptr + samples + s, cut)
+    if s == 0:
+        tl.store(result_ptr + 2 * samples, 0)

@@ -7,13 +7,16 @@ the reads of ``values`` and the writes stay along memory.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_slots
-from lightning_actprune.ops.geometry import CHUNK_ROWS, ceil_div
+from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
 
 @triton.jit
@@ -42,25 +45,24 @@ def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunk
     tl.store(rows_ptr + slot, r, mask=kept)
 
 
+@functools.lru_cache(maxsize=1024)
+def _unpack_launch(
+    shape: tuple[int, int, int], transposed: bool, block_size: int, key: tuple[torch.dtype, torch.device, bool]
+) -> Launch:
+    batch, rows, length = shape
+    total, columns = batch * rows, ceil_div(length, block_size)
+    words, chunks = ceil_div(total, WORD_ROWS), ceil_div(total, CHUNK_ROWS)
+    strides = (1, rows) if transposed else (length, 1)
+    return Launch(
+        unpack_kernel, (chunks, columns), rows * length, *strides, total, rows, length, words, chunks, block_size,
+        triton.next_power_of_2(block_size), num_warps=4,
+    )  # fmt: skip
+
+
 def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
     """Return the pruned tensor of ``shape [batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
     batch, rows, length = shape
     out = values.new_empty((batch, length, rows) if transposed else shape)
-    stride_row, stride_value = (1, rows) if transposed else (length, 1)
-    block_size = values.shape[1]
-    chunks = ceil_div(batch * rows, CHUNK_ROWS)
-    unpack_kernel[(chunks, bitmap.shape[0])](
-        values, bitmap, offsets, out, rows * length, stride_row, stride_value, batch * rows, rows, length,
-        bitmap.shape[1], chunks, B=block_size, BLOCK=triton.next_power_of_2(block_size), num_warps=4,
-    )  # fmt: skip
+    key = values.dtype, values.device, aligned(values, bitmap, offsets)
+    _unpack_launch(shape, transposed, values.shape[1], key)(values, bitmap, offsets, out)
     return out
-
-
-def kept_rows(bitmap: Tensor, offsets: Tensor, total_rows: int, kept_blocks: int) -> Tensor:
-    """Return the row number of every kept block, int32 ``[nnz]``, in the order of the stored values."""
-    rows = torch.empty(kept_blocks, dtype=torch.int32, device=bitmap.device)
-    chunks = ceil_div(total_rows, CHUNK_ROWS)
-    kept_rows_kernel[(chunks, bitmap.shape[0])](
-        bitmap, offsets, rows, total_rows, bitmap.shape[1], chunks, num_warps=4
-    )  # fmt: skip
-    return rows

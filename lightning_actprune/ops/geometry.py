@@ -40,6 +40,16 @@ def keep_count(blocks: int, sparsity: float) -> int:
     return blocks - math.floor(blocks * sparsity)
 
 
+def _block_and_keep(rows: int, length: int, block_size: int, sparsity: float) -> tuple[int, int]:
+    block = max(1, min(block_size, length))
+    return block, keep_count(rows * ceil_div(length, block), sparsity)
+
+
+def block_and_keep(stored: Tensor, block_size: int, sparsity: float) -> tuple[int, int]:
+    """Return the block size cut to the rows of ``stored [samples, rows, length]``, and the blocks kept per sample."""
+    return _block_and_keep(stored.shape[1], stored.shape[2], block_size, sparsity)
+
+
 @dataclass(frozen=True)
 class BlockGeometry:
     """The block structure of one packed tensor.
@@ -61,8 +71,7 @@ class BlockGeometry:
     @classmethod
     def of(cls, samples: int, rows: int, length: int, block_size: int, sparsity: float) -> BlockGeometry:
         """Return the geometry of ``[samples, rows, length]`` at ``sparsity``; a block is at most one row."""
-        block = max(1, min(block_size, length))
-        return cls(samples, rows, length, block, keep_count(rows * ceil_div(length, block), sparsity))
+        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, sparsity))
 
     @classmethod
     def of_stored(cls, stored: Tensor, block_size: int, sparsity: float) -> BlockGeometry:

@@ -25,7 +25,7 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops.geometry import BlockGeometry, stored_view
+from lightning_actprune.ops.geometry import block_and_keep, stored_view
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -58,8 +58,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         x = _cast(x, dtype)
         y = F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
         stored, ctx.transposed = stored_view(x, scope)
-        geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
-        packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
+        packed = torch.ops.actprune.pack(stored, *block_and_keep(stored, block_size, sparsity))
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)

@@ -57,6 +57,8 @@ def test_measured_saving_is_the_announced_one(precision):
     assert pruned.stored_bytes == sum(row.accounted_bytes for row in pruned.rows)
     # Under autocast the dense layers also keep a 16-bit copy of each weight, which the pruned ones do not.
     copies = 16 * 4 * 256 * 256 * 2 if "mixed" in precision else 0
+    for report in (dense, pruned):
+        assert report.measured_activation_bytes == pytest.approx(report.total_bytes, rel=0.02)
     assert measured == pytest.approx(announced + copies, rel=0.02)
     assert pruned.measured_peak_bytes < dense.measured_peak_bytes
     assert norm == norm

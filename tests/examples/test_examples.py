@@ -269,3 +269,23 @@ def test_accuracy_study_cuts_windows_and_mirrors(image_folder):
         expected = images.normalise(window.flip(-1) if mirrored else window)
         torch.testing.assert_close(image, expected)
         assert label == images.labels[index]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+def test_captured_step_trains_like_the_eager_one(image_folder, sparsity):
+    images = accuracy.Images(image_folder, torch.device("cuda"))
+    args = accuracy.parse(["--root", "-", "--batch-size", "8"])
+    losses = []
+    for captured in (True, False):
+        torch.manual_seed(0)
+        model = build_model("resmlp_tiny", image_size=8, patch_size=2, num_classes=3).cuda()
+        accuracy.convert(model.blocks, sparsity=sparsity, block_size=32)
+        step = accuracy.TrainStep(model, images, args)
+        if not captured:
+            step.graph = None
+        for choices in images.draw(3, 8, torch.Generator().manual_seed(1)).repeat(4, 1, 1):
+            step(choices, 1e-3)
+        losses.append(step.loss_sum.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] < 12 * np.log(3)

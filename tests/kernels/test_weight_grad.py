@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.kernels.unpack import kept_rows
-from lightning_actprune.kernels.weight_grad import Config, choose_config, choose_split, launch
+from lightning_actprune.kernels.weight_grad import Config, WeightGradPlan, choose_config, choose_split
 from lightning_actprune.ops import reference
-from lightning_actprune.ops.geometry import CHUNK_ROWS, BlockGeometry, ceil_div
+from lightning_actprune.ops.geometry import BlockGeometry
 from tests import oracle
 
 
@@ -17,10 +16,9 @@ def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
     geometry = BlockGeometry.of(*shape, block_size, 0.5)
     values, bitmap, offsets = reference.pack(x, geometry.block_size, geometry.keep)
     total = geometry.total_rows
-    rows = kept_rows(bitmap, offsets, total, geometry.kept_blocks)
     grad_y = torch.randn(total, outputs, device=device).to(dtype)
-    starts = (offsets, ceil_div(total, CHUNK_ROWS))
-    actual = launch(grad_y, values, rows, starts, shape[2], torch.float32, config, split)
+    plan = WeightGradPlan(outputs, outputs, tuple(values.shape), total, shape[2], torch.float32, config, split)
+    actual = plan(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
     return oracle.relative_error(actual, expected)
 
@@ -39,10 +37,9 @@ def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
     x = torch.zeros(1, 40, 48, device=kernel_device)
     x[..., :16] = 1.0
     values, bitmap, offsets = reference.pack(x, 16, 40)
-    rows = kept_rows(bitmap, offsets, 40, 40)
     grad_y = torch.randn(40, 16, device=kernel_device)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    out = launch(grad_y, values, rows, (offsets, 1), 48, torch.float32, config, 2)
+    out = WeightGradPlan(16, 16, (40, 16), 40, 48, torch.float32, config, 2)(grad_y, values, bitmap, offsets)
     assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
     assert not out[:, 16:].any()
 
@@ -59,6 +56,8 @@ def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memor
 
 
 def test_split_fills_the_machine_but_keeps_parts_long():
-    assert choose_split(tiles=72, kept_per_column=5000, bk=64, multiprocessors=132) == 4
-    assert choose_split(tiles=1000, kept_per_column=5000, bk=64, multiprocessors=132) == 1
-    assert choose_split(tiles=1, kept_per_column=100, bk=64, multiprocessors=132) == 1
+    config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
+    assert choose_split(tiles=72, kept_per_column=5000, config=config, multiprocessors=132) == 4
+    assert choose_split(tiles=36, kept_per_column=5000, config=config, multiprocessors=132) == 6
+    assert choose_split(tiles=144, kept_per_column=5000, config=config, multiprocessors=132) == 1
+    assert choose_split(tiles=1, kept_per_column=100, config=config, multiprocessors=132) == 1

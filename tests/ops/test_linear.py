@@ -219,3 +219,31 @@ def test_weight_may_change_in_place_where_the_input_needs_no_gradient():
         weight.mul_(2)
     y.sum().backward()
     assert weight.grad.shape == weight.shape
+
+
+@pytest.mark.gpu
+def test_unaligned_tensors_on_the_gpu():
+    """Compiled kernels rely on 16-byte alignment only where the tensors have it."""
+    device = torch.device("cuda")
+    flat = torch.randn(4 * 40 * 64 + 1, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(24, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad_flat = torch.randn(4 * 40 * 24 + 1, device=device, dtype=torch.bfloat16)
+
+    def shifted(tensor):
+        return torch.cat([tensor.flatten(), tensor.flatten()[:1]]).roll(1)[1:].view(tensor.shape)
+
+    for offset in (0, 1):
+        x, grad_y = flat[offset:][: 4 * 40 * 64].view(4, 40, 64), grad_flat[offset:][: 4 * 40 * 24].view(4, 40, 24)
+        hat = masked_input(x, 0.5, 16).flatten(0, 1).double()
+        for method in METHODS:
+            with (
+                force_method(method),
+                torch.autograd.graph.saved_tensors_hooks(lambda t: t, shifted if offset else id_),
+            ):
+                y = functional.linear(x, weight, sparsity=0.5, block_size=16)
+                (grad,) = torch.autograd.grad(y, weight, grad_y)
+            assert oracle.relative_error(grad, grad_y.flatten(0, 1).double().t() @ hat) < 1e-2
+
+
+def id_(tensor):
+    return tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_actprune import functional
-from lightning_actprune.kernels import select
+from lightning_actprune.kernels import pack as kernels
 from tests import oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -30,6 +30,7 @@ def packed(x, sparsity, block_size, scope="sample"):
         ((17,), 4, 0.5),
         ((1, 1, 1), 1, 0.0),
         ((4, 4, 8), 64, 0.99),
+        ((35, 41, 100), 16, 0.5),
     ],
     ids=str,
 )
@@ -89,8 +90,8 @@ def test_non_finite_block_beats_a_finite_one_whose_square_overflows(device, dtyp
 
 
 def test_many_keys_per_sample_take_the_streaming_selection(device, monkeypatch):
-    monkeypatch.setattr(select, "REGISTER_BLOCKS", 64)
-    monkeypatch.setattr("lightning_actprune.kernels.pack.REGISTER_BLOCKS", 64)
+    monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 64)
+    kernels._plan.cache_clear()
     for x in (oracle.integers(2, 21, 96, device=device), torch.randn(2, 21, 96, device=device)):
         assert torch.equal(packed(x, 0.55, 8).unpack(), oracle.pruned(x, 8, 0.55))
 
