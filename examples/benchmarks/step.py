@@ -5,6 +5,10 @@
 Every case runs in its own process, so that its memory is its own. All processes warm up side by side (compiling takes
 most of the time); then they take turns, several rounds of each, so that a drift of the machine meets all of them. Times
 are medians over all timed steps (forward, backward, fused AdamW), by wall clock with the device synchronised.
+
+Modes: ``eager``; ``graph``, the eager step captured in one CUDA graph, which leaves the GPU's own time; ``compile``;
+``reduce-overhead``, compiled with CUDA graphs. ``host_ms`` is how long the host takes to issue a step to an idle GPU: a
+step cannot take less.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ MODELS = {
 }
 METHODS = {
     "eager": ("dense", "checkpoint", "pruned"),
+    "graph": ("dense", "checkpoint", "pruned"),
     "compile": ("dense", "pruned"),
+    "reduce-overhead": ("dense", "pruned"),
 }
 
 
@@ -63,8 +69,10 @@ class Case:
         name, self.batch, self.precision = MODELS[args.case[0]]
         torch.manual_seed(0)
         self.model, self.layers = build(name, args.case[1], args.sparsity, args.block_size)
-        self.run = torch.compile(self.model, fullgraph=True) if args.case[2] == "compile" else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        mode = args.case[2]
+        compiled = {"compile": None, "reduce-overhead": "reduce-overhead"}
+        self.run = torch.compile(self.model, fullgraph=True, mode=compiled[mode]) if mode in compiled else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, capturable=mode == "graph")
         self.images = torch.randn(self.batch, 3, 224, 224, device="cuda")
         self.labels = torch.randint(1000, (self.batch,), device="cuda")
 
@@ -82,6 +90,28 @@ class Case:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def capture(self) -> None:
+        """Replace ``step`` by the replay of a CUDA graph of it."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            self.step()
+        self.step = graph.replay  # type: ignore[method-assign]
+
+    def host_ms(self) -> float:
+        """Return the median milliseconds to issue one step to an idle GPU."""
+        found = []
+        for _ in range(15):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self.step()
+            found.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(found)
 
     def memory(self) -> dict[str, float]:
         """Return activations and peak of one step in MiB."""
@@ -113,9 +143,11 @@ def serve(args: argparse.Namespace) -> None:
     for _ in range(4):
         case.step()
     print(json.dumps({"layers": case.layers, **case.memory()}), flush=True)
+    if args.case[2] == "graph":
+        case.capture()
     for _ in sys.stdin:
         case.times(5)
-        print(json.dumps(case.times(args.steps)), flush=True)
+        print(json.dumps([case.times(args.steps), case.host_ms()]), flush=True)
 
 
 def main() -> None:
@@ -143,15 +175,19 @@ def main() -> None:
     }
     records = [record(case, json.loads(p.stdout.readline()), args) for case, p in processes.items()]
     times: dict[tuple[str, ...], list[float]] = {case: [] for case in cases}
+    host: dict[tuple[str, ...], list[float]] = {case: [] for case in cases}
     for _ in range(args.rounds):
         for case, process in processes.items():
             process.stdin.write("go\n")
-            times[case] += json.loads(process.stdout.readline())
+            found, issued = json.loads(process.stdout.readline())
+            times[case] += found
+            host[case].append(issued)
     for process in processes.values():
         process.stdin.close()
     for case, row in zip(cases, records, strict=True):
         row["ms_median"] = round(statistics.median(times[case]), 3)
         row["ms_min"], row["ms_max"] = round(min(times[case]), 3), round(max(times[case]), 3)
+        row["host_ms"] = round(statistics.median(host[case]), 3)
     write_records(args.out, [{**row, **environment()} for row in records])
     Console().print(summary(records))
 
@@ -174,13 +210,16 @@ def record(case: tuple[str, str, str], memory: dict[str, Any], args: argparse.Na
 
 def summary(records: list[dict[str, Any]]) -> Table:
     """Return times and memory beside the dense case of the same mode."""
-    table = Table("model", "precision", "mode", "method", "ms", "/ dense", "activations MiB", "/ dense", "peak MiB")
+    table = Table(
+        "model", "precision", "mode", "method", "ms", "/ dense", "host ms", "activations MiB", "/ dense", "peak MiB"
+    )
     for r in records:
         dense = next(
             d for d in records
             if d["method"] == "dense" and all(d[k] == r[k] for k in ("model", "precision", "mode"))
         )  # fmt: skip
-        cells = [f"{r['ms_median']:.2f}", f"{r['ms_median'] / dense['ms_median']:.3f}", f"{r['activations_mib']:.0f}"]
+        cells = [f"{r['ms_median']:.2f}", f"{r['ms_median'] / dense['ms_median']:.3f}", f"{r['host_ms']:.2f}"]
+        cells += [f"{r['activations_mib']:.0f}"]
         cells += [f"{r['activations_mib'] / dense['activations_mib']:.3f}", f"{r['peak_mib']:.0f}"]
         table.add_row(r["model"], r["precision"], r["mode"], r["method"], *cells)
     return table
