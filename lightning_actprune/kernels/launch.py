@@ -2,16 +2,19 @@
 
 ``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which costs several times the launch
 itself; a step of a small model launches hundreds of kernels and waits for exactly that. A ``Launch`` does it once,
-keeps the compiled kernel, and then passes its arguments straight through. Whoever makes one guarantees that the dtypes
-and the 16-byte alignment of its tensors never change (both are part of the plans' keys).
+keeps the compiled kernel, and then passes addresses straight to its launcher. Whoever makes one guarantees that the
+device, the dtypes and the 16-byte alignment of its tensors never change (all are part of the plans' keys).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,23 +31,44 @@ class Launch:
         options: Launch options, such as ``num_warps``.
     """
 
-    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars")
+    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars", "_stream")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **options: int) -> None:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._grid = (*grid, 1, 1)[:3]
         self._run: Callable[..., None] | None = None
+        self._stream: Callable[[], int]
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
         if self._run is not None:
-            self._run(*tensors, *self._scalars)
+            # Addresses, since the launcher would ask each tensor for its own and the driver whether it is one.
+            self._run(self._stream(), *[tensor.data_ptr() for tensor in tensors], *self._scalars)
             return
         compiled = self._kernel[self._grid](*tensors, *self._scalars, **self._options)
         if not INTERPRETED:
-            self._run = compiled[self._grid]
+            self._run = _runner(compiled, self._grid)
+            self._stream = functools.partial(triton.runtime.driver.active.get_current_stream, tensors[0].device.index)
+
+
+def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Return ``run(stream, *arguments)``: Triton's own launcher without its profiling hooks (Triton 3.4 to 3.9)."""
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(stream: int, *arguments: Any) -> None:
+        run(*grid, stream, function, packed, None, None, None, *arguments)
+
+    return launch
 
 
 def aligned(*tensors: Tensor) -> bool:
     """Return whether every tensor starts at a multiple of 16 bytes, which compiled code may rely on."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many programs of any size run on ``device`` at once; one in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

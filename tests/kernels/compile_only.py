@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import pack, select, unpack, weight_grad
+from lightning_actprune.kernels import keys, pack, select, unpack, weight_grad
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
@@ -33,14 +33,16 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 
 def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
     """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
-    keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
+    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4}
+    marks = {"COLS": 64, "PIECE": 8192}
+    registers = {"BLOCKS": select.REGISTER_BLOCKS, **marks}
+    small = {"GROUP": 128, "BLOCKS": 32, "COLS": 32, "PIECE": 4096}
     found = [
-        ("keys", select.block_keys_kernel, keys, "bf16", {"num_warps": 4}),
-        ("keys", select.block_keys_kernel, keys, "fp32", {"num_warps": 4}),
-        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
-        ("select_rows", select.select_rows_kernel, {"GROUP": 64, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("select_streaming", select.select_streaming_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32, "PIECE": 4096}, "fp32", {"num_warps": 4}),
+        ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
+        ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
+        ("select", select.select_kernel, registers, "fp32", {"num_warps": 16}),
+        ("select_rows", select.select_rows_kernel, small, "fp32", {"num_warps": 4}),
+        ("select_shared", select.select_shared_kernel, marks, "fp32", {"num_warps": 16}),
         ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_actprune.kernels import pack as kernels
-from lightning_actprune.ops.reference import keep_mask
+from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+from lightning_actprune.ops.reference import keep_mask, unpack_bits
 
 INT_MAX = 2**31 - 1
 SAMPLES = 3
@@ -36,20 +37,51 @@ KINDS = [
 ]  # fmt: skip
 
 
+def select(keys: torch.Tensor, columns: int, keep: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mask ``[R, NB]`` and the offsets that the kernel for this size writes."""
+    samples, blocks = keys.shape
+    rows = blocks // columns
+    launch, control = kernels._select(samples, rows, columns, keep, device)
+    scratch = torch.cat([keys.flatten(), torch.zeros(control, dtype=torch.int32)]).to(device)
+    bitmap = torch.zeros(columns, ceil_div(samples * rows, WORD_ROWS), dtype=torch.int32, device=device)
+    offsets = torch.zeros(columns * ceil_div(samples * rows, CHUNK_ROWS) + 1, dtype=torch.int32, device=device)
+    launch(scratch, bitmap, offsets)
+    return unpack_bits(bitmap, samples * rows).t().cpu(), offsets.cpu()
+
+
+def check(keys: torch.Tensor, columns: int, keep: int, device: torch.device) -> None:
+    """Compare mask and offsets with those of a stable sort."""
+    mask, offsets = select(keys, columns, keep, device)
+    expected = keep_mask(keys, keep).reshape(-1, columns)
+    assert torch.equal(mask, expected), f"keep={keep}"
+    runs = [column.sum() for column in expected.t() for column in column.split(CHUNK_ROWS)]
+    assert torch.equal(offsets, torch.tensor([0, *runs]).cumsum(0).int())
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("blocks", [1, 7, 500, 513, 1100])
-def test_keeps_the_same_blocks_as_a_stable_sort(kernel_device, blocks, kind):
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (1, 7), (7, 1), (100, 5), (171, 3), (20, 55), (11, 100)], ids=str
+)
+def test_marks_the_same_blocks_as_a_stable_sort(kernel_device, rows, columns, kind):
+    blocks = rows * columns
     keys = distribution(kind, blocks)
-    scratch = torch.cat([keys.flatten(), torch.empty(2 * SAMPLES + 1, dtype=torch.int32)]).to(kernel_device)
     for keep in sorted({1, 2, blocks // 3, blocks // 2, blocks - 1, blocks} & set(range(1, blocks + 1))):
-        kernels._select(SAMPLES, blocks, keep)(scratch)
-        threshold, cut = scratch[keys.numel() : -1].cpu().view(2, SAMPLES, 1)
-        kept = (keys > threshold) | ((keys == threshold) & (torch.arange(blocks) <= cut))
-        assert torch.equal(kept, keep_mask(keys, keep)), f"keep={keep}"
-        assert scratch[-1] == 0
+        check(keys, columns, keep, kernel_device)
 
 
-def test_streaming_selection_agrees(kernel_device, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_selection_agrees(kernel_device, monkeypatch, kind):
     monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 16)
-    for kind in KINDS:
-        test_keeps_the_same_blocks_as_a_stable_sort(kernel_device, 200, kind)
+    keys = distribution(kind, 600)
+    for keep in (1, 200, 599, 600):
+        check(keys, 3, keep, kernel_device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(300, 100), (4097, 13), (50000, 9)], ids=str)
+def test_programs_that_share_a_sample_agree(rows, columns, kind):
+    blocks = rows * columns
+    keys, device = distribution(kind, blocks), torch.device("cuda", 0)
+    for keep in (1, blocks // 3, blocks - 1):
+        check(keys, columns, keep, device)
