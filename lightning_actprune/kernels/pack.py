@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.keys import block_keys_kernel
-from lightning_actprune.kernels.launch import Launch, aligned, multiprocessors
+from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.mark import CHUNK, WORD
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
@@ -143,16 +143,17 @@ def _select(samples: int, rows: int, columns: int, keep: int, device: torch.devi
 @functools.lru_cache(maxsize=1024)
 def _plan(
     shape: tuple[int, int, int],
-    strides: tuple[int, int],
+    strides: tuple[int, int, int],
     block_size: int,
     keep: int,
-    key: tuple[torch.dtype, torch.device, bool],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
 ) -> PackPlan:
-    """Return the plan for a shape; ``key`` holds what a compiled kernel depends on besides."""
-    return PackPlan(shape, strides, block_size, keep, key[1])
+    """Return the plan for an input; dtype and alignment matter only to the compiled kernels that the plan keeps."""
+    return PackPlan(shape, strides[:2], block_size, keep, device)
 
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``."""
-    key = x.dtype, x.device, aligned(x)
-    return _plan(tuple(x.shape), x.stride()[:2], block_size, keep, key)(x)
+    return _plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, x.data_ptr() % 16 == 0)(x)

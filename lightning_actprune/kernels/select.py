@@ -70,9 +70,7 @@ def select_kernel(
         last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
         cut = tl.max(tl.where(last, n, -1), axis=0)
     low = s * rows
-    mark_rows(
-        scratch_ptr, bitmap_ptr, offsets_ptr, threshold, cut, low, low + rows, rows, columns, words, chunks, COLS
-    )
+    mark_rows(scratch_ptr, bitmap_ptr, offsets_ptr, threshold, cut, low, low + rows, rows, columns, words, chunks, COLS)
     finish(scratch_ptr + size, offsets_ptr, columns * chunks, tl.num_programs(0), PIECE)
 
 
@@ -96,7 +94,7 @@ def select_rows_kernel(
     scratch_ptr, bitmap_ptr, offsets_ptr, size, keep, rows, columns, words, chunks, samples,
     GROUP: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Select in ``GROUP`` small samples at once, each held as one row of ``BLOCKS >= rows * columns`` keys, at most 512.
+    """Select in ``GROUP`` small samples at once, each a row of ``BLOCKS >= rows * columns`` keys, at most 512.
 
     Not used for one large sample: two-dimensional data with a single row is laid out badly.
     """

@@ -78,20 +78,35 @@ def choose_backend(x: Tensor, block_size: int = 1, columns: int = 1) -> Backend:
     Raises:
         RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
     """
-    if _forced == "reference" or (_forced is None and x.device.type != "cuda"):
+    if _forced is None:
+        return _automatic(x.dtype, x.device, block_size, columns)
+    if _forced == "reference":
         return "reference"
     reasons = kernel_refusals(x, block_size, columns)
-    if _forced == "triton" and reasons:
+    if reasons:
         raise RuntimeError(
             f"The Triton kernels were forced but cannot take a {tuple(x.shape)} tensor: {'; '.join(reasons)}. "
             'HINT: use force_backend("reference") or a supported tensor.'
         )
-    return "reference" if reasons else "triton"
+    return "triton"
+
+
+@functools.lru_cache(maxsize=1024)  # asked several times per layer and step, and always the same
+def _automatic(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> Backend:
+    if device.type != "cuda":
+        return "reference"
+    like = torch.empty(0, dtype=dtype, device=device)
+    return "reference" if kernel_refusals(like, block_size, columns) else "triton"
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which the GPU of ``x`` is the current one: Triton launches on that, not on its arguments'."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+    if not x.is_cuda or not _several_gpus() or x.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(x.device)
 

@@ -134,11 +134,13 @@ def stored_view(x: Tensor, scope: Scope) -> tuple[Tensor, bool]:
     if x.dim() <= 2:
         rows = x.reshape(x.shape[0] if x.dim() == 2 else 1, 1, x.shape[-1])
         return (rows if _innermost_contiguous(rows) else rows.contiguous()), False
-    x = x.flatten(1, -2)
-    transposed = not _innermost_contiguous(x) and x.stride(1) == 1
+    if x.dim() > 3:
+        x = x.flatten(1, -2)
+    contiguous = _innermost_contiguous(x)
+    transposed = not contiguous and x.stride(1) == 1
     if transposed:
         x = x.transpose(1, 2)
-    elif not _innermost_contiguous(x):
+    elif not contiguous:
         x = x.contiguous()
     if scope == "token":
         x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
-from lightning_actprune.ops import library as library  # registers the operators
+from lightning_actprune.ops import library
 from lightning_actprune.ops.geometry import block_and_keep, stored_view
 
 
@@ -58,7 +58,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         x = _cast(x, dtype)
         y = F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
         stored, ctx.transposed = stored_view(x, scope)
-        packed = torch.ops.actprune.pack(stored, *block_and_keep(stored, block_size, sparsity))
+        packed = library.pack(stored, *block_and_keep(stored, block_size, sparsity))
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
@@ -84,16 +84,14 @@ def _stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    weight, values, bitmap, offsets = ctx.saved_tensors
+    weight, *packed = ctx.saved_tensors
+    grad_x = grad_w = grad_b = None
     with torch.no_grad():
-        flat = grad_y.reshape(-1, grad_y.shape[-1])
-        grad_x = grad_w = grad_b = None
+        flat = grad_y.reshape(-1, grad_y.shape[-1])  # a copy if `grad_y` is transposed: one for all three gradients
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.x_dtype)
+            grad_x = (flat @ weight.to(flat.dtype)).view(*grad_y.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            grad_w = torch.ops.actprune.weight_grad(
-                flat, values, bitmap, offsets, *ctx.stored_shape, ctx.transposed, ctx.weight_dtype
-            )
+            grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_b = flat.sum(0, dtype=ctx.bias_dtype)
     return grad_x, grad_w, grad_b
