@@ -1,10 +1,7 @@
 """Keys: one int32 per block by which blocks are compared.
 
 A block's key is its sum of squares as fp32, read as int32: for non-negative floats, integer order is float order. A
-block with a NaN or Inf gets INT_MAX, a finite block whose sum overflows the largest finite float.
-
-``scratch`` holds the keys of all ``size`` blocks ``[R, NB]``, then the ``control`` words with which the programs of the
-next launch find each other; these, the bitmap and the offsets are set to zero here.
+block with a NaN or Inf gets the key of infinity, a finite block whose sum overflows that of the largest finite float.
 """
 
 from __future__ import annotations
@@ -12,25 +9,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT_MAX = tl.constexpr(0x7FFFFFFF)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+FLOAT_MAX_KEY = tl.constexpr(0x7F7FFFFF)
+INFINITY_KEY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def block_keys(x, axis: tl.constexpr):
-    """Return the int32 keys of the fp32 blocks that lie along the last axis of ``x``."""
-    squares = tl.minimum(tl.sum(x * x, axis=axis), FLOAT_MAX)
-    broken = tl.max(((x != x) | (tl.abs(x) > FLOAT_MAX)).to(tl.int32), axis=axis)
-    return tl.where(broken > 0, INT_MAX, squares.to(tl.int32, bitcast=True))
+def block_keys(x):
+    """Return the keys ``[ROWS, COLS]`` of the fp32 blocks ``x [ROWS, COLS, BLOCK]``."""
+    keys = tl.sum(x * x, axis=2).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
+    not_finite = (keys >= INFINITY_KEY).to(tl.int32)
+    keys = tl.minimum(keys, FLOAT_MAX_KEY)
+    # Looking at every value, not only at the sum, costs a sixth of the kernel's time: do it only where there is cause.
+    if tl.max(tl.max(not_finite, axis=1), axis=0) > 0:
+        broken = tl.max(((x != x) | (tl.abs(x) > FLOAT_MAX)).to(tl.int32), axis=2)
+        keys = tl.where(broken > 0, INFINITY_KEY, keys)
+    return keys
 
 
 @triton.jit
 def block_keys_kernel(
-    x_ptr, scratch_ptr, bitmap_ptr, offsets_ptr, stride_sample, stride_row, total_rows, rows, length, columns, size,
-    control_size, bitmap_size, offsets_size,
+    x_ptr, keys_ptr, control_ptr, stride_sample, stride_row, total_rows, rows, length, columns, control_size,
     B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``."""
+    """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
+
+    Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the next launch find each other.
+    """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, BLOCK)
@@ -39,9 +44,7 @@ def block_keys_kernel(
     inside = (r < total_rows)[:, None, None] & ((column < length) & (e < B)[None, :])[None, :, :]
     x = tl.load(x_ptr + start[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)
     mask = (r < total_rows)[:, None] & (j < columns)[None, :]
-    tl.store(scratch_ptr + r.to(tl.int64)[:, None] * columns + j[None, :], block_keys(x, 2), mask=mask)
-    z = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * ZEROS + tl.arange(0, ZEROS)
-    zeros = tl.zeros([ZEROS], tl.int32)
-    tl.store(scratch_ptr + size + z, zeros, mask=z < control_size)
-    tl.store(bitmap_ptr + z, zeros, mask=z < bitmap_size)
-    tl.store(offsets_ptr + z, zeros, mask=z < offsets_size)
+    tl.store(keys_ptr + r.to(tl.int64)[:, None] * columns + j[None, :], block_keys(x), mask=mask)
+    if ZEROS > 0:
+        z = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * ZEROS + tl.arange(0, ZEROS)
+        tl.store(control_ptr + z, tl.zeros([ZEROS], tl.int32), mask=z < control_size)

@@ -1,8 +1,7 @@
-"""Unpack: from kept blocks back to the dense tensor, zeros included, in one pass; and the list of kept rows.
+"""Unpack: from kept blocks back to the dense tensor, zeros included, in one pass.
 
-Each program handles 128 rows of one column block: it finds the kept blocks and their places from the bitmap and the
-offsets, and writes the whole tile. The target may be transposed: then the tile is turned on its way out, so that both
-the reads of ``values`` and the writes stay along memory.
+Each program handles one run of 128 blocks: it finds the kept ones and their places from bitmap and offsets, and writes
+the whole tile.
 """
 
 from __future__ import annotations
@@ -15,54 +14,47 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.launch import Launch, aligned
-from lightning_actprune.kernels.pack import kept_slots
-from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+from lightning_actprune.kernels.pack import kept_places, run_tile
+from lightning_actprune.ops.geometry import ceil_div
 
 
 @triton.jit
 def unpack_kernel(
-    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_batch, stride_row, stride_value, total_rows, rows, length,
-    words, chunks, B: tl.constexpr, BLOCK: tl.constexpr,
+    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, rows, blocks, columns, length,
+    words, runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write ``CHUNK`` rows of one column block of the dense tensor."""
-    j = tl.program_id(1)
-    r, kept, slot = kept_slots(bitmap_ptr, offsets_ptr, tl.program_id(0), j, total_rows, words, chunks)
+    """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides."""
+    s, n, kept, place = kept_places(bitmap_ptr, offsets_ptr, blocks, words, runs, LANES)
     e = tl.arange(0, BLOCK)
     block = (e < B)[None, :]
-    x = tl.load(values_ptr + slot.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
-    start = (r // rows).to(tl.int64) * stride_batch + (r % rows).to(tl.int64) * stride_row
-    column = j * B + e
-    inside = (r < total_rows)[:, None] & (column < length)[None, :] & block
-    tl.store(out_ptr + start[:, None] + column.to(tl.int64)[None, :] * stride_value, x, mask=inside)
-
-
-@triton.jit
-def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunks):
-    """Write the row number of every kept block, in the order of the stored values."""
-    r, kept, slot = kept_slots(
-        bitmap_ptr, offsets_ptr, tl.program_id(0), tl.program_id(1), total_rows, words, chunks
-    )  # fmt: skip
-    tl.store(rows_ptr + slot, r, mask=kept)
+    x = tl.load(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
+    r = s * rows + n // columns
+    start = (r // inner).to(tl.int64) * stride_outer + (r % inner).to(tl.int64) * stride_inner
+    column = (n % columns)[:, None] * B + e[None, :]
+    tl.store(out_ptr + start[:, None] + column, x, mask=(n < blocks)[:, None] & (column < length) & block)
 
 
 @functools.lru_cache(maxsize=1024)
-def _unpack_launch(
-    shape: tuple[int, int, int], transposed: bool, block_size: int, key: tuple[torch.dtype, torch.device, bool]
+def _launch(
+    samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, *key: object
 ) -> Launch:
-    batch, rows, length = shape
-    total, columns = batch * rows, ceil_div(length, block_size)
-    words, chunks = ceil_div(total, WORD_ROWS), ceil_div(total, CHUNK_ROWS)
-    strides = (1, rows) if transposed else (length, 1)
-    return Launch(
-        unpack_kernel, (chunks, columns), rows * length, *strides, total, rows, length, words, chunks, block_size,
-        triton.next_power_of_2(block_size), num_warps=4,
-    )  # fmt: skip
+    """Return the launch for a shape; ``key`` holds what a compiled kernel depends on besides."""
+    batch, inner, length = shape
+    columns = ceil_div(length, block_size)
+    rows = batch * inner // samples
+    blocks = rows * columns
+    strides = (length, batch * length) if features_first else (inner * length, length)
+    scalars = (*strides, inner, rows, blocks, columns, length, ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS))
+    grid = (samples * ceil_div(blocks, RUN_BLOCKS),)
+    return Launch(unpack_kernel, grid, *scalars, *run_tile(block_size, blocks), num_warps=4)
 
 
-def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], transposed: bool) -> Tensor:
-    """Return the pruned tensor of ``shape [batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
+def unpack(
+    values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], features_first: bool = False
+) -> Tensor:
+    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
     batch, rows, length = shape
-    out = values.new_empty((batch, length, rows) if transposed else shape)
+    out = values.new_empty((rows, batch, length) if features_first else shape)
     key = values.dtype, values.device, aligned(values, bitmap, offsets)
-    _unpack_launch(shape, transposed, values.shape[1], key)(values, bitmap, offsets, out)
+    _launch(bitmap.shape[0], shape, features_first, values.shape[1], *key)(values, bitmap, offsets, out)
     return out

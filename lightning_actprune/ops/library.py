@@ -2,7 +2,7 @@
 
 ======================  ==============================================================================================
 ``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
-``unpack``              the pruned tensor ``[B, T, L]``, or ``[B, L, T]`` if ``transposed``
+``unpack``              the pruned tensor ``[R, L]``
 ``weight_grad``         ``grad_y [R, OUT]`` and a packed input -> weight gradient ``[OUT, IN]``
 ======================  ==============================================================================================
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
-from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -31,9 +31,7 @@ _library.define(
     "pack(Tensor x, int block_size, SymInt keep) -> (Tensor values, Tensor bitmap, Tensor offsets)", tags=_TAGS
 )
 _library.define(
-    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt batch, SymInt rows, SymInt length, "
-    "bool transposed) -> Tensor",
-    tags=_TAGS,
+    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt rows, SymInt length) -> Tensor", tags=_TAGS
 )
 _library.define(
     "weight_grad(Tensor grad_y, Tensor values, Tensor bitmap, Tensor offsets, SymInt batch, SymInt rows, "
@@ -49,19 +47,17 @@ _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutogra
 @torch.library.register_fake("actprune::pack", lib=_library)
 def _pack_fake(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
-    total, columns = samples * rows, ceil_div(length, block_size)
+    blocks = rows * ceil_div(length, block_size)
     return (
         x.new_empty(samples * keep, block_size),
-        x.new_empty(columns, ceil_div(total, WORD_ROWS), dtype=torch.int32),
-        x.new_empty(columns * ceil_div(total, CHUNK_ROWS) + 1, dtype=torch.int32),
+        x.new_empty(samples, ceil_div(blocks, WORD_BLOCKS), dtype=torch.int32),
+        x.new_empty(samples, ceil_div(blocks, RUN_BLOCKS), dtype=torch.int32),
     )
 
 
 @torch.library.register_fake("actprune::unpack", lib=_library)
-def _unpack_fake(
-    values: Tensor, bitmap: Tensor, offsets: Tensor, batch: int, rows: int, length: int, transposed: bool
-) -> Tensor:
-    return values.new_empty((batch, length, rows) if transposed else (batch, rows, length))
+def _unpack_fake(values: Tensor, bitmap: Tensor, offsets: Tensor, rows: int, length: int) -> Tensor:
+    return values.new_empty(rows, length)
 
 
 @torch.library.register_fake("actprune::weight_grad", lib=_library)

@@ -18,8 +18,8 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
         keep: Blocks kept per sample, in [0, T * ceil(L / block_size)].
 
     Returns:
-        ``values [S * keep, block_size]``, ``bitmap int32 [NB, ceil(S T / 32)]`` and
-        ``offsets int32 [NB * ceil(S T / 128) + 1]``.
+        ``values [S * keep, block_size]``, ``bitmap int32 [S, ceil(N / 32)]`` and ``offsets int32 [S, ceil(N / 128)]``
+        with ``N = T * ceil(L / block_size)``.
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()

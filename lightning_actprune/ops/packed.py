@@ -17,9 +17,9 @@ class Packed:
     """The kept blocks of a tensor and their positions.
 
     Args:
-        values: Kept blocks, ``[samples * keep, block_size]``, ordered by column block, then row.
-        bitmap: One bit per block, int32 ``[NB, ceil(R / 32)]``.
-        offsets: Start of each run of 128 rows in ``values``, int32 ``[NB * ceil(R / 128) + 1]``.
+        values: Kept blocks, ``[samples * keep, block_size]``, row by row.
+        bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``.
+        offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]``.
         geometry: Shape of the packed tensor and of its blocks.
     """
 
@@ -35,15 +35,14 @@ class Packed:
 
     def mask(self) -> Tensor:
         """Return which blocks were kept, bool ``[R, NB]``."""
-        return reference.unpack_bits(self.bitmap, self.geometry.total_rows).t()
+        g = self.geometry
+        return reference.unpack_bits(self.bitmap, g.blocks_per_sample).reshape(g.total_rows, g.blocks_per_row)
 
     def unpack(self) -> Tensor:
         """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
         g = self.geometry
-        dense: Tensor = torch.ops.actprune.unpack(
-            self.values, self.bitmap, self.offsets, g.samples, g.rows, g.length, False
-        )
-        return dense
+        dense: Tensor = torch.ops.actprune.unpack(self.values, self.bitmap, self.offsets, g.total_rows, g.length)
+        return dense.reshape(g.samples, g.rows, g.length)
 
     def to_bsr(self) -> Tensor:
         """Return the pruned tensor as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
@@ -54,10 +53,7 @@ class Packed:
         g = self.geometry
         mask = self.mask()
         row_starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
-        slots = torch.zeros(mask.t().shape, dtype=torch.long, device=mask.device)
-        slots[mask.t()] = torch.arange(g.kept_blocks, device=mask.device)
-        columns = mask.nonzero()[:, 1]
-        values = self.values[slots.t()[mask]].unsqueeze(1)
+        columns, values = mask.nonzero()[:, 1], self.values.unsqueeze(1)
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             return torch.sparse_bsr_tensor(
                 row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size)

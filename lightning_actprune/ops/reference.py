@@ -5,9 +5,9 @@ a block is its sum of squares ``q`` in fp32 (fp64 for fp64 input). Order by ``q`
 NaN or Inf gets the largest key, a finite block whose ``q`` overflows the next largest. Of each sample the ``k`` blocks
 with the largest keys are kept, equal keys in order of ``n``.
 
-Storage. Kept blocks are stored in the order (column block j, row r) with ``r = i * T + t``, the order in which the
-weight gradient reduces; ``bitmap[j, r // 32]`` has bit ``r % 32`` set if block (r, j) is kept; ``offsets[j * C + c]``
-is the number of kept blocks before row ``128 c`` of column ``j``, the last entry the number of all of them.
+Storage. Kept blocks are stored sample by sample in the order of ``n``; ``bitmap[i, n // 32]`` has bit ``n % 32`` set if
+block ``n`` is kept; ``offsets[i, c]`` is the place in ``values`` of the first kept block of sample ``i`` from block
+``128 c`` on.
 
 Weight gradient. ``dW[o, f] = sum_r grad_y[r, o] * x_hat[r, f]`` with ``x_hat`` the unpacked tensor (zeros where a block
 was dropped).
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 def block_keys(blocks: Tensor) -> Tensor:
@@ -48,37 +48,38 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
     blocks = split_blocks(x, block_size)
     columns = blocks.shape[2]
     mask = keep_mask(block_keys(blocks).reshape(samples, rows * columns), keep)
-    by_column = mask.reshape(samples * rows, columns).t()
-    values = blocks.reshape(samples * rows, columns, block_size).transpose(0, 1)[by_column]
-    return values, pack_bits(by_column), chunk_offsets(by_column)
+    values = blocks.reshape(samples, rows * columns, block_size)[mask]
+    return values, pack_bits(mask), run_offsets(mask)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Return ``mask`` ``[NB, R]`` as int32 words, lowest bit first: ``[NB, ceil(R / 32)]``."""
-    columns, rows = mask.shape
-    words = ceil_div(rows, WORD_ROWS)
-    bits = F.pad(mask, (0, words * WORD_ROWS - rows)).reshape(columns, words, WORD_ROWS).long()
-    unsigned = (bits << torch.arange(WORD_ROWS, device=mask.device)).sum(-1)
+    """Return ``mask`` ``[S, N]`` as int32 words, lowest bit first: ``[S, ceil(N / 32)]``."""
+    samples, blocks = mask.shape
+    words = ceil_div(blocks, WORD_BLOCKS)
+    bits = F.pad(mask, (0, words * WORD_BLOCKS - blocks)).reshape(samples, words, WORD_BLOCKS).long()
+    unsigned = (bits << torch.arange(WORD_BLOCKS, device=mask.device)).sum(-1)
     return torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).int()
 
 
-def unpack_bits(bitmap: Tensor, rows: int) -> Tensor:
-    """Undo ``pack_bits``: ``[NB, W] -> bool [NB, rows]``."""
-    bits = (bitmap.unsqueeze(-1) >> torch.arange(WORD_ROWS, device=bitmap.device, dtype=torch.int32)) & 1
-    return bits.flatten(1)[:, :rows].bool()
+def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
+    """Undo ``pack_bits``: ``[S, W] -> bool [S, blocks]``."""
+    bits = (bitmap.unsqueeze(-1) >> torch.arange(WORD_BLOCKS, device=bitmap.device, dtype=torch.int32)) & 1
+    return bits.flatten(1)[:, :blocks].bool()
 
 
-def chunk_offsets(mask: Tensor) -> Tensor:
-    """Return where each run of 128 rows of each column starts in the stored values: int32 ``[NB * C + 1]``."""
-    columns, rows = mask.shape
-    chunks = ceil_div(rows, CHUNK_ROWS)
-    counts = F.pad(mask, (0, chunks * CHUNK_ROWS - rows)).reshape(columns * chunks, CHUNK_ROWS).sum(-1)
-    return F.pad(counts.cumsum(0), (1, 0)).int()
+def run_offsets(mask: Tensor) -> Tensor:
+    """Return where each run of 128 blocks starts in the stored values: int32 ``[S, ceil(N / 128)]``."""
+    samples, blocks = mask.shape
+    runs = ceil_div(blocks, RUN_BLOCKS)
+    counts = F.pad(mask, (0, runs * RUN_BLOCKS - blocks)).reshape(samples * runs, RUN_BLOCKS).sum(-1)
+    return (counts.cumsum(0) - counts).reshape(samples, runs).int()
 
 
 def unpack(values: Tensor, bitmap: Tensor, rows: int, length: int) -> Tensor:
     """Return the pruned tensor ``[rows, length]`` with zeros where a block was dropped."""
-    mask = unpack_bits(bitmap, rows)
-    blocks = values.new_zeros(*mask.shape, values.shape[1])
+    block_size, samples = values.shape[1], bitmap.shape[0]
+    columns = ceil_div(length, block_size)
+    mask = unpack_bits(bitmap, rows // max(samples, 1) * columns)
+    blocks = values.new_zeros(*mask.shape, block_size)
     blocks[mask] = values
-    return blocks.transpose(0, 1).flatten(1)[:, :length]
+    return blocks.reshape(rows, columns * block_size)[:, :length]
