@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.launch import Launch, aligned
-from lightning_actprune.kernels.pack import kept_slots
+from lightning_actprune.kernels.pack import CHUNK, kept_slots
 from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
 
 
@@ -36,13 +36,19 @@ def unpack_kernel(
     tl.store(out_ptr + start[:, None] + column.to(tl.int64)[None, :] * stride_value, x, mask=inside)
 
 
-@triton.jit
-def kept_rows_kernel(bitmap_ptr, offsets_ptr, rows_ptr, total_rows, words, chunks):
-    """Write the row number of every kept block, in the order of the stored values."""
-    r, kept, slot = kept_slots(
-        bitmap_ptr, offsets_ptr, tl.program_id(0), tl.program_id(1), total_rows, words, chunks
-    )  # fmt: skip
-    tl.store(rows_ptr + slot, r, mask=kept)
+@triton.jit(do_not_specialize=["total_rows", "words", "chunks", "tiles"])
+def kept_rows_kernel(bitmap_ptr, offsets_ptr, work_ptr, total_rows, words, chunks, counters, tiles):
+    """Write the row number of every kept block, in the order of the stored values; zero ``tiles`` counters a column.
+
+    The counters lie at ``counters`` behind the rows; the weight gradient counts the finished parts of its tiles there.
+    """
+    chunk, j = tl.program_id(0), tl.program_id(1)
+    r, kept, slot = kept_slots(bitmap_ptr, offsets_ptr, chunk, j, total_rows, words, chunks)
+    tl.store(work_ptr + slot, r, mask=kept)
+    if chunk == 0:
+        for start in range(0, tiles, CHUNK):
+            n = start + tl.arange(0, CHUNK)
+            tl.store(work_ptr + counters + j * tiles + n, tl.zeros_like(n), mask=n < tiles)
 
 
 @functools.lru_cache(maxsize=1024)

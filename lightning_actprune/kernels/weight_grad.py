@@ -7,8 +7,9 @@ For column block ``j`` with kept rows ``r_0 .. r_{K-1}`` (K differs from column 
 a matrix product over ``p`` whose left operand is gathered by row and whose right operand is contiguous. A program
 computes a tile of ``BM`` outputs x one block and walks ``BK`` kept rows a turn; the row numbers of the next turn are
 loaded one turn ahead, so that the gather of ``grad_y`` can be issued early (a scalar dependency inside the turn would
-stall the pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU; the
-parts are summed by a second launch in a fixed order, so the result is deterministic.
+stall the pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU: each part
+goes to memory in fp32, and the program that finishes a tile's last part adds all of them in the order of the parts, so
+the result is deterministic. Nothing waits for another program.
 
 For ``b >= 64`` the tile is computed as ``[b, BM]`` (values first), else as ``[BM, b]``: tensor cores take tiles of at
 least 64 x 8, and the longer side should be the one that is not the block.
@@ -39,20 +40,30 @@ class Config(NamedTuple):
     values_first: bool
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def weight_grad_kernel(
-    grad_ptr, values_ptr, rows_ptr, offsets_ptr, out_ptr, stride_grad, outputs, length, chunks, stride_split,
-    B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    grad_ptr, values_ptr, work_ptr, offsets_ptr, out_ptr, stride_grad, outputs, length, chunks, share,
+    counters, partials, B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    NARROW: tl.constexpr, VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out[part, BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``."""
+    """Write ``out[BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
+
+    ``work`` holds the kept rows; if ``SPLIT`` also one counter a tile at ``counters`` and the partial tiles, in fp32,
+    at ``partials``. A column of ``K`` kept rows is cut into ``K / share`` parts (rounded), at most the grid's, and
+    whoever finishes a tile's last part sums them up, ``SPLIT`` at once.
+    ``NARROW``: offsets into ``grad_y`` fit 32 bits, which saves half of the instructions around its copies.
+    """
     j = tl.program_id(0)
-    part = tl.program_id(2)
-    start = tl.load(offsets_ptr + j * chunks)
-    end = tl.load(offsets_ptr + (j + 1) * chunks)
-    share = tl.cdiv(tl.cdiv(end - start, tl.num_programs(2)), BK) * BK
-    low = start + part * share
-    high = tl.minimum(low + share, end)
+    low = tl.load(offsets_ptr + j * chunks)
+    high = tl.load(offsets_ptr + (j + 1) * chunks)
+    if SPLIT:
+        kept, part = high - low, tl.program_id(2)
+        parts = tl.maximum(1, tl.minimum((kept + share // 2) // share, tl.num_programs(2)))
+        if part >= parts:
+            return
+        rows_each = tl.cdiv(tl.cdiv(kept, parts), BK) * BK
+        low += part * rows_each
+        high = tl.minimum(low + rows_each, high)
     o = tl.program_id(1) * BM + tl.arange(0, BM)
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, BK)
@@ -60,33 +71,44 @@ def weight_grad_kernel(
         acc = tl.zeros([BLOCK, BM], tl.float32)
     else:
         acc = tl.zeros([BM, BLOCK], tl.float32)
-    rows = tl.load(rows_ptr + low + k, mask=low + k < high, other=0)
+    # Past the end the last row is read again, and only the values are masked: grad_y needs no mask of its own.
+    last = tl.maximum(high - 1, 0)
+    rows = tl.load(work_ptr + tl.minimum(low + k, last))
     for p in range(low, high, BK):
-        valid = p + k < high
-        grad = tl.load(
-            grad_ptr + rows.to(tl.int64)[:, None] * stride_grad + o[None, :],
-            mask=valid[:, None] & (o < outputs)[None, :], other=0.0,
-        )  # fmt: skip
+        place = rows if NARROW else rows.to(tl.int64)
+        grad = tl.load(grad_ptr + (place[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)
         values = tl.load(
             values_ptr + (p + k).to(tl.int64)[:, None] * B + e[None, :],
-            mask=valid[:, None] & (e < B)[None, :], other=0.0,
+            mask=(p + k < high)[:, None] & (e < B)[None, :], other=0.0,
         )  # fmt: skip
-        rows = tl.load(rows_ptr + p + BK + k, mask=p + BK + k < high, other=0)
+        rows = tl.load(work_ptr + tl.minimum(p + BK + k, last))
         if UPCAST:
             grad, values = grad.to(tl.float32), values.to(tl.float32)
         if VALUES_FIRST:
             acc = tl.dot(tl.trans(values), grad, acc, input_precision=PRECISION)
         else:
             acc = tl.dot(tl.trans(grad), values, acc, input_precision=PRECISION)
-    column = j * B + e
-    inside = (column < length) & (e < B)
-    out_ptr += part.to(tl.int64) * stride_split
     if VALUES_FIRST:
-        target = out_ptr + o.to(tl.int64)[None, :] * length + column[:, None]
-        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(o < outputs)[None, :] & inside[:, None])
+        column, o, e = (j * B + e)[:, None], o[None, :], e[:, None]
+        within = tl.arange(0, BM)[None, :] * BLOCK + e
     else:
-        target = out_ptr + o.to(tl.int64)[:, None] * length + column[None, :]
-        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(o < outputs)[:, None] & inside[None, :])
+        column, o, e = (j * B + e)[None, :], o[:, None], e[None, :]
+        within = tl.arange(0, BM)[:, None] * BLOCK + e
+    if SPLIT:
+        tile = j * tl.num_programs(1) + tl.program_id(1)
+        first = (work_ptr + partials).to(tl.pointer_type(tl.float32), bitcast=True)
+        first += (tile.to(tl.int64) * tl.num_programs(2)) * (BM * BLOCK) + within
+        tl.store(first + part * (BM * BLOCK), acc)
+        tl.debug_barrier()  # every thread's part is written before the counter says so
+        finished = tl.atomic_add(work_ptr + counters + tile, 1, sem="acq_rel")
+        if finished != parts - 1:
+            return
+        # Past the L1 cache: the other parts come from other multiprocessors.
+        acc = tl.load(first, cache_modifier=".cg")
+        for q in tl.range(1, parts, loop_unroll_factor=SPLIT):
+            acc += tl.load(first + q * (BM * BLOCK), cache_modifier=".cg")
+    inside = (o < outputs) & (column < length) & (e < B)
+    tl.store(out_ptr + o.to(tl.int64) * length + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 class Machine(NamedTuple):
@@ -126,17 +148,35 @@ def choose_config(block_size: int, outputs: int, itemsize: int, shared_memory: i
     return config
 
 
-def choose_split(tiles: int, kept_per_column: int, config: Config, multiprocessors: int) -> int:
-    """Return into how many parts the reduction is cut.
+class SplitRule(NamedTuple):
+    """When and how far the reduction is cut into parts.
 
-    Not at all once there are 8 warps of tiles for each multiprocessor (further parts then cost up to twice the time, by
-    the writing and reading of partial results); otherwise to 16 warps, in at most 6 parts of four turns or more.
-    Within 8 % of the best of 1 to 8 parts on an H200, on tiles from 36 to 4096.
+    Args:
+        full: Warps of tiles per multiprocessor from which on it is not cut: further parts then cost up to twice the
+            time, by the writing and reading of partial results.
+        aim: Warps per multiprocessor wanted otherwise.
+        most: Largest number of parts.
+        turns: Least turns of the loop that a part is worth.
     """
+
+    full: int = 8
+    aim: int = 16
+    most: int = 6
+    turns: int = 4
+
+
+SPLIT_RULE = SplitRule()
+
+
+def choose_split(
+    tiles: int, kept_per_column: int, config: Config, multiprocessors: int, rule: SplitRule = SPLIT_RULE
+) -> int:
+    """Return into how many parts the reduction of a column of average length is cut."""
     warps = tiles * config.warps
-    if warps >= 8 * multiprocessors:
+    if warps >= rule.full * multiprocessors:
         return 1
-    return max(1, min(ceil_div(16 * multiprocessors, warps), 6, kept_per_column // (4 * config.bk)))
+    wanted = ceil_div(rule.aim * multiprocessors, warps)
+    return max(1, min(wanted, rule.most, kept_per_column // (rule.turns * config.bk)))
 
 
 class WeightGradPlan:
@@ -166,22 +206,33 @@ class WeightGradPlan:
     ) -> None:
         kept, block_size = packed
         columns, chunks = ceil_div(length, block_size), ceil_div(rows, CHUNK_ROWS)
-        self.kept, self.out, self.split = kept, (split, outputs, length), split
-        self.dtype, self.partial = dtype, torch.float32 if split > 1 else dtype
-        self._rows = Launch(kept_rows_kernel, (chunks, columns), rows, ceil_div(rows, WORD_ROWS), chunks, num_warps=4)
+        block, tiles = max(16, triton.next_power_of_2(block_size)), ceil_div(outputs, config.bm)
+        self.out, self.dtype = (outputs, length), dtype
+        # Columns with more kept rows than the mean get up to half as many parts again.
+        parts, share = (1, 0) if split == 1 else (split + split // 2, ceil_div(kept, columns * split))
+        # Multiples of 16 elements, so that the partial tiles start at 16 bytes and the compiler knows it.
+        counters = ceil_div(kept, 16) * 16
+        partials = counters + (ceil_div(columns * tiles, 16) * 16 if split > 1 else 0)
+        self.work = partials + (columns * tiles * parts * config.bm * block if split > 1 else 0)
+        # Small tiles leave the registers to have three parts under way; large ones are enough bytes by themselves.
+        at_once = 0 if split == 1 else 3 if config.bm * block <= 1024 * config.warps else 1
+        self._rows = Launch(
+            kept_rows_kernel, (chunks, columns), rows, ceil_div(rows, WORD_ROWS), chunks, counters,
+            tiles if split > 1 else 0, num_warps=4,
+        )  # fmt: skip
         self._product = Launch(
-            weight_grad_kernel, (columns, ceil_div(outputs, config.bm), split), stride, outputs, length, chunks,
-            outputs * length, block_size, max(16, triton.next_power_of_2(block_size)), config.bm, config.bk,
+            weight_grad_kernel, (columns, tiles, parts), stride, outputs, length, chunks, ceil_div(share, 16) * 16,
+            counters, partials, block_size, block, config.bm, config.bk, at_once, rows * stride + config.bm < 2**31,
             config.values_first, INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
     def __call__(self, grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor) -> Tensor:
         """Return the weight gradient ``[OUT, length]``."""
-        rows = bitmap.new_empty(self.kept)
-        out = values.new_empty(self.out, dtype=self.partial)
-        self._rows(bitmap, offsets, rows)
-        self._product(grad_y, values, rows, offsets, out)
-        return out[0] if self.split == 1 else out.sum(0).to(self.dtype)
+        work = bitmap.new_empty(self.work)
+        out = values.new_empty(self.out, dtype=self.dtype)
+        self._rows(bitmap, offsets, work)
+        self._product(grad_y, values, work, offsets, out)
+        return out
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,9 +23,20 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
     "scratch_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "rows_ptr": "*i32",
+    "work_ptr": "*i32",
 }  # fmt: skip
-ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
+ALIGNED = (
+    "_ptr",
+    "stride_sample",
+    "stride_row",
+    "stride_batch",
+    "stride_grad",
+    "length",
+    "outputs",
+    "share",
+    "counters",
+    "partials",
+)
 
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -49,8 +60,8 @@ def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str
         found.append(("unpack", unpack.unpack_kernel, block, value, {"num_warps": 4}))
         for size in (16, 32, 64, 128):
             config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
-            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk}
-            modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
+            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk, "SPLIT": 1}
+            modes = {"NARROW": True, "VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
             options = {"num_warps": config.warps, "num_stages": config.stages}
             found.append((f"weight_grad_b{size}", weight_grad.weight_grad_kernel, {**sizes, **modes}, value, options))
     return found

@@ -44,6 +44,31 @@ def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
     assert not out[:, 16:].any()
 
 
+def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
+    x = torch.randn(1, 300, 64, device=kernel_device)
+    x[:, :, :16] *= 100  # the first column keeps all 300 rows, the others share 100
+    values, bitmap, offsets = reference.pack(x, 16, 400)
+    grad_y = torch.randn(300, 32, device=kernel_device)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    plan = WeightGradPlan(32, 32, (400, 16), 300, 64, torch.float32, config, 4)
+    out = plan(grad_y, values, bitmap, offsets)
+    expected = grad_y.double().t() @ reference.unpack(values, bitmap, 300, 64).double()
+    assert oracle.relative_error(out, expected) < 1e-6
+    assert torch.equal(out, plan(grad_y, values, bitmap, offsets))  # the counters start at zero each time
+
+
+def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_device):
+    x = torch.ones(1, 40, 32, device=kernel_device)
+    x[:, 0, :16], x[:, 1:, 16:] = 0.0, 0.5  # row 0 is dropped of the first column, and of the second all but row 0
+    values, bitmap, offsets = reference.pack(x, 16, 40)
+    grad_y = torch.randn(40, 16, device=kernel_device)
+    grad_y[0] = float("inf")
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    out = WeightGradPlan(16, 16, (40, 16), 40, 32, torch.float32, config, 2)(grad_y, values, bitmap, offsets)
+    assert out[:, :16].isfinite().all()
+    assert not out[:, 16:].isfinite().any()
+
+
 @pytest.mark.parametrize("shared_memory", [101376, 166912, 232448])
 @pytest.mark.parametrize("block_size", [1, 16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
