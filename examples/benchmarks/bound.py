@@ -2,11 +2,11 @@
 
     python examples/benchmarks/bound.py --out bound.json
 
-``loads_kernel`` copies the tiles of ``grad_y`` and of the values into shared memory exactly as the weight gradient does
-(same order, same depth of the pipeline), reads them back and combines them by exclusive or, one integer operation for
-four bytes. ``bytes_per_s`` is what it moves from L2 to the multiprocessors; ``gather_us`` beside it is the real kernel
-with the same configuration, and both times include the list of kept rows. Where ``loads_us`` is close to ``gather_us``,
-only less traffic can help: a larger BM, or a larger block.
+``loads_kernel`` copies the tiles of ``grad_y`` and of the values into shared memory as the weight gradient does (same
+order, same number of turns under way), reads them back and combines them by exclusive or, one integer operation for
+four bytes. ``loads_tbytes_per_s`` is what it moves from L2 to the multiprocessors; ``gather_us`` beside it is the real
+kernel with the same configuration, and both times include the list of kept rows. Where ``loads_us`` is close to
+``gather_us``, only less traffic can help: a larger BM, or a larger block.
 """
 
 from __future__ import annotations
@@ -106,10 +106,12 @@ def measure(
     moved = stored[0] * (outputs // config.bm) * (config.bm + block_size) * 2
     operations = 2 * stored[0] * block_size * outputs
     return {
-        "loads_us": round(loads_us, 2), "gather_us": round(gather_us, 2),
-        "loads_tbytes_per_s": round(moved / loads_us / 1e6, 2), "gather_tbytes_per_s": round(moved / gather_us / 1e6, 2),
+        "loads_us": round(loads_us, 2),
+        "gather_us": round(gather_us, 2),
+        "loads_tbytes_per_s": round(moved / loads_us / 1e6, 2),
+        "gather_tbytes_per_s": round(moved / gather_us / 1e6, 2),
         "gather_tflops": round(operations / gather_us / 1e6, 1),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
