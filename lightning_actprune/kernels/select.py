@@ -151,7 +151,7 @@ def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
 def select_shared_kernel(
     keys_ptr, bitmap_ptr, offsets_ptr, control_ptr, blocks, keep, words, runs, PIECE: tl.constexpr
 ):  # fmt: skip
-    """Select in one sample of any size: each program of the grid's second axis has some runs, ``PIECE`` keys at a time."""
+    """Select in one sample of any size: each program of the second axis has some runs, ``PIECE`` keys at a time."""
     s, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     keys_ptr += s.to(tl.int64) * blocks
     control_ptr += s * (2 * MAX_TURNS + 3 + 2 * MAX_PARTS)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_places, run_tile
-from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 @triton.jit
@@ -35,16 +34,23 @@ def unpack_kernel(
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(
-    samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, *key: object
-) -> Launch:
+def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, *key: object) -> Launch:
     """Return the launch for a shape; ``key`` holds what a compiled kernel depends on besides."""
     batch, inner, length = shape
     columns = ceil_div(length, block_size)
     rows = batch * inner // samples
     blocks = rows * columns
     strides = (length, batch * length) if features_first else (inner * length, length)
-    scalars = (*strides, inner, rows, blocks, columns, length, ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS))
+    scalars = (
+        *strides,
+        inner,
+        rows,
+        blocks,
+        columns,
+        length,
+        ceil_div(blocks, WORD_BLOCKS),
+        ceil_div(blocks, RUN_BLOCKS),
+    )
     grid = (samples * ceil_div(blocks, RUN_BLOCKS),)
     return Launch(unpack_kernel, grid, *scalars, *run_tile(block_size, blocks), num_warps=4)
 

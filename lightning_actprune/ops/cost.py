@@ -1,27 +1,56 @@
 """Cost model: is the gather kernel faster than unpacking and a dense matrix product?
 
-Microseconds on an H200 (Triton 3.6, 16-bit values, inputs not in the cache; ``examples/benchmarks/kernels.py``), with
-``F`` the operations of the dense product, ``d`` the density and ``X`` the bytes of the dense input::
+Microseconds, with ``F`` the operations of the dense product, ``d`` the density and ``X`` the bytes of the dense input::
 
-    dense   8 + F / 800e6                        the vendor's library, 464 to 823 TFLOP/s on the measured shapes
-    gather  16 + c_b d F / 800e6                 c_b = 5.6, 3.1, 2.2, 1.9 for b = 16, 32, 64, 128
-    unpack  dense + 3 + (1 + d) X / 4.3e6        writes X, reads d X
+    gather  g + c_b d F / rate                   c_b: what a gathered operation costs, in dense ones
+    unpack  u + F / rate + (1 + d) X / bandwidth  dense product, after writing X and reading d X
 
-The constants of both sides scale alike from GPU to GPU, so the choice carries over. In exact fp32 there are no tensor
-cores to keep busy, and gathering wins as soon as it saves anything; in fp32 with TF32 the dense product wins.
+The 16-bit constants were fitted on an H200 (Triton 3.6, inputs not in the cache, ``examples/benchmarks/kernels.py``),
+before the gather kernel summed its parts itself. The fp32 ones are estimates, from a prototype's 1.2 dense operations
+at ``b = 64`` and the share of FMAs in the compiled loops. ``examples/benchmarks/fit_cost.py`` fits both to records.
+The constants of both sides scale alike from GPU to GPU, so the choice carries over.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-RATE = 800e6
-"""Operations per microsecond of a large 16-bit product."""
-BANDWIDTH = 4.3e6
-"""Bytes per microsecond."""
-GATHER_COST = ((128, 1.9), (64, 2.2), (32, 3.1), (16, 5.6))
-"""From which block size on a gathered operation costs how many dense ones."""
+
+class Costs(NamedTuple):
+    """Constants for one size of value.
+
+    Args:
+        gather_base: Microseconds of a gather without operations.
+        gather: Largest block size first: from which size on a gathered operation costs how many dense ones.
+        unpack_base: Microseconds of unpacking and multiplying next to nothing.
+        rate: Operations per microsecond of the dense product.
+        bandwidth: Bytes per microsecond.
+    """
+
+    gather_base: float
+    gather: tuple[tuple[int, float], ...]
+    unpack_base: float
+    rate: float
+    bandwidth: float
+
+    def gather_us(self, product: float, density: float, block_size: int) -> float:
+        """Return the time of the gather kernel; ``product`` is the number of operations of the dense product."""
+        cost = next(cost for size, cost in self.gather if block_size >= size)
+        return self.gather_base + cost * density * product / self.rate
+
+    def unpack_us(self, product: float, density: float, size: int) -> float:
+        """Return the time of unpacking to ``size`` bytes and multiplying."""
+        return self.unpack_base + product / self.rate + (1 + density) * size / self.bandwidth
+
+
+COSTS = {
+    2: Costs(16.0, ((128, 1.9), (64, 2.2), (32, 3.1), (16, 5.6)), 11.0, 800e6, 4.3e6),
+    4: Costs(16.0, ((128, 1.15), (64, 1.2), (32, 1.3), (16, 1.6)), 11.0, 50e6, 4.3e6),
+}
+"""By bytes per value."""
 
 
 def fp32_is_exact() -> bool:
@@ -36,14 +65,12 @@ def gather_is_faster(grad_y: Tensor, values: Tensor, length: int) -> bool:
     """Return whether the gather kernel is expected to beat unpack + matrix product."""
     rows, outputs = grad_y.shape
     kept, block = values.shape
-    if values.dtype == torch.float32:
-        # Against TF32 on tensor cores the exact gather kernel cannot win.
-        return block >= 16 and fp32_is_exact()
-    # Rows of grad_y that do not start at 16 bytes are gathered in 4-byte pieces, at a fraction of the speed.
-    if block < 16 or outputs % 16:
+    itemsize = values.element_size()
+    # In 16 bits, rows of grad_y that do not start at 16 bytes are gathered in 4-byte pieces, at a fraction of the
+    # speed.
+    # The exact fp32 kernel cannot win against TF32 on tensor cores.
+    if block < 16 or (itemsize == 2 and outputs % 16) or (itemsize == 4 and not fp32_is_exact()):
         return False
-    density = kept * block / (rows * length)
-    product = 2 * rows * length * outputs / RATE
-    gather = 16 + next(cost for size, cost in GATHER_COST if block >= size) * density * product
-    unpack = 8 + product + 3 + (1 + density) * rows * length * values.element_size() / BANDWIDTH
-    return gather < unpack
+    costs, product, density = COSTS[itemsize], 2.0 * rows * length * outputs, kept * block / (rows * length)
+    size = rows * length * itemsize
+    return costs.gather_us(product, density, block) < costs.unpack_us(product, density, size)

@@ -55,17 +55,23 @@ def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool)
     return "gather" if gather_is_faster(grad_y, values, length) else "unpack"
 
 
-def unpack(
-    values: Tensor, bitmap: Tensor, offsets: Tensor, batch: int, rows: int, length: int, transposed: bool
-) -> Tensor:
-    """Return the pruned tensor, contiguous: ``[batch, rows, length]``, or ``[batch, length, rows]`` if transposed."""
-    if values.shape[0] > 0 and choose_backend(values, values.shape[1], bitmap.shape[0]) == "triton":
+def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, rows: int, length: int) -> Tensor:
+    """Return the pruned tensor ``[rows, length]``, contiguous."""
+    return _unpack((values, bitmap, offsets), (1, rows, length), features_first=False)[0]
+
+
+def _unpack(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], features_first: bool) -> Tensor:
+    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
+    values, bitmap, offsets = packed
+    batch, rows, length = shape
+    block_size = values.shape[1]
+    if values.shape[0] > 0 and choose_backend(values, block_size, ceil_div(length, block_size)) == "triton":
         from lightning_actprune.kernels import unpack as kernels
 
         with on_device_of(values):
-            return kernels.unpack(values, bitmap, offsets, (batch, rows, length), transposed)
+            return kernels.unpack(values, bitmap, offsets, shape, features_first)
     dense = reference.unpack(values, bitmap, batch * rows, length).reshape(batch, rows, length)
-    return dense.transpose(1, 2).contiguous() if transposed else dense.contiguous()
+    return (dense.transpose(0, 1) if features_first else dense).contiguous()
 
 
 def weight_grad(
@@ -84,8 +90,8 @@ def weight_grad(
     Args:
         grad_y: ``[R, OUT]``; ``R = batch * rows``, or ``batch * length`` if transposed.
         values: Kept blocks ``[nnz, b]``.
-        bitmap: Positions ``[NB, W]``.
-        offsets: Starts of runs of rows in ``values``.
+        bitmap: Positions ``[S, W]``.
+        offsets: Starts of runs of blocks in ``values``.
         batch: First dimension of the stored tensor.
         rows: Second dimension of the stored tensor.
         length: Last dimension of the stored tensor.
@@ -96,8 +102,10 @@ def weight_grad(
         from lightning_actprune.kernels import weight_grad as kernels
 
         with on_device_of(values):
-            return kernels.weight_grad(grad_y, values, bitmap, offsets, batch * rows, length, dtype)
-    dense = unpack(values, bitmap, offsets, batch, rows, length, transposed).flatten(0, 1)
+            return kernels.weight_grad(grad_y, values, bitmap, offsets, length, dtype)
+    dense = _unpack((values, bitmap, offsets), (batch, rows, length), features_first=transposed)
+    # Transposed, the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN].
+    dense = dense.flatten(1).t() if transposed else dense.flatten(0, 1)
     if grad_y.is_cuda and dtype == torch.float32 and grad_y.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
     return (grad_y.t() @ dense).to(dtype)

@@ -17,15 +17,27 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import keys, pack, select, unpack, weight_grad
+from lightning_actprune.kernels import columns, keys, pack, select, unpack, weight_grad
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "scratch_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "rows_ptr": "*i32",
+    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
+    "work_ptr": "*i32",
 }  # fmt: skip
-ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
+ALIGNED = (
+    "_ptr",
+    "stride_sample",
+    "stride_row",
+    "stride_outer",
+    "stride_inner",
+    "stride_grad",
+    "length",
+    "outputs",
+    "share",
+    "counters",
+    "partials",
+)
 
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -34,25 +46,23 @@ SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 12
 def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
     """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
     tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4}
-    marks = {"COLS": 64, "PIECE": 8192}
-    registers = {"BLOCKS": select.REGISTER_BLOCKS, **marks}
-    small = {"GROUP": 128, "BLOCKS": 32, "COLS": 32, "PIECE": 4096}
+    small = {"GROUP": 128, "BLOCKS": 32}
     found = [
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
-        ("select", select.select_kernel, registers, "fp32", {"num_warps": 16}),
+        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, small, "fp32", {"num_warps": 4}),
-        ("select_shared", select.select_shared_kernel, marks, "fp32", {"num_warps": 16}),
-        ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
+        ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("columns", columns.columns_kernel, {"PIECE": 1024}, "fp32", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
-        block = {"B": 32, "BLOCK": 32}
+        block = {"B": 32, "BLOCK": 32, "LANES": 128}
         found.append(("gather", pack.gather_kernel, block, value, {"num_warps": 4}))
         found.append(("unpack", unpack.unpack_kernel, block, value, {"num_warps": 4}))
         for size in (16, 32, 64, 128):
             config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
-            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk}
-            modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
+            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk, "SPLIT": 1}
+            modes = {"NARROW": True, "VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
             options = {"num_warps": config.warps, "num_stages": config.stages}
             found.append((f"weight_grad_b{size}", weight_grad.weight_grad_kernel, {**sizes, **modes}, value, options))
     return found

@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.compile_only import SHARED_MEMORY
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
-KERNELS = {"keys", "select", "select_rows", "select_shared", "gather", "kept_rows", "unpack"}
+KERNELS = {"keys", "select", "select_rows", "select_shared", "gather", "columns", "unpack"}
 KERNELS |= {f"weight_grad_b{size}" for size in (16, 32, 64, 128)}
 
 

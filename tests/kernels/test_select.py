@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lightning_actprune.kernels import pack as kernels
-from lightning_actprune.ops.geometry import CHUNK_ROWS, WORD_ROWS, ceil_div
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 from lightning_actprune.ops.reference import keep_mask, unpack_bits
 
-INT_MAX = 2**31 - 1
+INFINITY_KEY = 0x7F800000
 SAMPLES = 3
 
 
@@ -27,7 +27,7 @@ def distribution(kind: str, blocks: int) -> torch.Tensor:
     }
     if kind == "non-finite":
         keys = distribution("normal", blocks)
-        keys[:, ::3] = INT_MAX
+        keys[:, ::3] = INFINITY_KEY
         return keys
     return floats[kind].contiguous().view(torch.int32)
 
@@ -37,36 +37,31 @@ KINDS = [
 ]  # fmt: skip
 
 
-def select(keys: torch.Tensor, columns: int, keep: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask ``[R, NB]`` and the offsets that the kernel for this size writes."""
+def select(keys: torch.Tensor, keep: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mask ``[S, N]`` and the offsets that the kernel for this size writes."""
     samples, blocks = keys.shape
-    rows = blocks // columns
-    launch, control = kernels._select(samples, rows, columns, keep, device)
-    scratch = torch.cat([keys.flatten(), torch.zeros(control, dtype=torch.int32)]).to(device)
-    bitmap = torch.zeros(columns, ceil_div(samples * rows, WORD_ROWS), dtype=torch.int32, device=device)
-    offsets = torch.zeros(columns * ceil_div(samples * rows, CHUNK_ROWS) + 1, dtype=torch.int32, device=device)
-    launch(scratch, bitmap, offsets)
-    return unpack_bits(bitmap, samples * rows).t().cpu(), offsets.cpu()
+    parts = kernels._parts(samples, blocks, device)
+    bitmap = torch.full((samples, ceil_div(blocks, WORD_BLOCKS)), -1, dtype=torch.int32, device=device)
+    offsets = torch.full((samples, ceil_div(blocks, RUN_BLOCKS)), -1, dtype=torch.int32, device=device)
+    control = [torch.zeros(samples * kernels.CONTROL_WORDS, dtype=torch.int32, device=device)] if parts else []
+    kernels._select(samples, blocks, keep, parts)(keys.to(device), bitmap, offsets, *control)
+    return unpack_bits(bitmap, blocks).cpu(), offsets.cpu()
 
 
-def check(keys: torch.Tensor, columns: int, keep: int, device: torch.device) -> None:
+def check(keys: torch.Tensor, keep: int, device: torch.device) -> None:
     """Compare mask and offsets with those of a stable sort."""
-    mask, offsets = select(keys, columns, keep, device)
-    expected = keep_mask(keys, keep).reshape(-1, columns)
-    assert torch.equal(mask, expected), f"keep={keep}"
-    runs = [column.sum() for column in expected.t() for column in column.split(CHUNK_ROWS)]
-    assert torch.equal(offsets, torch.tensor([0, *runs]).cumsum(0).int())
+    mask, offsets = select(keys, keep, device)
+    assert torch.equal(mask, keep_mask(keys, keep)), f"keep={keep}"
+    runs = [int(run.sum()) for sample in mask for run in sample.split(RUN_BLOCKS)]
+    assert offsets.flatten().tolist() == [sum(runs[:i]) for i in range(len(runs))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (1, 7), (7, 1), (100, 5), (171, 3), (20, 55), (11, 100)], ids=str
-)
-def test_marks_the_same_blocks_as_a_stable_sort(kernel_device, rows, columns, kind):
-    blocks = rows * columns
+@pytest.mark.parametrize("blocks", [1, 7, 100, 500, 513, 1100])
+def test_marks_the_same_blocks_as_a_stable_sort(kernel_device, blocks, kind):
     keys = distribution(kind, blocks)
     for keep in sorted({1, 2, blocks // 3, blocks // 2, blocks - 1, blocks} & set(range(1, blocks + 1))):
-        check(keys, columns, keep, kernel_device)
+        check(keys, keep, kernel_device)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -74,14 +69,13 @@ def test_shared_selection_agrees(kernel_device, monkeypatch, kind):
     monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 16)
     keys = distribution(kind, 600)
     for keep in (1, 200, 599, 600):
-        check(keys, 3, keep, kernel_device)
+        check(keys, keep, kernel_device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(300, 100), (4097, 13), (50000, 9)], ids=str)
-def test_programs_that_share_a_sample_agree(rows, columns, kind):
-    blocks = rows * columns
+@pytest.mark.parametrize("blocks", [16384, 16385, 30000, 450001])
+def test_large_samples_on_the_gpu(blocks, kind):
     keys, device = distribution(kind, blocks), torch.device("cuda", 0)
     for keep in (1, blocks // 3, blocks - 1):
-        check(keys, columns, keep, device)
+        check(keys, keep, device)

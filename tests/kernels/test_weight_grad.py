@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.kernels.weight_grad import Config, WeightGradPlan, choose_config, choose_split
+from lightning_actprune.kernels import weight_grad
+from lightning_actprune.kernels.weight_grad import Config, Shape, WeightGradPlan, choose_config, choose_split
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry
 from tests import oracle
@@ -17,7 +18,9 @@ def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
     values, bitmap, offsets = reference.pack(x, geometry.block_size, geometry.keep)
     total = geometry.total_rows
     grad_y = torch.randn(total, outputs, device=device).to(dtype)
-    plan = WeightGradPlan(outputs, outputs, tuple(values.shape), total, shape[2], torch.float32, config, split)
+    plan = WeightGradPlan(
+        Shape(outputs, outputs, shape[0], total, shape[2], *values.shape), torch.float32, config, split
+    )
     actual = plan(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
     return oracle.relative_error(actual, expected)
@@ -39,9 +42,41 @@ def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
     values, bitmap, offsets = reference.pack(x, 16, 40)
     grad_y = torch.randn(40, 16, device=kernel_device)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    out = WeightGradPlan(16, 16, (40, 16), 40, 48, torch.float32, config, 2)(grad_y, values, bitmap, offsets)
+    out = WeightGradPlan(Shape(16, 16, 1, 40, 48, 40, 16), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
     assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
     assert not out[:, 16:].any()
+
+
+def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
+    x = torch.randn(1, 300, 64, device=kernel_device)
+    x[:, :, :16] *= 100  # the first column keeps all 300 rows, the others share 100
+    values, bitmap, offsets = reference.pack(x, 16, 400)
+    grad_y = torch.randn(300, 32, device=kernel_device)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    plan = WeightGradPlan(Shape(32, 32, 1, 300, 64, 400, 16), torch.float32, config, 4)
+    out = plan(grad_y, values, bitmap, offsets)
+    expected = grad_y.double().t() @ reference.unpack(values, bitmap, 300, 64).double()
+    assert oracle.relative_error(out, expected) < 1e-6
+    assert torch.equal(out, plan(grad_y, values, bitmap, offsets))  # the counters start at zero each time
+
+
+def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_device):
+    x = torch.ones(1, 40, 32, device=kernel_device)
+    x[:, 0, :16], x[:, 1:, 16:] = 0.0, 0.5  # row 0 is dropped of the first column, and of the second all but row 0
+    values, bitmap, offsets = reference.pack(x, 16, 40)
+    grad_y = torch.randn(40, 16, device=kernel_device)
+    grad_y[0] = float("inf")
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    out = WeightGradPlan(Shape(16, 16, 1, 40, 32, 40, 16), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
+    assert out[:, :16].isfinite().all()
+    assert not out[:, 16:].isfinite().any()
+
+
+def test_columns_are_listed_over_several_programs_and_samples(kernel_device, monkeypatch):
+    monkeypatch.setattr(weight_grad, "MAX_CHUNKS", 5)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    assert run(kernel_device, (3, 1100, 24), 8, 16, config, 2) < 1e-6
+    assert run(kernel_device, (700, 5, 24), 8, 16, config, 1) < 1e-6
 
 
 @pytest.mark.parametrize("shared_memory", [101376, 166912, 232448])

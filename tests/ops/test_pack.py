@@ -89,7 +89,7 @@ def test_non_finite_block_beats_a_finite_one_whose_square_overflows(device, dtyp
     assert packed(x, 0.8, 8).mask().flatten().tolist() == [False, False, False, True]
 
 
-def test_many_keys_per_sample_take_the_streaming_selection(device, monkeypatch):
+def test_many_keys_per_sample_take_the_shared_selection(device, monkeypatch):
     monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 64)
     kernels._plan.cache_clear()
     for x in (oracle.integers(2, 21, 96, device=device), torch.randn(2, 21, 96, device=device)):
