@@ -23,7 +23,7 @@ from lightning_actprune.kernels.keys import block_keys_kernel
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
-    MAX_PARTS,
+    MOST_PARTS,
     REGISTER_BLOCKS,
     RUN,
     WORD,
@@ -133,7 +133,7 @@ def _parts(samples: int, blocks: int, device: torch.device) -> int:
     """
     if blocks <= REGISTER_BLOCKS:
         return 0
-    return max(1, min(ceil_div(blocks, 8192), MAX_PARTS.value, multiprocessors(device) // max(samples, 1)))
+    return max(1, min(ceil_div(blocks, 8192), MOST_PARTS, multiprocessors(device) // max(samples, 1)))
 
 
 def _select(samples: int, blocks: int, keep: int, parts: int) -> Launch:

@@ -25,10 +25,11 @@ WORD = tl.constexpr(WORD_BLOCKS)
 RUN = tl.constexpr(RUN_BLOCKS)
 REGISTER_BLOCKS = 16384
 """Largest sample whose keys are held in registers: 64 a thread at 8 warps (twice that: 66 us against 26)."""
-MAX_PARTS = tl.constexpr(256)
+MOST_PARTS = 256
 """Most programs that share one sample."""
+MAX_PARTS = tl.constexpr(MOST_PARTS)
 MAX_TURNS = tl.constexpr(96)
-CONTROL_WORDS = 2 * 96 + 3 + 2 * 256
+CONTROL_WORDS = 2 * 96 + 3 + 2 * MOST_PARTS
 """Control words per sample of ``select_shared_kernel``: count and arrivals of each turn, extremes, two per part."""
 
 

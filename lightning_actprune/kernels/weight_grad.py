@@ -251,8 +251,8 @@ class WeightGradPlan:
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self._product = Launch(
             weight_grad_kernel, (columns, tiles, parts), shape.stride, shape.outputs, shape.length, rows,
-            _padded(share), self.counts, counters, partials, shape.block_size, block, config.bm, config.bk, at_once, narrow,
-            config.values_first, INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
+            _padded(share), self.counts, counters, partials, shape.block_size, block, config.bm, config.bk, at_once,
+            narrow, config.values_first, INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
     def __call__(self, grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor) -> Tensor:
