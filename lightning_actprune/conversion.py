@@ -238,7 +238,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Linear]]:
 
 def _convert_layer(layer: nn.Linear, options: ConversionOptions, owner: str) -> None:
     layer.__class__ = ActivationPrunedLinear
-    layer._pruning = PruningSettings(str(options.sparsity), options.block_size, options.scope, owner)  # type: ignore[assignment]
+    layer._pruning = PruningSettings(options.sparsity, options.block_size, options.scope, owner)  # type: ignore[assignment]
 
 
 def _dense_class(cls: type[nn.Module]) -> type[nn.Module]:

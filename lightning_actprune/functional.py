@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
-from lightning_actprune.ops.geometry import BlockGeometry, stored_view
+from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import PrunedLinearFunction
 from lightning_actprune.ops.packed import Packed
 
@@ -56,17 +56,17 @@ def linear(
         torch.Size([8, 16, 32])
     """
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-    return linear_unchecked(x, weight, bias, sparsity, block_size, scope)
+    return linear_unchecked(x, weight, bias, sparsity_parts(sparsity), block_size, scope)
 
 
 def linear_unchecked(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, block_size: int, scope: Scope
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope
 ) -> Tensor:
     """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
-    if sparsity == 0.0 or not (torch.is_grad_enabled() and weight.requires_grad):
+    if parts == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(x, weight, bias)
     check_input(x, weight)
-    y: Tensor = PrunedLinearFunction.apply(x, weight, bias, sparsity, block_size, scope)
+    y: Tensor = PrunedLinearFunction.apply(x, weight, bias, parts, block_size, scope)
     return y
 
 

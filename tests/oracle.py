@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def kept_blocks(x: Tensor, block_size: int, sparsity: float) -> list[list[tuple[
                 block = row[start : start + block_size]
                 finite = bool(torch.isfinite(block).all())
                 blocks.append((math.inf if not finite else float(block.square().sum()), t, j))
-        keep = len(blocks) - math.floor(len(blocks) * sparsity)
+        keep = len(blocks) - math.floor(len(blocks) * Fraction(f"{sparsity:.9f}"))
         blocks.sort(key=lambda entry: -entry[0])  # stable: ties keep their order, lowest index first
         chosen.append([(t, j) for _, t, j in blocks[:keep]])
     return chosen

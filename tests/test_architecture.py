@@ -35,7 +35,7 @@ ALLOWED = {
     "ops.geometry": {"arguments"},
     "ops": {"arguments", "kernels"},
     "functional": {"arguments", "ops"},
-    "nn": {"arguments", "functional"},
+    "nn": {"arguments", "functional", "ops.geometry"},
     "conversion": {"arguments", "nn"},
     "footprint": {"arguments", "conversion", "nn", "ops"},
     "callbacks": BELOW_CALLBACKS,

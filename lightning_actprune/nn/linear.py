@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
 from lightning_actprune.functional import linear_unchecked
+from lightning_actprune.ops.geometry import sparsity_parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PruningSettings:
     """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing.
 
-    The sparsity is kept as text because that is a constant to ``torch.compile``. A float turns into a symbol at its
-    first change, and shapes that depend on a symbolic float cannot be traced (torch 2.8 to 2.15).
+    ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
+    tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
+    one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
+    anew.
     """
 
-    sparsity_text: str
+    sparsity: float
     block_size: int
     scope: Scope
     owner: str | None = None
+    parts: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
+        object.__setattr__(self, "parts", parts)
 
 
 class ActivationPrunedLinear(nn.Linear):
@@ -68,17 +77,17 @@ class ActivationPrunedLinear(nn.Linear):
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        settings = str(check_sparsity(sparsity)), check_block_size(block_size), check_scope(scope)
+        settings = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
         self._pruning = PruningSettings(*settings)
 
     @property
     def sparsity(self) -> float:
         """Fraction of blocks dropped, in [0, 1)."""
-        return float(self._pruning.sparsity_text)
+        return self._pruning.sparsity
 
     @sparsity.setter
     def sparsity(self, value: float) -> None:
-        self._pruning = replace(self._pruning, sparsity_text=str(check_sparsity(value)))
+        self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
 
     @property
     def block_size(self) -> int:
@@ -99,7 +108,7 @@ class ActivationPrunedLinear(nn.Linear):
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
         return linear_unchecked(
-            input, self.weight, self.bias, float(settings.sparsity_text), settings.block_size, settings.scope
+            input, self.weight, self.bias, settings.parts.size(0), settings.block_size, settings.scope
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -2,7 +2,8 @@
 
 A layer input is seen as ``[samples, rows, length]`` with its innermost dimension contiguous in memory. Every row is cut
 into ``NB = ceil(length / b)`` blocks of ``b`` consecutive values (the last one may be shorter), so a sample has
-``N = rows * NB`` blocks, numbered row by row. Of these exactly ``k = N - floor(N * s)`` are kept at sparsity ``s``.
+``N = rows * NB`` blocks, numbered row by row. Of these exactly ``k = N - floor(N * s)`` are kept at sparsity ``s``,
+where ``s`` is the decimal number as it is written, to nine digits (see ``sparsity_parts``).
 
 Bytes stored for ``samples`` samples, with values of ``v`` bytes::
 
@@ -17,7 +18,6 @@ quarter of the bitmap and spare every reader a count over the blocks before its 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ WORD_BLOCKS = 32
 """Blocks per bitmap word."""
 RUN_BLOCKS = 128
 """Blocks per entry of ``offsets``: those that one program of the gather and unpack kernels handles."""
+SPARSITY_PARTS = 10**9
+"""Parts into which a sparsity of 1 is divided; times the blocks of a sample, well within 64 bits."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -36,19 +38,28 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def keep_count(blocks: int, sparsity: float) -> int:
-    """Return how many of ``blocks`` blocks are kept: ``blocks - floor(blocks * sparsity)``."""
-    return blocks - math.floor(blocks * sparsity)
+def sparsity_parts(sparsity: float) -> int:
+    """Return ``sparsity`` in [0, 1) as the nearest number of ``SPARSITY_PARTS``; 0 only if the sparsity is 0.
+
+    Integers because a compiler can compute with them symbolically, and because 0.29 of 100 blocks is then 29: the
+    float product is 28.999999999999996.
+    """
+    return min(max(round(sparsity * SPARSITY_PARTS), int(sparsity > 0)), SPARSITY_PARTS - 1)
 
 
-def _block_and_keep(rows: int, length: int, block_size: int, sparsity: float) -> tuple[int, int]:
+def keep_count(blocks: int, parts: int) -> int:
+    """Return how many of ``blocks`` blocks are kept at a sparsity of ``parts``: blocks - floor(blocks * sparsity)."""
+    return blocks - blocks * parts // SPARSITY_PARTS
+
+
+def _block_and_keep(rows: int, length: int, block_size: int, parts: int) -> tuple[int, int]:
     block = max(1, min(block_size, length))
-    return block, keep_count(rows * ceil_div(length, block), sparsity)
+    return block, keep_count(rows * ceil_div(length, block), parts)
 
 
-def block_and_keep(stored: Tensor, block_size: int, sparsity: float) -> tuple[int, int]:
+def block_and_keep(stored: Tensor, block_size: int, parts: int) -> tuple[int, int]:
     """Return the block size cut to the rows of ``stored [samples, rows, length]``, and the blocks kept per sample."""
-    return _block_and_keep(stored.shape[1], stored.shape[2], block_size, sparsity)
+    return _block_and_keep(stored.shape[1], stored.shape[2], block_size, parts)
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,7 @@ class BlockGeometry:
     @classmethod
     def of(cls, samples: int, rows: int, length: int, block_size: int, sparsity: float) -> BlockGeometry:
         """Return the geometry of ``[samples, rows, length]`` at ``sparsity``; a block is at most one row."""
-        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, sparsity))
+        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, sparsity_parts(sparsity)))
 
     @classmethod
     def of_stored(cls, stored: Tensor, block_size: int, sparsity: float) -> BlockGeometry:

@@ -50,15 +50,15 @@ class PrunedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, block_size: int, scope: Scope
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope
     ) -> Tensor:
-        """Compute the exact output and pack the input."""
+        """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         dtype = autocast_dtype(x.device.type)
         x = _cast(x, dtype)
         y = F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
         stored, ctx.transposed = stored_view(x, scope)
-        packed = library.pack(stored, *block_and_keep(stored, block_size, sparsity))
+        packed = library.pack(stored, *block_and_keep(stored, block_size, parts))
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)

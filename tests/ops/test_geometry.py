@@ -5,14 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.ops.geometry import BlockGeometry, input_geometry, keep_count, stored_view
+from lightning_actprune.ops.geometry import BlockGeometry, input_geometry, keep_count, sparsity_parts, stored_view
 
 
 @pytest.mark.parametrize(
-    ("blocks", "sparsity", "kept"), [(10, 0.6, 4), (7, 0.5, 4), (1, 0.99, 1), (5, 0.0, 5), (0, 0.5, 0)]
+    ("blocks", "sparsity", "kept"),
+    [(10, 0.6, 4), (7, 0.5, 4), (1, 0.99, 1), (5, 0.0, 5), (0, 0.5, 0), (100, 0.29, 71), (1000, 1 - 1e-12, 1)],
 )
 def test_keep_count(blocks, sparsity, kept):
-    assert keep_count(blocks, sparsity) == kept
+    assert keep_count(blocks, sparsity_parts(sparsity)) == kept
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 999, 1000, 4704, 10**7])
+def test_keep_count_takes_the_sparsity_as_the_decimal_it_is_written_as(blocks):
+    for thousandths in range(1000):
+        assert keep_count(blocks, sparsity_parts(thousandths / 1000)) == blocks - blocks * thousandths // 1000
+
+
+def test_only_a_sparsity_of_zero_has_no_parts():
+    assert sparsity_parts(0.0) == 0
+    assert sparsity_parts(5e-324) == 1
 
 
 @pytest.mark.parametrize(

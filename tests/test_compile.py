@@ -1,0 +1,152 @@
+"""Pruned models under torch.compile: whole graphs, few compilations, the bytes kept for backward, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+from examples.models.resmlp import resmlp_tiny
+from lightning_actprune import ActivationPrunedLinear, convert, functional
+from tests import oracle
+
+SCHEDULE = [0.1, 0.2, 0.29, 0.4, 0.5, 0.6, 2 / 3, 0.8, 0.9, 0.95]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilations() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def resmlp() -> nn.Module:
+    model = resmlp_tiny(64, 2, image_size=32, patch_size=8, num_classes=5)
+    nn.init.normal_(model.head.weight)  # zero at first, and so would be all gradients
+    return model
+
+
+def vit() -> nn.Module:
+    timm = pytest.importorskip("timm")
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=5)
+
+
+def pruned(model: nn.Module, device: str = "cpu") -> tuple[nn.Module, list[ActivationPrunedLinear], Tensor]:
+    """Return the converted model, its pruned layers and a batch of images."""
+    convert(model.to(device), sparsity=0.5, block_size=16, min_features=0)
+    layers = [m for m in model.modules() if isinstance(m, ActivationPrunedLinear)]
+    return model, layers, torch.randn(2, 3, 32, 32, device=device)
+
+
+def gradients(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    call(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert oracle.relative_error(a, b) < tolerance
+
+
+@pytest.mark.parametrize("make", [resmlp, vit])
+def test_schedule_compiles_twice_and_equals_eager(make):
+    model, layers, x = pruned(make())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    weight_grads = []
+    for sparsity in SCHEDULE:
+        for layer in layers:
+            layer.sparsity = sparsity
+        found = gradients(compiled, model, x)
+        assert_close(found, gradients(model, model, x), 1e-6)  # one block more or less is far beyond that
+        weight_grads.append(torch.cat([layer.weight.grad.flatten() for layer in layers]))
+    assert counter.frame_count <= 2
+    assert all(not torch.equal(a, b) for a, b in pairwise(weight_grads))
+
+
+def test_the_dense_path_is_one_more_compilation():
+    model, layers, x = pruned(resmlp())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for sparsity in (0.3, 0.6, 0.0, 0.9, 0.0):
+        for layer in layers:
+            layer.sparsity = sparsity
+        assert_close(gradients(compiled, model, x), gradients(model, model, x), 1e-6)
+    assert counter.frame_count <= 3
+
+
+def test_layers_may_have_sparsities_of_their_own():
+    model, layers, x = pruned(resmlp())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(5):
+        for i, layer in enumerate(layers):
+            layer.sparsity = SCHEDULE[(i + step) % 4]
+        assert_close(gradients(compiled, model, x), gradients(model, model, x), 1e-6)
+    assert counter.frame_count <= 2
+
+
+def test_blocks_compiled_one_by_one_share_a_compilation():
+    model, layers, x = pruned(resmlp())
+    counter = CompileCounterWithBackend("aot_eager")
+    expected = []
+    for sparsity in SCHEDULE:
+        for layer in layers:
+            layer.sparsity = sparsity
+        expected.append(gradients(model, model, x))
+    for block in model.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    for sparsity, grads in zip(SCHEDULE, expected, strict=True):
+        for layer in layers:
+            layer.sparsity = sparsity
+        assert_close(gradients(model, model, x), grads, 1e-6)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_exactly_the_packed_input_is_saved_at_every_sparsity(backend):
+    layer = ActivationPrunedLinear(96, 32, sparsity=0.5, block_size=16)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    x = torch.randn(4, 64, 96, requires_grad=True)
+    for sparsity in (0.5, 0.75, 0.9):
+        layer.sparsity = sparsity
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.append(t) or t, lambda t: t):
+            compiled(x)
+        parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        packed = functional.pack(x.detach(), sparsity=sparsity, block_size=16)
+        found = sorted(size for pointer, size in storages.items() if pointer not in parameters)
+        assert found == sorted(t.nbytes for t in (packed.values, packed.bitmap, packed.offsets))
+
+
+@pytest.mark.gpu
+def test_gpu_schedule_compiles_twice():
+    model, layers, x = pruned(resmlp(), "cuda")
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for sparsity in SCHEDULE:
+        for layer in layers:
+            layer.sparsity = sparsity
+        assert_close(gradients(compiled, model, x), gradients(model, model, x), 1e-2)  # TF32 and near ties
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.gpu
+def test_gpu_reduce_overhead_records_cuda_graphs():
+    model, layers, x = pruned(resmlp(), "cuda")
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for sparsity in (0.5, 0.8, 0.9):
+        for layer in layers:
+            layer.sparsity = sparsity
+        expected = gradients(model, model, x)
+        for _ in range(4):  # the first runs of a graph warm up and record
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(gradients(compiled, model, x), expected, 1e-2)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] >= 3  # the images, at each sparsity
