@@ -56,6 +56,11 @@ def test_commands_name_files_that_exist():
             assert (ROOT / path).is_file()
 
 
+def test_pictures_exist():
+    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).is_file()
+
+
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_are_generated_from_the_committed_figures(name):
     assert f"<!-- table: {name} -->" in README

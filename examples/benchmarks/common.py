@@ -38,3 +38,16 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(record) for record in records)
     path.write_text(f"[\n{lines}\n]\n")
+
+
+def require_gpu() -> None:
+    """End the program with a hint, unless there is a GPU that the kernels run on."""
+    if not torch.cuda.is_available():
+        hint = f"torch was built for CUDA {torch.version.cuda}; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        if torch.version.cuda is None:
+            hint = f"torch {torch.__version__} was built without CUDA; https://pytorch.org/get-started has other builds"
+        raise SystemExit(f"This benchmark needs an NVIDIA GPU, and torch finds none: {hint}.")
+    if torch.cuda.get_device_capability() < (8, 0):
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        name = torch.cuda.get_device_name()
+        raise SystemExit(f"The kernels need a GPU of compute capability 8.0 (Ampere) or newer; {name} has {found}.")

@@ -1,7 +1,9 @@
-"""Write the README's result tables from the committed figures.
+"""Write the README's result tables and pictures from the committed figures.
 
-python examples/benchmarks/tables.py            # rewrites README.md between its table markers
-python examples/benchmarks/tables.py --check    # fails if README.md is not what the figures say
+    python examples/benchmarks/tables.py            # rewrites README.md between its table markers, draws docs/*.png
+    python examples/benchmarks/tables.py --check    # fails if README.md is not what the figures say
+
+A table whose figures are not there (``results/<name>.json``) is left as it stands.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks import plots, summaries
 from examples.benchmarks.common import RESULTS
+from examples.benchmarks.summaries import Records, Summary
 
-README = RESULTS.parents[2] / "README.md"
-Records = list[dict[str, Any]]
+ROOT = RESULTS.parents[2]
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "kernels.png"
 
 
-def load(name: str) -> Records:
-    """Return the records of one result file."""
-    records: Records = json.loads((RESULTS / f"{name}.json").read_text())
-    return records
+def load(name: str, results: Path = RESULTS) -> Records | None:
+    """Return the records of one result file, or nothing if it is not there."""
+    path = results / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -42,9 +47,8 @@ def source(record: dict[str, Any]) -> str:
     return f"\n\n<sub>{where}; `{record['command']}`</sub>"
 
 
-def memory() -> str:
+def memory(records: Records) -> str:
     """Activation memory and peak: dense, checkpointed, pruned."""
-    records = load("memory")
     rows = []
     for r in records:
         setting = f", s = {r['sparsity']}, b = {r['block_size']}" if r["method"] == "pruned" else ""
@@ -57,9 +61,8 @@ def memory() -> str:
     return markdown(header, rows) + source(records[0])
 
 
-def accuracy() -> str:
+def accuracy(records: Records) -> str:
     """Test accuracy over the seeds: dense and pruned."""
-    records = load("accuracy")
     groups: dict[tuple[Any, ...], Records] = {}
     for r in records:
         groups.setdefault((r["method"], r["sparsity"], r["block_size"]), []).append(r)
@@ -74,21 +77,58 @@ def accuracy() -> str:
     return markdown(["method", "seeds", "test accuracy %", "final training loss"], rows) + source(records[0])
 
 
-TABLES = {"memory": memory, "accuracy": accuracy}
+def summarised(summary: Summary, records: Records) -> str:
+    """Return a summary as Markdown with its source."""
+    return markdown(summary.header, summary.rows) + source(records[0])
 
 
-def rendered(readme: str) -> str:
-    """Return ``readme`` with every table between its markers written anew."""
-    for name, table in TABLES.items():
+def kernels(records: Records) -> str:
+    """Speed of the weight gradient: a table, and a picture per dtype."""
+    dtypes = dict.fromkeys(r["dtype"] for r in records)
+    paths = {dtype: plots.picture_path(PICTURE, dtype).relative_to(ROOT) for dtype in dtypes}
+    pictures = [f"![Weight gradient, {dtype}]({path.as_posix()})" for dtype, path in paths.items()]
+    parts = [summarised(summaries.speedup_grid(records), records), *pictures]
+    if len({r["command"] for r in records}) == 1 and all("elapsed_s" in r for r in records):
+        elapsed = max(r["elapsed_s"] for r in records)
+        parts.insert(1, f"Measuring took {elapsed:.0f} s, compilation of the kernels included.")
+    return "\n\n".join(parts)
+
+
+def pack(records: Records) -> str:
+    """Time of pack beside a device copy."""
+    return summarised(summaries.pack(records), records)
+
+
+def step(records: Records) -> str:
+    """Time and memory of training steps."""
+    return summarised(summaries.steps(records), records)
+
+
+TABLES = {
+    "memory": ("memory", memory),
+    "accuracy": ("accuracy", accuracy),
+    "kernels": ("kernels", kernels),
+    "pack": ("kernels", pack),
+    "step": ("step", step),
+}
+"""Tables of the README: the result file and what is made of it."""
+
+
+def rendered(readme: str, results: Path = RESULTS) -> str:
+    """Return ``readme`` with every table between its markers written anew, if its figures are there."""
+    for name, (file, table) in TABLES.items():
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end table -->)", re.DOTALL)
         if not pattern.search(readme):
             raise ValueError(f"README.md has no markers for the table {name!r}.")
-        readme = pattern.sub(lambda match, table=table: match[1] + table() + match[2], readme)
+        records = load(file, results)
+        if records is not None:
+            text = table(records)
+            readme = pattern.sub(lambda match, text=text: match[1] + text + match[2], readme)
     return readme
 
 
 def main() -> int:
-    """Rewrite or check the README."""
+    """Rewrite the README and its pictures, or check the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -97,6 +137,9 @@ def main() -> int:
     if args.check:
         return int(before != after)
     README.write_text(after)
+    measured = load("kernels")
+    if measured is not None:
+        plots.write_pictures(measured, PICTURE)
     return 0
 
 

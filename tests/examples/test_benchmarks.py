@@ -1,0 +1,149 @@
+"""Tables and pictures of the benchmarks from made-up records, and what happens without a GPU or without records."""
+
+import json
+import math
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from examples.benchmarks import kernels, plots, summaries, tables
+
+ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
+CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
+
+
+def kernel_record(case, dtype, block_size, sparsity):
+    """Return a record in which gathering takes 40 us at b = 32 and s = 0.6, unpacking 80, and dense 60 or 120."""
+    gather = 100 * (1 - sparsity) * 32 / block_size
+    backend = "gather" if block_size >= 32 else "unpack"
+    times = {"gather_us": gather, "unpack_us": 80.0, "dense_us": 60.0 * (1 + CASES.index(case)), "copy_us": 5.0}
+    ours = {"ours_us": times[f"{backend}_us"], "backend": backend, "pack_us": 12.0}
+    head = {"case": case, "dtype": dtype, "block_size": block_size, "sparsity": sparsity}
+    return {**head, **times, **ours, **ENVIRONMENT}
+
+
+@pytest.fixture
+def records():
+    settings = [(16, 0.6), (32, 0.9), (32, 0.6)]
+    return [kernel_record(case, dtype, *s) for dtype in ("bfloat16", "float32") for case in CASES for s in settings]
+
+
+def step_record(method, mode, milliseconds):
+    head = {"model": "net", "batch": 8, "precision": "32-true", "mode": mode, "method": method}
+    memory = {"activations_mib": 10.0 * milliseconds, "peak_mib": 20.0 * milliseconds}
+    return {**head, **memory, "ms_median": milliseconds, **ENVIRONMENT}
+
+
+def test_weight_gradient_is_averaged_over_the_cases(records):
+    summary = summaries.weight_gradient(records)
+    assert len(summary.rows) == 6
+    gathered, unpacked = summary.rows[2], summary.rows[0]
+    mean = math.sqrt(60 / 40 * 120 / 40)
+    assert gathered == ["bfloat16", "32", "0.6", f"{mean:.2f}", "1.50", "1.00", "gather 2"]
+    assert unpacked[3:] == [f"{math.sqrt(60 / 80 * 120 / 80):.2f}", "0.75", "1.00", "unpack 2"]
+
+
+def test_picks_are_compared_with_the_better_method(records):
+    for record in records:
+        if record["sparsity"] == 0.9:
+            record |= {"backend": "unpack", "ours_us": record["unpack_us"]}
+    first = summaries.by_case(records).rows[0]
+    assert first == ["bfloat16", "(2, 4, 64) → 128", "60.0", "0.75 - 1.50", "8.00", "2 of 3"]
+
+
+def test_pack_is_shown_at_one_setting(records):
+    assert summaries.pack(records).rows[3] == ["float32", "(8, 16, 32) → 64", "5.0", "12.0", "2.40"]
+    assert summaries.pack(records[:1]).rows == []
+
+
+def test_report_prints_the_tables_there_are_figures_for(records, capsys):
+    kernels.report(records[:1], Console(width=140))
+    printed = capsys.readouterr().out
+    assert "geometric mean" in printed
+    assert "within 10% of best" in printed
+    assert "Pack" not in printed
+
+
+def test_steps_are_one_row_per_model_and_mode():
+    eager = [
+        step_record(*r) for r in (("dense", "eager", 10.0), ("checkpoint", "eager", 14.0), ("pruned", "eager", 11))
+    ]
+    compiled = [step_record("dense", "compile", 8.0), step_record("pruned", "compile", 10.0)]
+    rows = summaries.steps(eager + compiled).rows
+    name = "net, 8 images, 32-true"
+    assert rows[0] == [name, "eager", "10.00", "14.00 (1.40)", "11.00 (1.10)", "100 / 140 / 110", "200 / 280 / 220"]
+    assert rows[1] == [name, "compile", "8.00", "-", "10.00 (1.25)", "80 / - / 100", "160 / - / 200"]
+
+
+def test_readme_table_has_sparsities_across(records):
+    text = tables.kernels(records)
+    assert "| weight gradient | s = 0.6 | s = 0.9 |" in text
+    assert "| bfloat16, b = 16 | 1.06 (0.75) | - |" in text
+    assert "took 61 s" in text
+    assert "](docs/kernels_float32.png)" in text
+    merged = [*records, {**records[0], "command": "python another.py"}]
+    assert "took" not in tables.kernels(merged)
+
+
+def test_sections_without_figures_are_left_alone(tmp_path):
+    readme = tables.README.read_text()
+    assert tables.rendered(readme, results=tmp_path) == readme
+    with pytest.raises(ValueError, match="no markers for the table 'memory'"):
+        tables.rendered("", results=tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures_are_written_per_dtype(records, tmp_path, suffix):
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    paths = plots.write_pictures(records, tmp_path / "new" / f"kernels.{suffix}")
+    assert [path.name for path in paths] == [f"kernels_bfloat16.{suffix}", f"kernels_float32.{suffix}"]
+    assert all(1000 < path.stat().st_size < 200_000 for path in paths)
+    if suffix == "png":
+        width, height = Image.open(paths[0]).size
+        assert width > height > 400
+
+
+def test_throughput_counts_the_dense_operations():
+    assert plots.tflops((64, 196, 768, 3072), 100.0) == pytest.approx(2 * 64 * 196 * 768 * 3072 / 100e-6 / 1e12)
+
+
+def test_command_measures_writes_and_draws(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    case = (2, 8, 64, 16)
+    pairs = [(torch.randn(case[:3]), torch.randn(16, case[3])) for _ in range(2)]
+    monkeypatch.setattr(kernels, "CASES", [case])
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
+    monkeypatch.setattr(kernels, "inputs", lambda case, dtype: pairs)
+    monkeypatch.setattr(kernels, "gpu_us", lambda calls, repeats=3: [call() for call in calls] and 10.0)
+    monkeypatch.chdir(tmp_path)
+    kernels.main(["--dtypes", "float32", "--blocks", "16", "32", "--sparsities", "0.5", "0.6"])
+    records = json.loads((tmp_path / "kernels.json").read_text())
+    assert [(r["block_size"], r["sparsity"]) for r in records] == [(16, 0.5), (16, 0.6), (32, 0.5), (32, 0.6)]
+    measured = {"dense_us", "ours_us", "gather_us", "unpack_us", "pack_us", "copy_us", "backend", "elapsed_s"}
+    assert all(measured | {"case", "dtype", "gpu", "torch", "triton", "command"} <= r.keys() for r in records)
+    assert (tmp_path / "kernels_float32.png").is_file()
+    assert "Pack at b = 32, s = 0.6" in capsys.readouterr().out
+
+
+def test_a_machine_without_a_gpu_gets_a_hint(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    for version, hint in (
+        (None, "built without CUDA; https://pytorch.org/get-started"),
+        ("13.0", "check `nvidia-smi`"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(SystemExit, match="needs an NVIDIA GPU, and torch finds none") as error:
+            kernels.main([])
+        assert hint in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_gpu_gets_a_hint(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Turing")
+    with pytest.raises(SystemExit, match=r"8\.0 \(Ampere\) or newer; Turing has 7\.5"):
+        kernels.main([])
