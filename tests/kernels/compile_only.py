@@ -103,7 +103,7 @@ def compile_kernel(
         **resources(binary.asm["cubin"]),
         "smem": binary.metadata.shared,
         "ptx": features(binary.asm["ptx"]),
-        "async_from": async_sources(binary.asm["ttgir"]),
+        "async_from": async_sources(binary.asm["ttgir"], [n for n in kernel.arg_names if n not in constants]),
     }
 
 
@@ -129,14 +129,15 @@ def features(ptx: str) -> dict[str, int]:
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 
 
-def async_sources(ttgir: str) -> dict[str, int]:
+def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
     """Return from which kernel argument how many asynchronous copies to shared memory read, prologue included."""
     defined = dict(re.findall(r"^ *(%[\w-]+) = \S+ (%[\w-]+)", ttgir, re.MULTILINE))  # result -> its first operand
+    names = {f"%arg{i}": argument for i, argument in enumerate(arguments)}  # as Triton calls them before 3.5
     found: Counter[str] = Counter()
     for name in re.findall(r"ttg\.async_copy_global_to_local (%[\w-]+)", ttgir):
         while name in defined:  # a pointer is the first operand of everything that makes one from another
             name = defined[name]
-        found[name.removeprefix("%")] += 1
+        found[names.get(name, name.removeprefix("%"))] += 1
     return dict(found)
 
 
