@@ -47,6 +47,13 @@ def compiled(records, target):
     return [r for r in records if r["target"] == target]
 
 
+def spilling_transposes():
+    """Targets and block sizes at which the transposed tile of 128 rows and 4 warps is known not to fit registers."""
+    if Version("3.5") > TRITON:
+        return {(80, 128), (89, 128)}
+    return {(120, 64), *((target, 128) for target in TENSOR_CORES)} if Version("3.9") <= TRITON else set()
+
+
 def weight_grads(compiled, block_size, *values):
     """The weight gradients of a block size, of which there must be one per value type."""
     found = [r for r in compiled if r["kernel"] == f"weight_grad_b{block_size}" and r["value"] in values]
@@ -78,8 +85,8 @@ def test_nothing_spills(compiled):
 
 @each_block
 def test_transposed_unpack_does_not_spill(request, compiled, target, block_size):
-    if Version("3.9") <= TRITON and (block_size == 128 or (target, block_size) == (120, 64)):
-        request.applymarker(pytest.mark.xfail(reason="Triton 3.9 turns the tile in registers, and too large a one"))
+    if (target, block_size) in spilling_transposes():
+        request.applymarker(pytest.mark.xfail(reason="this Triton turns 128 rows of such a block in registers"))
     for r in compiled:
         if r["kernel"] == f"unpack_transposed_b{block_size}":
             assert r["stack"] == 0, r
