@@ -6,10 +6,13 @@ Run in its own process without TRITON_INTERPRET: the variable is read when a ker
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,55 +20,66 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import columns, keys, pack, select, unpack, weight_grad
+from lightning_actprune.kernels import pack, select, unpack, weight_grad
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "work_ptr": "*i32",
+    "scratch_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
+    "rows_ptr": "*i32",
 }  # fmt: skip
-ALIGNED = (
-    "_ptr",
-    "stride_sample",
-    "stride_row",
-    "stride_outer",
-    "stride_inner",
-    "stride_grad",
-    "length",
-    "outputs",
-    "share",
-    "counters",
-    "partials",
-)
-
+ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+"""What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
+BLOCK_SIZES = (16, 24, 32, 64, 128)
+"""24 is no power of two: its tile is as wide as that of 32, a quarter of it masked."""
+
+WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
+"""fp16 differs from bf16 in the opcode of the product alone; of fp32, both ways round, with the largest accumulator."""
+
+Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
+"""Label, kernel, constexprs, value type, options."""
 
 
-def specimens(target: int) -> list[tuple[str, Any, dict[str, Any], str, dict[str, int]]]:
-    """Return (label, kernel, constexprs, value type, options): what the launch functions use for usual sizes."""
-    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4}
-    small = {"GROUP": 128, "BLOCKS": 32}
+def specimens(target: int) -> list[Specimen]:
+    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
+    keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
     found = [
-        ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
-        ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
-        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
-        ("select_rows", select.select_rows_kernel, small, "fp32", {"num_warps": 4}),
-        ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("columns", columns.columns_kernel, {"PIECE": 1024}, "fp32", {"num_warps": 4}),
+        ("keys", select.block_keys_kernel, keys, "bf16", {"num_warps": 4}),
+        ("keys", select.block_keys_kernel, keys, "fp32", {"num_warps": 4}),
+        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
+        ("select_rows", select.select_rows_kernel, {"GROUP": 64, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select_streaming", select.select_streaming_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32, "PIECE": 4096}, "fp32", {"num_warps": 4}),
+        ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
-        block = {"B": 32, "BLOCK": 32, "LANES": 128}
-        found.append(("gather", pack.gather_kernel, block, value, {"num_warps": 4}))
-        found.append(("unpack", unpack.unpack_kernel, block, value, {"num_warps": 4}))
-        for size in (16, 32, 64, 128):
-            config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
-            sizes = {"B": size, "BLOCK": size, "BM": config.bm, "BK": config.bk, "SPLIT": 1}
-            modes = {"NARROW": True, "VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
-            options = {"num_warps": config.warps, "num_stages": config.stages}
-            found.append((f"weight_grad_b{size}", weight_grad.weight_grad_kernel, {**sizes, **modes}, value, options))
+        found.append(("gather", pack.gather_kernel, {"B": 32, "BLOCK": 32}, value, {"num_warps": 4}))
+        found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
+    # Unpacking copies: two bytes are two bytes, and in fp32 the largest tile is the one that may not fit registers.
+    for size, value in [*((size, "bf16") for size in BLOCK_SIZES), (max(BLOCK_SIZES), "fp32")]:
+        found.extend(unpack_specimens(size, value))
     return found
+
+
+def unpack_specimens(size: int, value: str) -> list[Specimen]:
+    """Return both layouts; a stride of 1 is a compile-time constant, as in a launch."""
+    block = {"B": size, "BLOCK": triton.next_power_of_2(size)}
+    layouts = {"unpack": {"stride_value": 1}, "unpack_transposed": {"stride_row": 1}}
+    return [
+        (f"{label}_b{size}", unpack.unpack_kernel, block | one, value, {"num_warps": 4})
+        for label, one in layouts.items()
+    ]
+
+
+def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
+    """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
+    config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
+    sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
+    modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
 
 
 def compile_kernel(
@@ -85,18 +99,23 @@ def compile_kernel(
     constexprs = {(kernel.arg_names.index(name),): constant for name, constant in constants.items()}
     source = ASTSource(kernel, signature, constexprs, attrs)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {**resources(binary.asm["cubin"]), "smem": binary.metadata.shared, "ptx": features(binary.asm["ptx"])}
+    return {
+        **resources(binary.asm["cubin"]),
+        "smem": binary.metadata.shared,
+        "ptx": features(binary.asm["ptx"]),
+        "async_from": async_sources(binary.asm["ttgir"], [n for n in kernel.arg_names if n not in constants]),
+    }
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return registers and stack bytes (spills) from the machine code."""
+    """Return registers and bytes of stack and local memory (both hold spills) from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         text = subprocess.run(
             [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {key: int(number) for key, number in re.findall(r"(REG|STACK):(\d+)", text)}
-    return {"registers": found["REG"], "stack": found["STACK"]}
+    found = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
 
 
 def features(ptx: str) -> dict[str, int]:
@@ -104,14 +123,37 @@ def features(ptx: str) -> dict[str, int]:
     patterns = {
         "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma",
         "async16": r"cp\.async\.cg\.shared\.global [^;]*?0x10\b|cp\.async\.cg\.shared\.global [^;]*, 16",
-        "async4": r"cp\.async\.ca\.shared\.global", "load16": r"ld\.global[\w.:]*\.v4\.b32",
+        "async_small": r"cp\.async\.ca\.shared\.global", "load16": r"ld\.global[\w.:]*\.v4\.b32",
         "store16": r"st\.global[\w.:]*\.v4\.b32",
     }  # fmt: skip
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 
 
+def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
+    """Return from which kernel argument how many asynchronous copies to shared memory read, prologue included."""
+    defined = dict(re.findall(r"^ *(%[\w-]+) = \S+ (%[\w-]+)", ttgir, re.MULTILINE))  # result -> its first operand
+    names = {f"%arg{i}": argument for i, argument in enumerate(arguments)}  # as Triton calls them before 3.5
+    found: Counter[str] = Counter()
+    for name in re.findall(r"ttg\.async_copy_global_to_local (%[\w-]+)", ttgir):
+        while name in defined:  # a pointer is the first operand of everything that makes one from another
+            name = defined[name]
+        found[names.get(name, name.removeprefix("%"))] += 1
+    return dict(found)
+
+
+def record(job: tuple[int, int]) -> str:
+    """Return the record of one specimen, given by target and index: kernels do not travel between processes."""
+    target, index = job
+    label, kernel, constants, value, options = specimens(target)[index]
+    used = compile_kernel(kernel, constants, value, options, target)
+    return json.dumps(
+        {"kernel": label, "value": value, "target": target, "constants": constants, "options": options, **used}
+    )
+
+
 if __name__ == "__main__":
-    for target in map(int, sys.argv[1:]):
-        for label, kernel, constants, value, options in specimens(target):
-            record = compile_kernel(kernel, constants, value, options, target)
-            print(json.dumps({"kernel": label, "value": value, "target": target, **record}), flush=True)
+    jobs = [(target, index) for target in map(int, sys.argv[1:]) for index in range(len(specimens(target)))]
+    # Forked, because importing torch and triton takes longer than compiling a few kernels.
+    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
+        for line in pool.imap(record, jobs):
+            print(line, flush=True)

@@ -9,47 +9,121 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
+from packaging.version import Version
 
-from tests.kernels.compile_only import SHARED_MEMORY
+from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
-KERNELS = {"keys", "select", "select_rows", "select_shared", "gather", "columns", "unpack"}
-KERNELS |= {f"weight_grad_b{size}" for size in (16, 32, 64, 128)}
+OF_SIZE = ("weight_grad", "unpack", "unpack_transposed")
+KERNELS = {"keys", "select", "select_rows", "select_streaming", "mark", "gather", "kept_rows"}
+KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
+TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
+
+TRITON = Version(triton.__version__)
+
+each_block = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 
 
-@pytest.fixture(scope="module", params=[80, 90, 100, 120], ids=lambda target: f"sm_{target}")
-def compiled(request):
+@pytest.fixture(scope="module")
+def records():
+    """All targets at once: one process compiles them on every core and imports torch and triton once."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = SCRIPT.parents[2]
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_only", str(request.param)],
-        capture_output=True, text=True, env=environment, cwd=root,
+        [sys.executable, "-m", "tests.kernels.compile_only", *map(str, TENSOR_CORES)],
+        capture_output=True, text=True, env=environment, cwd=SCRIPT.parents[2],
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    return request.param, [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def test_every_kernel_compiles_without_spills_and_fits(compiled):
-    target, records = compiled
-    assert {r["kernel"] for r in records} == KERNELS
-    for r in records:
-        # A frame of 8 bytes holds no spilled value: ptxas reports it for the block-wide scan of some targets.
-        assert r["stack"] <= 8, r
+@pytest.fixture(params=TENSOR_CORES, ids=lambda target: f"sm_{target}")
+def target(request):
+    return request.param
+
+
+@pytest.fixture
+def compiled(records, target):
+    return [r for r in records if r["target"] == target]
+
+
+def spilling_transposes():
+    """Targets and block sizes at which the transposed tile of 128 rows and 4 warps is known not to fit registers."""
+    if Version("3.5") > TRITON:
+        return {(80, 128), (89, 128)}
+    return {(120, 64), *((target, 128) for target in TENSOR_CORES)} if Version("3.9") <= TRITON else set()
+
+
+def weight_grads(compiled, block_size, *values):
+    """The weight gradients of a block size, of which there must be one per value type."""
+    found = [r for r in compiled if r["kernel"] == f"weight_grad_b{block_size}" and r["value"] in values]
+    assert found
+    return found
+
+
+def gathered_pieces(record):
+    """How many pieces of 16 bytes a thread copies of ``grad_y [BK, BM]`` for one turn of the reduction."""
+    constants, size = record["constants"], 4 if record["value"] == "fp32" else 2
+    return constants["BK"] * constants["BM"] * size // (16 * 32 * record["options"]["num_warps"])
+
+
+def test_every_kernel_compiles_and_fits(compiled, target):
+    assert {r["kernel"] for r in compiled} == KERNELS
+    for r in compiled:
         assert r["smem"] <= SHARED_MEMORY[target], r
 
 
-def test_weight_gradient_uses_tensor_cores_and_wide_asynchronous_copies(compiled):
-    target, records = compiled
-    instruction = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[target]
-    for r in records:
-        if r["kernel"].startswith("weight_grad"):
-            assert r["ptx"]["async16"] > 0 or r["kernel"] == "weight_grad_b16", r
-            if r["value"] != "fp32":  # the exact fp32 product has no tensor-core instruction
-                assert r["ptx"][instruction] > 0, r
+def test_nothing_spills(compiled):
+    for r in compiled:
+        # A frame of 8 bytes holds no spilled value: ptxas reports it for the block-wide scan of some targets, which
+        # is part of the selection alone.
+        frame = 0 if r["kernel"].startswith(OF_SIZE) else 8
+        if not r["kernel"].startswith("unpack_transposed"):
+            assert r["stack"] <= frame, r
+            assert r["local"] == 0, r
 
 
-def test_memory_bound_kernels_read_16_bytes_at_a_time(compiled):
-    _, records = compiled
-    for r in records:
-        if r["kernel"] in ("keys", "gather", "unpack"):
+@each_block
+def test_transposed_unpack_does_not_spill(request, compiled, target, block_size):
+    if (target, block_size) in spilling_transposes():
+        request.applymarker(pytest.mark.xfail(reason="this Triton turns 128 rows of such a block in registers"))
+    for r in compiled:
+        if r["kernel"] == f"unpack_transposed_b{block_size}":
+            assert r["stack"] == 0, r
+            assert r["local"] == 0, r
+
+
+@each_block
+def test_weight_gradient_uses_tensor_cores(compiled, target, block_size):
+    for r in weight_grads(compiled, block_size, "bf16", "fp16"):
+        assert r["ptx"][TENSOR_CORES[target]] > 0, r
+
+
+def test_exact_fp32_uses_no_tensor_cores(compiled):
+    for r in compiled:
+        if r["kernel"].startswith("weight_grad") and r["value"] == "fp32":
+            assert not any(r["ptx"][instruction] for instruction in TENSOR_CORES.values()), r
+
+
+@pytest.mark.parametrize(
+    ("value", "block_size"), [(value, size) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
+)
+def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(request, compiled, target, value, block_size):
+    if value != "fp32" and TENSOR_CORES[target] == "mma" and block_size <= 32:
+        # Triton copies an operand of `mma.sync` asynchronously only if it is not transposed, and `tl.trans(grad)` is.
+        # The loads are still issued turns ahead, but into registers.
+        request.applymarker(pytest.mark.xfail(reason="gathered through registers: BM outputs first, for mma.sync"))
+    for r in weight_grads(compiled, block_size, value):
+        copies = r["async_from"].get("grad_ptr", 0)
+        assert copies > 0, r
+        assert r["ptx"]["async16"] >= copies * gathered_pieces(r), r
+        # Of 4 or 8 bytes there would be at least twice as many; the few that may occur bring values.
+        assert r["ptx"]["async_small"] < 2 * copies * gathered_pieces(r), r
+
+
+def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
+    for r in compiled:
+        if r["kernel"].startswith(("keys", "gather", "unpack")):
             assert r["ptx"]["load16"] > 0, r
+        if r["kernel"].startswith(("gather", "unpack_b")):
+            assert r["ptx"]["store16"] > 0, r

@@ -1,0 +1,109 @@
+"""Every kernel once, at small odd shapes, with results compared on the CPU: the program that a sanitizer watches.
+
+No product of the vendor's library runs here, and next to nothing of torch's on the GPU: what a tool reports is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lightning_actprune import kernels
+from lightning_actprune.kernels import launch
+from lightning_actprune.kernels import weight_grad as weight_grads
+from lightning_actprune.ops import library as library  # registers the operators
+from lightning_actprune.ops import reference
+from lightning_actprune.ops.dispatch import force_backend
+from lightning_actprune.ops.geometry import BlockGeometry
+from lightning_actprune.ops.weight_grad import force_method
+from tests import oracle
+
+# Samples of 15, 1100 and 18900 blocks: one for each way of selecting. Row lengths that blocks do not divide.
+STREAMED = (1, 2100, 130)
+SHAPES = [((5, 3, 70), 16), ((2, 122, 130), 16), (STREAMED, 16), ((2, 61, 100), 7), ((3, 41, 100), 24)]
+SHAPES += [((2, 37, 96), 32), ((2, 33, 150), 64), ((1, 150, 200), 128)]
+DTYPES = (torch.float32, torch.bfloat16)
+OUTPUTS = 33
+SPLITS = (1, 3)
+
+
+def kernel_names() -> set[str]:
+    """Return the names of all kernels of the package: jitted functions called ``*_kernel``."""
+    modules = [importlib.import_module(f"{kernels.__name__}.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)]
+    return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[set[str]]:
+    """Collect the names of the kernels launched inside."""
+    names: set[str] = set()
+    original = launch.Launch.__call__
+
+    def noting(self: launch.Launch, *tensors: Tensor) -> None:
+        names.add(self._kernel.fn.__name__)
+        original(self, *tensors)
+
+    with mock.patch.object(launch.Launch, "__call__", noting):
+        yield names
+
+
+@contextlib.contextmanager
+def split_into(parts: int) -> Iterator[None]:
+    """Cut every reduction inside into ``parts``."""
+    weight_grads._plan.cache_clear()
+    with mock.patch.object(weight_grads, "choose_split", return_value=parts):
+        yield
+    weight_grads._plan.cache_clear()
+
+
+def check_pack_and_unpack(x: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pack ``x [S, T, L]``, unpack it both ways round, and return the packed form."""
+    samples, rows, length = x.shape
+    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
+    packed = torch.ops.actprune.pack(x, block_size, keep)
+    values, bitmap, offsets = (t.cpu() for t in packed)
+    for actual, expected in zip((values, bitmap, offsets), reference.pack(x.cpu(), block_size, keep), strict=True):
+        assert torch.equal(actual, expected), (x.shape, x.dtype, block_size)
+    dense = reference.unpack(values, bitmap, samples * rows, length).view(x.shape)
+    for transposed, expected in ((False, dense), (True, dense.transpose(1, 2))):
+        actual = torch.ops.actprune.unpack(*packed, samples, rows, length, transposed)
+        assert torch.equal(actual.cpu(), expected), (x.shape, x.dtype, block_size, transposed)
+    return packed
+
+
+def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int]) -> None:
+    """Compute the weight gradient from packed integers, whole and in parts: its sums are exact in fp32."""
+    samples, rows, length = shape
+    values, bitmap, _ = packed
+    dense = reference.unpack(values.cpu(), bitmap.cpu(), samples * rows, length).float()
+    grad_y = oracle.integers(samples * rows, OUTPUTS, dtype=values.dtype)
+    for parts in SPLITS:
+        with split_into(parts), force_method("gather"):
+            actual = torch.ops.actprune.weight_grad(
+                grad_y.to(values.device), *packed, 1, samples * rows, length, False, torch.float32
+            )
+        assert torch.equal(actual.cpu(), grad_y.float().t() @ dense), (shape, values.dtype, parts)
+
+
+def run_all(device: torch.device) -> list[str]:
+    """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
+    torch.manual_seed(0)
+    with launches() as names, force_backend("triton"):
+        for shape, block_size in SHAPES:
+            for dtype in DTYPES:
+                packed = check_pack_and_unpack(oracle.integers(*shape, dtype=dtype, device=device), block_size)
+                if shape != STREAMED:  # whose many rows bring nothing new here, and take the interpreter long
+                    check_weight_grad(packed, shape)
+        # Rows with gaps between them, at a start that is not aligned.
+        check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    missing = kernel_names() - names
+    assert not missing, f"never launched: {sorted(missing)}"
+    return sorted(names)

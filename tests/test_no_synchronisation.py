@@ -1,0 +1,70 @@
+"""A whole training step waits for nothing: forward, backward and a fused optimizer, under torch's own watch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from examples.models.resmlp import ResMLP
+from lightning_actprune import convert
+
+pytestmark = pytest.mark.gpu
+
+BATCH, CLASSES, IMAGE = 8, 10, 64
+
+
+def resmlp() -> nn.Module:
+    model = ResMLP(dim=192, depth=2, image_size=IMAGE, patch_size=8, num_classes=CLASSES)
+    assert len(convert(model, sparsity=0.6).converted) == 7
+    return model
+
+
+def vit() -> nn.Module:
+    timm = pytest.importorskip("timm")
+    model = timm.models.VisionTransformer(
+        img_size=IMAGE, patch_size=8, embed_dim=192, depth=2, num_heads=3, num_classes=CLASSES
+    )
+    assert len(convert(model, sparsity=0.6).converted) == 9
+    return model
+
+
+@contextlib.contextmanager
+def waiting_is_an_error():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("autocast", [True, False], ids=["bf16-autocast", "fp32"])
+@pytest.mark.parametrize("make", [resmlp, vit])
+def test_training_step(make, autocast):
+    model = make().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    images, labels = torch.randn(BATCH, 3, IMAGE, IMAGE).cuda(), torch.randint(CLASSES, (BATCH,)).cuda()
+    losses = []
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    step()  # compiles kernels and makes the optimizer's state
+    with waiting_is_an_error():
+        step()
+        step()
+    first, *_, last = torch.stack(losses).tolist()
+    assert last < first  # it trained: the batch is always the same
+
+
+def test_the_watch_sees_a_wait():
+    x = torch.ones(1, device="cuda")
+    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
+        x.item()
