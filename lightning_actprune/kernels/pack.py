@@ -85,9 +85,10 @@ class PackPlan:
         self.control = samples * CONTROL_WORDS if parts else 0
         self._keys = _keys(shape, strides, block_size, self.control)
         self._select = _select(samples, blocks, keep, parts)
+        tile, options = run_tile(block_size, blocks)
         self._gather = Launch(
             gather_kernel, (samples * runs,), *strides, blocks, columns, length, words, runs,
-            *run_tile(block_size, blocks), num_warps=4,
+            *tile, **options,
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,9 +109,11 @@ class PackPlan:
         return values, bitmap, offsets
 
 
-def run_tile(block_size: int, blocks: int) -> tuple[int, int, int]:
-    """Return ``B``, ``BLOCK`` and ``LANES`` of the kernels that handle one run of blocks."""
-    return block_size, triton.next_power_of_2(block_size), min(RUN_BLOCKS, triton.next_power_of_2(blocks))
+def run_tile(block_size: int, blocks: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    """Return ``B``, ``BLOCK`` and ``LANES`` of the kernels that handle one run of blocks, and their options."""
+    block, lanes = triton.next_power_of_2(block_size), min(RUN_BLOCKS, triton.next_power_of_2(blocks))
+    # At most 32 values a thread, so that they stay in registers.
+    return (block_size, block, lanes), {"num_warps": max(4, block * lanes // 1024)}
 
 
 def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int) -> Launch:

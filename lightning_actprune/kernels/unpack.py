@@ -52,7 +52,8 @@ def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, blo
         ceil_div(blocks, RUN_BLOCKS),
     )
     grid = (samples * ceil_div(blocks, RUN_BLOCKS),)
-    return Launch(unpack_kernel, grid, *scalars, *run_tile(block_size, blocks), num_warps=4)
+    tile, options = run_tile(block_size, blocks)
+    return Launch(unpack_kernel, grid, *scalars, *tile, **options)
 
 
 def unpack(

@@ -120,15 +120,16 @@ class Machine(NamedTuple):
 
     multiprocessors: int
     shared_memory: int
+    major: int
 
 
 @functools.cache
 def machine(device: torch.device) -> Machine:
     """Return the limits of ``device``; for the CPU's interpreter, few multiprocessors."""
     if device.type != "cuda":
-        return Machine(4, 232448)
-    properties = torch.cuda.get_device_properties(device)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+        return Machine(4, 232448, 9)
+    found = torch.cuda.get_device_properties(device)
+    return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
 
 
 CONFIGS = {
@@ -152,15 +153,18 @@ all instructions in the compiled loop (0.77, 0.82, 0.87 and 0.88 for b = 16 to 1
 multiprocessor."""
 
 
-def choose_config(block_size: int, outputs: int, itemsize: int, shared_memory: int) -> Config:
-    """Return tile sizes for a block size, cut down until the pipeline's buffers fit into ``shared_memory`` bytes."""
+def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine) -> Config:
+    """Return tile sizes for a block size, cut down until the pipeline's buffers fit into the shared memory."""
     block = max(16, triton.next_power_of_2(block_size))
     config = CONFIGS[itemsize][block]
     if itemsize == 4 and outputs <= 64:
         config = config._replace(bm=64)
-    while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.stages > 2:
+    if itemsize == 2 and block <= 32 and machine.major not in (9, 10):
+        # mma.sync takes a turned operand from registers only, so that grad_y could not be copied asynchronously.
+        config = Config(128, 64, 8, 3, True)
+    while config.stages * config.bk * (config.bm + block) * itemsize > machine.shared_memory and config.stages > 2:
         config = config._replace(stages=config.stages - 1)
-    while config.stages * config.bk * (config.bm + block) * itemsize > shared_memory and config.bk > 16:
+    while config.stages * config.bk * (config.bm + block) * itemsize > machine.shared_memory and config.bk > 16:
         config = config._replace(bk=config.bk // 2)
     return config
 
@@ -272,7 +276,7 @@ def _padded(words: int) -> int:
 def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, bool]) -> WeightGradPlan:
     """Return the plan for a shape; ``key`` holds what a compiled kernel depends on besides."""
     limits = machine(key[2])
-    config = choose_config(shape.block_size, shape.outputs, key[0].itemsize, limits.shared_memory)
+    config = choose_config(shape.block_size, shape.outputs, key[0].itemsize, limits)
     columns = ceil_div(shape.length, shape.block_size)
     tiles = columns * ceil_div(shape.outputs, config.bm)
     split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors)

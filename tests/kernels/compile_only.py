@@ -5,6 +5,7 @@ Run in its own process without TRITON_INTERPRET: the variable is read when a ker
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -20,15 +21,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import pack, select, unpack, weight_grad
+from lightning_actprune.kernels import columns, keys, pack, select, unpack, weight_grad
+from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "scratch_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "rows_ptr": "*i32",
+    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32",
 }  # fmt: skip
-ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_batch", "stride_grad", "length", "outputs")
+ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_outer", "stride_inner", "stride_grad", "length", "outputs")
+ALIGNED += ("share", "counts", "counters", "partials")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
@@ -44,39 +46,32 @@ Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 
 def specimens(target: int) -> list[Specimen]:
     """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    keys = {"NB": 48, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64}
+    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4}
     found = [
-        ("keys", select.block_keys_kernel, keys, "bf16", {"num_warps": 4}),
-        ("keys", select.block_keys_kernel, keys, "fp32", {"num_warps": 4}),
-        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 16}),
-        ("select_rows", select.select_rows_kernel, {"GROUP": 64, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("select_streaming", select.select_streaming_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("mark", pack.mark_kernel, {"NB": 48, "COLS": 32, "PIECE": 4096}, "fp32", {"num_warps": 4}),
-        ("kept_rows", unpack.kept_rows_kernel, {}, "fp32", {"num_warps": 4}),
+        ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
+        ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
+        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
+        ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("columns", columns.columns_kernel, {"PIECE": 1024}, "fp32", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
-        found.append(("gather", pack.gather_kernel, {"B": 32, "BLOCK": 32}, value, {"num_warps": 4}))
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
-    # Unpacking copies: two bytes are two bytes, and in fp32 the largest tile is the one that may not fit registers.
-    for size, value in [*((size, "bf16") for size in BLOCK_SIZES), (max(BLOCK_SIZES), "fp32")]:
-        found.extend(unpack_specimens(size, value))
+    # Copies: two bytes are two bytes.
+    for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
+        tile, options = pack.run_tile(size, 4704)
+        constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True))
+        found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
+        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants, value, options))
     return found
-
-
-def unpack_specimens(size: int, value: str) -> list[Specimen]:
-    """Return both layouts; a stride of 1 is a compile-time constant, as in a launch."""
-    block = {"B": size, "BLOCK": triton.next_power_of_2(size)}
-    layouts = {"unpack": {"stride_value": 1}, "unpack_transposed": {"stride_row": 1}}
-    return [
-        (f"{label}_b{size}", unpack.unpack_kernel, block | one, value, {"num_warps": 4})
-        for label, one in layouts.items()
-    ]
 
 
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
-    config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, SHARED_MEMORY[target])
+    machine = weight_grad.Machine(132, SHARED_MEMORY[target], target // 10)
+    config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
+    sizes |= {"SPLIT": 1, "NARROW": True}
     modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
@@ -93,7 +88,7 @@ def compile_kernel(
             attrs[(index,)] = [["tt.divisibility", 16]]
     if "out_ptr" in signature and "grad_ptr" in signature:
         signature["out_ptr"] = "*fp32"
-    for name in ("stride_sample", "stride_batch", "size"):
+    for name in ("stride_sample", "stride_outer"):
         if name in signature:
             signature[name] = "i64"
     constexprs = {(kernel.arg_names.index(name),): constant for name, constant in constants.items()}

@@ -9,18 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import triton
-from packaging.version import Version
 
+from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
-OF_SIZE = ("weight_grad", "unpack", "unpack_transposed")
-KERNELS = {"keys", "select", "select_rows", "select_streaming", "mark", "gather", "kept_rows"}
+OF_SIZE = ("weight_grad", "gather", "unpack")
+KERNELS = {"keys", "select", "select_rows", "select_shared", "columns"}
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
+KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
 TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
-
-TRITON = Version(triton.__version__)
 
 each_block = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 
@@ -47,13 +45,6 @@ def compiled(records, target):
     return [r for r in records if r["target"] == target]
 
 
-def spilling_transposes():
-    """Targets and block sizes at which the transposed tile of 128 rows and 4 warps is known not to fit registers."""
-    if Version("3.5") > TRITON:
-        return {(80, 128), (89, 128)}
-    return {(120, 64), *((target, 128) for target in TENSOR_CORES)} if Version("3.9") <= TRITON else set()
-
-
 def weight_grads(compiled, block_size, *values):
     """The weight gradients of a block size, of which there must be one per value type."""
     found = [r for r in compiled if r["kernel"] == f"weight_grad_b{block_size}" and r["value"] in values]
@@ -78,19 +69,8 @@ def test_nothing_spills(compiled):
         # A frame of 8 bytes holds no spilled value: ptxas reports it for the block-wide scan of some targets, which
         # is part of the selection alone.
         frame = 0 if r["kernel"].startswith(OF_SIZE) else 8
-        if not r["kernel"].startswith("unpack_transposed"):
-            assert r["stack"] <= frame, r
-            assert r["local"] == 0, r
-
-
-@each_block
-def test_transposed_unpack_does_not_spill(request, compiled, target, block_size):
-    if (target, block_size) in spilling_transposes():
-        request.applymarker(pytest.mark.xfail(reason="this Triton turns 128 rows of such a block in registers"))
-    for r in compiled:
-        if r["kernel"] == f"unpack_transposed_b{block_size}":
-            assert r["stack"] == 0, r
-            assert r["local"] == 0, r
+        assert r["stack"] <= frame, r
+        assert r["local"] == 0, r
 
 
 @each_block
@@ -108,11 +88,7 @@ def test_exact_fp32_uses_no_tensor_cores(compiled):
 @pytest.mark.parametrize(
     ("value", "block_size"), [(value, size) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
 )
-def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(request, compiled, target, value, block_size):
-    if value != "fp32" and TENSOR_CORES[target] == "mma" and block_size <= 32:
-        # Triton copies an operand of `mma.sync` asynchronously only if it is not transposed, and `tl.trans(grad)` is.
-        # The loads are still issued turns ahead, but into registers.
-        request.applymarker(pytest.mark.xfail(reason="gathered through registers: BM outputs first, for mma.sync"))
+def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(compiled, value, block_size):
     for r in weight_grads(compiled, block_size, value):
         copies = r["async_from"].get("grad_ptr", 0)
         assert copies > 0, r
@@ -125,5 +101,5 @@ def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
     for r in compiled:
         if r["kernel"].startswith(("keys", "gather", "unpack")):
             assert r["ptx"]["load16"] > 0, r
-        if r["kernel"].startswith(("gather", "unpack_b")):
+        if r["kernel"].startswith(("gather", "unpack")):
             assert r["ptx"]["store16"] > 0, r

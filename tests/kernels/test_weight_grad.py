@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_actprune.kernels import weight_grad
-from lightning_actprune.kernels.weight_grad import Config, Shape, WeightGradPlan, choose_config, choose_split
+from lightning_actprune.kernels.weight_grad import Config, Machine, Shape, WeightGradPlan, choose_config, choose_split
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry
 from tests import oracle
@@ -83,7 +83,7 @@ def test_columns_are_listed_over_several_programs_and_samples(kernel_device, mon
 @pytest.mark.parametrize("block_size", [1, 16, 24, 32, 64, 128, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memory):
-    config = choose_config(block_size, 1536, itemsize, shared_memory)
+    config = choose_config(block_size, 1536, itemsize, Machine(132, shared_memory, 8))
     block = max(16, 1 << (block_size - 1).bit_length())
     assert config.stages * config.bk * (config.bm + block) * itemsize <= shared_memory
     assert config.bk >= 16

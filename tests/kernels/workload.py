@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune import kernels
-from lightning_actprune.kernels import launch
+from lightning_actprune.kernels import launch, unpack
 from lightning_actprune.kernels import weight_grad as weight_grads
 from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops import reference
@@ -63,7 +63,7 @@ def split_into(parts: int) -> Iterator[None]:
 
 
 def check_pack_and_unpack(x: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pack ``x [S, T, L]``, unpack it both ways round, and return the packed form."""
+    """Pack ``x [S, T, L]``, unpack it in both orders, and return the packed form."""
     samples, rows, length = x.shape
     keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
     packed = torch.ops.actprune.pack(x, block_size, keep)
@@ -71,9 +71,9 @@ def check_pack_and_unpack(x: Tensor, block_size: int) -> tuple[Tensor, Tensor, T
     for actual, expected in zip((values, bitmap, offsets), reference.pack(x.cpu(), block_size, keep), strict=True):
         assert torch.equal(actual, expected), (x.shape, x.dtype, block_size)
     dense = reference.unpack(values, bitmap, samples * rows, length).view(x.shape)
-    for transposed, expected in ((False, dense), (True, dense.transpose(1, 2))):
-        actual = torch.ops.actprune.unpack(*packed, samples, rows, length, transposed)
-        assert torch.equal(actual.cpu(), expected), (x.shape, x.dtype, block_size, transposed)
+    for features_first, expected in ((False, dense), (True, dense.transpose(0, 1))):
+        actual = unpack.unpack(*packed, (samples, rows, length), features_first)
+        assert torch.equal(actual.cpu(), expected), (x.shape, x.dtype, block_size, features_first)
     return packed
 
 
