@@ -27,7 +27,8 @@ from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
 from lightning_actprune.kernels.launch import Launch
-from lightning_actprune.kernels.weight_grad import Config, Shape, WeightGradPlan
+from lightning_actprune.kernels.tiles import Config
+from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
 

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.kernels.weight_grad import Config, Shape, SplitRule, WeightGradPlan, choose_split
+from lightning_actprune.kernels.tiles import Config, SplitRule, choose_split
+from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
 

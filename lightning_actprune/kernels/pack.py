@@ -35,29 +35,40 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 @triton.jit
-def kept_places(bitmap_ptr, offsets_ptr, blocks, words, runs, LANES: tl.constexpr):
-    """Return, for one run of blocks: sample, block numbers, whether each is kept, and its place in the values."""
-    s, run = tl.program_id(0) // runs, tl.program_id(0) % runs
-    n = run * RUN + tl.arange(0, LANES)
-    word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=n < blocks, other=0)
+def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
+    """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places.
+
+    The ``RUN`` lanes are one run of one sample, or, if a sample has ``LANES < RUN`` blocks at most, several samples:
+    these follow each other in the values too.
+    """
+    lane = tl.arange(0, RUN)
+    if LANES == RUN:
+        first, run = tl.program_id(0) // runs, tl.program_id(0) % runs
+        s, n = first + lane * 0, run * RUN + lane
+    else:
+        first, run = tl.program_id(0) * (RUN // LANES), 0
+        s, n = first + lane // LANES, lane % LANES
+    exists = (s < samples) & (n < blocks)
+    word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
     kept = (word >> (n % WORD)) & 1
-    place = tl.load(offsets_ptr + s.to(tl.int64) * runs + run) + tl.cumsum(kept, axis=0) - kept
-    return s, n, kept == 1, place
+    place = tl.load(offsets_ptr + first.to(tl.int64) * runs + run) + tl.cumsum(kept, axis=0) - kept
+    return s, n, exists, kept == 1, place
 
 
 @triton.jit
 def gather_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, blocks, columns, length, words, runs,
-    B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, columns, length, words,
+    runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept blocks of one run to their places in ``values [nnz, B]``."""
-    s, n, kept, place = kept_places(bitmap_ptr, offsets_ptr, blocks, words, runs, LANES)
-    e = tl.arange(0, BLOCK)
+    s, n, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     start = s.to(tl.int64) * stride_sample + (n // columns).to(tl.int64) * stride_row
-    column = (n % columns)[:, None] * B + e[None, :]
-    stored = kept[:, None] & (e < B)[None, :]
-    x = tl.load(x_ptr + start[:, None] + column, mask=stored & (column < length), other=0.0)
-    tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
+    for piece in range(0, B, BLOCK):
+        e = piece + tl.arange(0, BLOCK)
+        column = (n % columns)[:, None] * B + e[None, :]
+        stored = kept[:, None] & (e < B)[None, :]
+        x = tl.load(x_ptr + start[:, None] + column, mask=stored & (column < length), other=0.0)
+        tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
 
 
 class PackPlan:
@@ -85,9 +96,9 @@ class PackPlan:
         self.control = samples * CONTROL_WORDS if parts else 0
         self._keys = _keys(shape, strides, block_size, self.control)
         self._select = _select(samples, blocks, keep, parts)
-        tile, options = run_tile(block_size, blocks)
+        grid, tile, options = run_tile(samples, blocks, block_size)
         self._gather = Launch(
-            gather_kernel, (samples * runs,), *strides, blocks, columns, length, words, runs,
+            gather_kernel, grid, *strides, samples, blocks, columns, length, words, runs,
             *tile, **options,
         )  # fmt: skip
 
@@ -109,11 +120,12 @@ class PackPlan:
         return values, bitmap, offsets
 
 
-def run_tile(block_size: int, blocks: int) -> tuple[tuple[int, int, int], dict[str, int]]:
-    """Return ``B``, ``BLOCK`` and ``LANES`` of the kernels that handle one run of blocks, and their options."""
-    block, lanes = triton.next_power_of_2(block_size), min(RUN_BLOCKS, triton.next_power_of_2(blocks))
-    # At most 32 values a thread, so that they stay in registers.
-    return (block_size, block, lanes), {"num_warps": max(4, block * lanes // 1024)}
+def run_tile(samples: int, blocks: int, block_size: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
+    """Return grid, ``(B, BLOCK, LANES)`` and options of the kernels that handle one run of blocks a program."""
+    block, lanes = min(64, triton.next_power_of_2(block_size)), min(RUN_BLOCKS, triton.next_power_of_2(max(blocks, 1)))
+    programs = samples * ceil_div(blocks, RUN_BLOCKS) if lanes == RUN_BLOCKS else ceil_div(samples * lanes, RUN_BLOCKS)
+    # At most 64 values a thread, so that they stay in registers; longer blocks are copied piece by piece.
+    return (programs,), (block_size, block, lanes), {"num_warps": 4}
 
 
 def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int) -> Launch:

@@ -24,7 +24,7 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS
 WORD = tl.constexpr(WORD_BLOCKS)
 RUN = tl.constexpr(RUN_BLOCKS)
 REGISTER_BLOCKS = 16384
-"""Largest sample whose keys are held in registers: 64 a thread at 8 warps (twice that: 66 us against 26)."""
+"""Largest sample whose keys are held in registers: 64 a thread at 8 warps; twice that spills at 32 warps."""
 MOST_PARTS = 256
 """Most programs that share one sample."""
 MAX_PARTS = tl.constexpr(MOST_PARTS)
@@ -140,12 +140,11 @@ def _meet(counter_ptr, parts):
 @triton.jit
 def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
     """Return how many keys from ``start`` to ``stop`` reach ``limit``."""
-    count = limit * 0
+    reaching = tl.zeros([PIECE], tl.int32)
     for piece in range(start, stop, PIECE):
         n = piece + tl.arange(0, PIECE)
-        keys = tl.load(keys_ptr + n, mask=n < stop, other=-1)
-        count += tl.sum((keys >= limit).to(tl.int32), axis=0)
-    return count
+        reaching += (tl.load(keys_ptr + n, mask=n < stop, other=-1) >= limit).to(tl.int32)
+    return tl.sum(reaching, axis=0)
 
 
 @triton.jit
@@ -160,18 +159,20 @@ def select_shared_kernel(
     start = tl.minimum(part * share, blocks)
     stop = tl.minimum(start + share, blocks)
 
-    largest = s * 0
-    smallest = s * 0 + 0x7FFFFFFF
+    largest = tl.zeros([PIECE], tl.int32)
+    smallest = largest + 0x7FFFFFFF
     for piece in range(start, stop, PIECE):
         n = piece + tl.arange(0, PIECE)
-        keys = tl.load(keys_ptr + n, mask=n < stop, other=0)
-        largest = tl.maximum(largest, tl.max(keys, axis=0))
-        smallest = tl.minimum(smallest, tl.min(tl.where(n < stop, keys, 0x7FFFFFFF), axis=0))
-    tl.atomic_max(control_ptr, largest)
-    tl.atomic_max(control_ptr + 1, 0x7FFFFFFF - smallest)  # a maximum too, since the control words start at zero
-    _meet(control_ptr + 2, parts)
-    high = tl.atomic_add(control_ptr, 0) + 1
-    low = 0x7FFFFFFF - tl.atomic_add(control_ptr + 1, 0)
+        largest = tl.maximum(largest, tl.load(keys_ptr + n, mask=n < stop, other=0))
+        smallest = tl.minimum(smallest, tl.load(keys_ptr + n, mask=n < stop, other=0x7FFFFFFF))
+    high = tl.max(largest, axis=0) + 1
+    low = tl.min(smallest, axis=0)
+    if parts > 1:
+        tl.atomic_max(control_ptr, high)
+        tl.atomic_max(control_ptr + 1, 0x7FFFFFFF - low)  # a maximum too, since the control words start at zero
+        _meet(control_ptr + 2, parts)
+        high = tl.atomic_add(control_ptr, 0)
+        low = 0x7FFFFFFF - tl.atomic_add(control_ptr + 1, 0)
 
     turn_ptr = control_ptr + 3
     above_low = s * 0 + blocks
@@ -179,9 +180,11 @@ def select_shared_kernel(
     turn = s * 0
     while (above_low != keep) & (high - low > 1):
         middle = _candidate(low, high, above_low, above_high, keep, turn)
-        tl.atomic_add(turn_ptr, _count(keys_ptr, start, stop, middle, PIECE))
-        _meet(turn_ptr + 1, parts)
-        count = tl.atomic_add(turn_ptr, 0)
+        count = _count(keys_ptr, start, stop, middle, PIECE)
+        if parts > 1:
+            tl.atomic_add(turn_ptr, count)
+            _meet(turn_ptr + 1, parts)
+            count = tl.atomic_add(turn_ptr, 0)
         if count >= keep:
             low = middle
             above_low = count

@@ -19,18 +19,19 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 @triton.jit
 def unpack_kernel(
-    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, rows, blocks, columns, length,
-    words, runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, columns,
+    length, words, runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides."""
-    s, n, kept, place = kept_places(bitmap_ptr, offsets_ptr, blocks, words, runs, LANES)
-    e = tl.arange(0, BLOCK)
-    block = (e < B)[None, :]
-    x = tl.load(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
+    s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     r = s * rows + n // columns
     start = (r // inner).to(tl.int64) * stride_outer + (r % inner).to(tl.int64) * stride_inner
-    column = (n % columns)[:, None] * B + e[None, :]
-    tl.store(out_ptr + start[:, None] + column, x, mask=(n < blocks)[:, None] & (column < length) & block)
+    for piece in range(0, B, BLOCK):
+        e = piece + tl.arange(0, BLOCK)
+        block = (e < B)[None, :]
+        x = tl.load(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
+        column = (n % columns)[:, None] * B + e[None, :]
+        tl.store(out_ptr + start[:, None] + column, x, mask=exists[:, None] & (column < length) & block)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -41,18 +42,9 @@ def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, blo
     rows = batch * inner // samples
     blocks = rows * columns
     strides = (length, batch * length) if features_first else (inner * length, length)
-    scalars = (
-        *strides,
-        inner,
-        rows,
-        blocks,
-        columns,
-        length,
-        ceil_div(blocks, WORD_BLOCKS),
-        ceil_div(blocks, RUN_BLOCKS),
-    )
-    grid = (samples * ceil_div(blocks, RUN_BLOCKS),)
-    tile, options = run_tile(block_size, blocks)
+    words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
+    scalars = (*strides, inner, samples, rows, blocks, columns, length, words, runs)
+    grid, tile, options = run_tile(samples, blocks, block_size)
     return Launch(unpack_kernel, grid, *scalars, *tile, **options)
 
 

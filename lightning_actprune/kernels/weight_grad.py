@@ -18,6 +18,7 @@ least 64 x 8, and the longer side should be the one that is not the block.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,19 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.columns import MAX_CHUNKS, columns_kernel
+from lightning_actprune.kernels.columns import MAX_CHUNKS, TILE_ROWS, columns_kernel
 from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned
+from lightning_actprune.kernels.tiles import FP32_ROWS, MAX_IMBALANCE, Config, choose_config, choose_split, machine
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
-
-
-class Config(NamedTuple):
-    """Tile sizes and launch parameters of ``weight_grad_kernel``."""
-
-    bm: int
-    bk: int
-    warps: int
-    stages: int
-    values_first: bool
 
 
 @triton.jit
@@ -102,102 +94,18 @@ def weight_grad_kernel(
         tile = j * tl.num_programs(1) + tl.program_id(1)
         first = (work_ptr + partials).to(tl.pointer_type(tl.float32), bitcast=True)
         first += (tile.to(tl.int64) * tl.num_programs(2)) * (BM * BLOCK) + within
-        tl.store(first + part * (BM * BLOCK), acc)
+        tl.store(first + part * (BM * BLOCK), acc, mask=(within >= 0) & (parts > 1))
         tl.debug_barrier()  # every thread's part is written before the counter says so
         finished = tl.atomic_add(work_ptr + counters + tile, 1, sem="acq_rel")
         if finished != parts - 1:
             return
-        # Past the L1 cache: the other parts come from other multiprocessors.
-        acc = tl.load(first, cache_modifier=".cg")
-        for q in tl.range(1, parts, loop_unroll_factor=SPLIT):
-            acc += tl.load(first + q * (BM * BLOCK), cache_modifier=".cg")
+        if parts > 1:
+            # Past the L1 cache: the other parts come from other multiprocessors.
+            acc = tl.load(first, cache_modifier=".cg")
+            for q in tl.range(1, parts, loop_unroll_factor=SPLIT):
+                acc += tl.load(first + q * (BM * BLOCK), cache_modifier=".cg")
     inside = (o < outputs) & (column < length) & (e < B)
     tl.store(out_ptr + o.to(tl.int64) * length + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-class Machine(NamedTuple):
-    """What the choice of a configuration needs to know about a device."""
-
-    multiprocessors: int
-    shared_memory: int
-    major: int
-
-
-@functools.cache
-def machine(device: torch.device) -> Machine:
-    """Return the limits of ``device``; for the CPU's interpreter, few multiprocessors."""
-    if device.type != "cuda":
-        return Machine(4, 232448, 9)
-    found = torch.cuda.get_device_properties(device)
-    return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
-
-
-CONFIGS = {
-    2: {
-        16: Config(128, 64, 8, 3, False),
-        32: Config(128, 32, 4, 3, False),
-        64: Config(128, 64, 8, 3, True),
-        128: Config(128, 64, 8, 3, True),
-        256: Config(128, 64, 8, 3, True),
-    },
-    4: {
-        16: Config(256, 16, 4, 3, False),
-        32: Config(128, 16, 4, 3, True),
-        64: Config(128, 16, 4, 3, False),
-        128: Config(64, 16, 4, 3, True),
-        256: Config(64, 16, 8, 3, True),
-    },
-}
-"""By bytes per value and block size. 16 bits: by the reuse of a tile. fp32, which has no tensor cores: by the share of
-FMAs in the compiled loop (0.77, 0.82, 0.85 and 0.84 for b = 16 to 128); larger tiles or twice the rows a turn gain up
-to 0.05, but spill with Triton 3.9 on capability 8.0."""
-
-
-def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine) -> Config:
-    """Return tile sizes for a block size, cut down until the pipeline's buffers fit into the shared memory."""
-    block = max(16, triton.next_power_of_2(block_size))
-    config = CONFIGS[itemsize][block]
-    if itemsize == 4 and outputs <= 64:
-        config = config._replace(bm=64)
-    if itemsize == 2 and block <= 32 and machine.major not in (9, 10):
-        # mma.sync takes a turned operand from registers only, so that grad_y could not be copied asynchronously.
-        config = Config(128, 64, 8, 3, True)
-    while config.stages * config.bk * (config.bm + block) * itemsize > machine.shared_memory and config.stages > 2:
-        config = config._replace(stages=config.stages - 1)
-    while config.stages * config.bk * (config.bm + block) * itemsize > machine.shared_memory and config.bk > 16:
-        config = config._replace(bk=config.bk // 2)
-    return config
-
-
-class SplitRule(NamedTuple):
-    """When and how far the reduction is cut into parts.
-
-    Args:
-        full: Warps of tiles per multiprocessor from which on it is not cut: further parts then cost up to twice the
-            time, by the writing and reading of partial results.
-        aim: Warps per multiprocessor wanted otherwise.
-        most: Largest number of parts.
-        turns: Least turns of the loop that a part is worth.
-    """
-
-    full: int = 8
-    aim: int = 16
-    most: int = 6
-    turns: int = 4
-
-
-SPLIT_RULE = SplitRule()
-
-
-def choose_split(
-    tiles: int, kept_per_column: int, config: Config, multiprocessors: int, rule: SplitRule = SPLIT_RULE
-) -> int:
-    """Return into how many parts the reduction of a column of average length is cut."""
-    warps = tiles * config.warps
-    if warps >= rule.full * multiprocessors:
-        return 1
-    wanted = ceil_div(rule.aim * multiprocessors, warps)
-    return max(1, min(wanted, rule.most, kept_per_column // (rule.turns * config.bk)))
 
 
 class Shape(NamedTuple):
@@ -229,28 +137,35 @@ class WeightGradPlan:
         shape: The sizes.
         dtype: Type of the result.
         config: Tile sizes.
-        split: Parts of the reduction.
+        split: Parts of the reduction of a column of average length.
+        balance: Whether longer columns get more parts even if ``split`` is 1.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, config: Config, split: int) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, config: Config, split: int, balance: bool = False) -> None:
         rows, columns = shape.rows, ceil_div(shape.length, shape.block_size)
         block, tiles = max(16, triton.next_power_of_2(shape.block_size)), ceil_div(shape.outputs, config.bm)
         self.out, self.dtype = (shape.outputs, shape.length), dtype
-        # Columns with more kept rows than the mean get up to half as many parts again.
-        parts, share = (1, 0) if split == 1 else (split + split // 2, ceil_div(shape.kept, columns * split))
+        # A column may hold many more kept rows than the mean, and gets as many more parts: behind a GELU some columns
+        # keep all their rows, and without parts of their own they took 458 us where the mean would have taken 180.
+        mean = max(1.0, shape.kept / columns)
+        parts = math.ceil(split * min(rows / mean, MAX_IMBALANCE)) if split > 1 or balance else 1
+        share = max(1, round(mean / split))
         # Multiples of 16 elements, so that the partial tiles start at 16 bytes and the compiler knows it.
         self.counts = _padded(2 * columns * rows)
         counters = self.counts + _padded(columns)
-        partials = counters + (_padded(columns * tiles) if split > 1 else 0)
-        self.work = partials + (columns * tiles * parts * config.bm * block if split > 1 else 0)
+        partials = counters + (_padded(columns * tiles) if parts > 1 else 0)
+        self.work = partials + (columns * tiles * parts * config.bm * block if parts > 1 else 0)
         # Small tiles leave the registers to have three parts under way; large ones are enough bytes by themselves.
-        at_once = 0 if split == 1 else 3 if config.bm * block <= 1024 * config.warps else 1
-        blocks = rows // shape.samples * columns
-        chunk = ceil_div(rows, min(MAX_CHUNKS, ceil_div(rows, 512)))
+        at_once = 0 if parts == 1 else 3 if config.bm * block <= 1024 * config.warps else 1
+        per_sample = rows // shape.samples
+        words, runs = ceil_div(per_sample * columns, WORD_BLOCKS), ceil_div(per_sample * columns, RUN_BLOCKS)
+        tile_t = min(TILE_ROWS, triton.next_power_of_2(per_sample))
+        tile_s = min(TILE_ROWS // tile_t, triton.next_power_of_2(shape.samples))
+        row_tiles = ceil_div(shape.samples, tile_s) * ceil_div(per_sample, tile_t)
+        chunk = ceil_div(row_tiles, MAX_CHUNKS)
         self.list_columns = Launch(
-            columns_kernel, (ceil_div(rows, chunk), columns), rows, rows // shape.samples, columns,
-            ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS), chunk, self.counts, counters,
-            tiles if split > 1 else 0, 1024, num_warps=4,
+            columns_kernel, (ceil_div(row_tiles, chunk), columns), shape.samples, per_sample, columns, words, runs,
+            chunk, columns * rows, self.counts, counters, tiles if parts > 1 else 0, tile_s, tile_t, num_warps=8,
         )  # fmt: skip
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self._product = Launch(
@@ -280,7 +195,10 @@ def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, bool]
     columns = ceil_div(shape.length, shape.block_size)
     tiles = columns * ceil_div(shape.outputs, config.bm)
     split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors)
-    return WeightGradPlan(shape, key[1], config, split)
+    if key[0] == torch.float32 and split > 1:  # the vendor's product cuts such reductions further, and errs less
+        split = max(split, ceil_div(shape.kept // columns, FP32_ROWS))
+    # From 48 warps of tiles per multiprocessor on, the long columns' programs find others to run beside.
+    return WeightGradPlan(shape, key[1], config, split, tiles * config.warps < 48 * limits.multiprocessors)
 
 
 def weight_grad(

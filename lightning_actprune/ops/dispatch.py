@@ -21,8 +21,8 @@ from torch import Tensor
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-MAX_BLOCK_SIZE = 256
-"""The kernels hold 128 blocks at a time in registers; longer ones would spill."""
+MAX_BLOCK_SIZE = 1024
+"""The keys of a block are summed in one program's registers."""
 MAX_COLUMNS = 65535
 """CUDA's limit for the second axis of a grid, along which the kernels put the column blocks."""
 

@@ -75,14 +75,14 @@ def _weight_grad_fake(
     return grad_y.new_empty(grad_y.shape[1], rows if transposed else length, dtype=dtype)
 
 
-def _in_plain_eager_mode(x: Tensor) -> bool:
+def in_plain_eager_mode(x: Tensor) -> bool:
     """Return whether no compiler, tensor subclass or dispatch mode wants to see the operators."""
     return not torch.compiler.is_compiling() and type(x) is Tensor and _get_current_dispatch_mode() is None
 
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, bitmap and offsets of ``x [S, T, L]``."""
-    if _in_plain_eager_mode(x):
+    if in_plain_eager_mode(x):
         return _pack.pack(x, block_size, keep)
     packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep)
     return packed
@@ -96,7 +96,7 @@ def weight_grad(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed tensor of ``shape``."""
-    if _in_plain_eager_mode(grad_y):
+    if in_plain_eager_mode(grad_y):
         return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype)
     grad: Tensor = torch.ops.actprune.weight_grad(grad_y, *packed, *shape, transposed, dtype)
     return grad

@@ -16,6 +16,7 @@ Pruning", arXiv:2311.16883.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         dtype = autocast_dtype(x.device.type)
         x = _cast(x, dtype)
-        y = F.linear(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
+        y = _dense(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
         stored, ctx.transposed = stored_view(x, scope)
         packed = library.pack(stored, *block_and_keep(stored, block_size, parts))
         ctx.stored_shape = _stored_shape(x, ctx.transposed)
@@ -73,6 +74,17 @@ class PrunedLinearFunction(torch.autograd.Function):
             leaf = torch.zeros((), requires_grad=True)
             grads = tuple(None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads)
         return (*grads, None, None, None)
+
+
+def _dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, of a transposed ``x`` by one product over a copy.
+
+    That is what ``F.linear`` does when gradients are recorded. Inside a function they are not, and it would multiply
+    sample by sample: 198 us where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200).
+    """
+    if x.dim() < 3 or x.stride(-1) == 1:
+        return F.linear(x, weight, bias)
+    return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
@@ -93,7 +105,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
             grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_b = flat.sum(0, dtype=ctx.bias_dtype)
+            grad_b = _column_sums(flat, ctx.bias_dtype)
     return grad_x, grad_w, grad_b
 
 
@@ -106,6 +118,27 @@ def _flat(grad_y: Tensor) -> Tensor:
     if grad_y.dim() == 3 and grad_y.stride(1) == 1 and grad_y.stride(2) != 1:
         return grad_y.permute(2, 0, 1).reshape(grad_y.shape[2], -1).t()
     return grad_y.reshape(-1, grad_y.shape[-1])
+
+
+def _column_sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the rows of ``flat [R, OUT]``.
+
+    On GPUs 16-bit rows are summed by a product with ones, in fp32 as well: 24 us instead of 40 for 38.5 million values.
+    """
+    if flat.is_cuda and flat.element_size() == 2 and flat.stride(1) == 1 and library.in_plain_eager_mode(flat):
+        rows = flat.shape[0]
+        # Nothing made while a graph is captured may outlive it.
+        make = _ones.__wrapped__ if torch.cuda.is_current_stream_capturing() else _ones
+        ones = make(rows, flat.dtype, flat.device)
+        if dtype == torch.float32:
+            return torch.mm(ones, flat, out_dtype=dtype)[0]
+        return torch.mm(ones, flat)[0].to(dtype)
+    return flat.sum(0, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(1, rows, dtype=dtype, device=device)
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

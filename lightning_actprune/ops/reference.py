@@ -2,7 +2,7 @@
 
 Selection. With ``x`` of shape ``[S, T, L]`` and block ``n = t * NB + j`` holding ``x[i, t, j*b : (j+1)*b]``, the key of
 a block is its sum of squares ``q`` in fp32 (fp64 for fp64 input). Order by ``q`` is order by L2 norm. A block with a
-NaN or Inf gets the largest key, a finite block whose ``q`` overflows the next largest. Of each sample the ``k`` blocks
+NaN or Inf has the largest key, and so has one whose ``q`` overflows. Of each sample the ``k`` blocks
 with the largest keys are kept, equal keys in order of ``n``.
 
 Storage. Kept blocks are stored sample by sample in the order of ``n``; ``bitmap[i, n // 32]`` has bit ``n % 32`` set if
@@ -25,8 +25,7 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 def block_keys(blocks: Tensor) -> Tensor:
     """Return the sort key of each block: ``[..., b] -> [...]``, larger means kept first."""
     wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
-    squares = wide.square().sum(-1).clamp(max=torch.finfo(wide.dtype).max)
-    return squares.masked_fill(~wide.isfinite().all(-1), float("inf"))
+    return wide.square().sum(-1).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
 
 def keep_mask(keys: Tensor, keep: int) -> Tensor:

@@ -24,6 +24,9 @@ from lightning_actprune.ops.geometry import ceil_div
 
 Method = Literal["gather", "unpack"]
 
+MAX_GATHER_BLOCK = 256
+"""Largest block of the gather kernel, whose accumulator is 128 outputs by one block."""
+
 _forced: Method | None = None
 
 
@@ -43,7 +46,7 @@ def force_method(method: Method | None) -> Iterator[None]:
 def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Method:
     """Return how the weight gradient of this packed input is computed."""
     block_size = values.shape[1]
-    if transposed or values.shape[0] == 0:
+    if transposed or values.shape[0] == 0 or block_size > MAX_GATHER_BLOCK:
         return "unpack"
     if choose_backend(values, block_size, ceil_div(length, block_size)) == "reference":
         return "unpack"

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import columns, keys, pack, select, unpack, weight_grad
+from lightning_actprune.kernels import columns, keys, pack, select, tiles, unpack, weight_grad
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -30,7 +30,7 @@ POINTERS = {
     "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_outer", "stride_inner", "stride_grad", "length", "outputs")
-ALIGNED += ("share", "counts", "counters", "partials")
+ALIGNED += ("share", "size", "counts", "counters", "partials")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
@@ -53,13 +53,13 @@ def specimens(target: int) -> list[Specimen]:
         ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("columns", columns.columns_kernel, {"PIECE": 1024}, "fp32", {"num_warps": 4}),
+        ("columns", columns.columns_kernel, {"TILE_S": 16, "TILE_T": 256}, "fp32", {"num_warps": 8}),
     ]
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
-        tile, options = pack.run_tile(size, 4704)
+        _, tile, options = pack.run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True))
         found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
         found.append((f"unpack_b{size}", unpack.unpack_kernel, constants, value, options))
@@ -68,8 +68,8 @@ def specimens(target: int) -> list[Specimen]:
 
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
-    machine = weight_grad.Machine(132, SHARED_MEMORY[target], target // 10)
-    config = weight_grad.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
+    machine = tiles.Machine(132, SHARED_MEMORY[target], target // 10)
+    config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
     sizes |= {"SPLIT": 1, "NARROW": True}
     modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_actprune.kernels import weight_grad
-from lightning_actprune.kernels.weight_grad import Config, Machine, Shape, WeightGradPlan, choose_config, choose_split
+from lightning_actprune.kernels.tiles import Config, Machine, choose_config, choose_split
+from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry
 from tests import oracle
@@ -92,7 +93,7 @@ def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memor
 
 def test_split_fills_the_machine_but_keeps_parts_long():
     config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
-    assert choose_split(tiles=72, kept_per_column=5000, config=config, multiprocessors=132) == 4
-    assert choose_split(tiles=36, kept_per_column=5000, config=config, multiprocessors=132) == 6
-    assert choose_split(tiles=144, kept_per_column=5000, config=config, multiprocessors=132) == 1
+    assert choose_split(tiles=72, kept_per_column=5000, config=config, multiprocessors=132) == 8
+    assert choose_split(tiles=36, kept_per_column=5000, config=config, multiprocessors=132) == 8
+    assert choose_split(tiles=200, kept_per_column=5000, config=config, multiprocessors=132) == 1
     assert choose_split(tiles=1, kept_per_column=100, config=config, multiprocessors=132) == 1

@@ -24,8 +24,8 @@ from lightning_actprune.ops.geometry import BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
 
-# Samples of 15, 1100 and 18900 blocks: one for each way of selecting. Row lengths that blocks do not divide.
-STREAMED = (1, 2100, 130)
+# Samples of 15, 1100 and 37800 blocks: one for each way of selecting. Row lengths that blocks do not divide.
+STREAMED = (1, 4200, 130)
 SHAPES = [((5, 3, 70), 16), ((2, 122, 130), 16), (STREAMED, 16), ((2, 61, 100), 7), ((3, 41, 100), 24)]
 SHAPES += [((2, 37, 96), 32), ((2, 33, 150), 64), ((1, 150, 200), 128)]
 DTYPES = (torch.float32, torch.bfloat16)

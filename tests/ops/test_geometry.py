@@ -79,11 +79,11 @@ def test_block_larger_than_the_row_is_the_row():
 
 
 def test_bytes_formula_of_the_design():
-    """Values k*b*v, one bit per block, and one int32 per 128 blocks (plus one)."""
+    """Values k*b*v, one bit per block, and one int32 per 128 blocks of a sample."""
     geometry = BlockGeometry.of(samples=32, rows=196, length=384, block_size=16, sparsity=0.6)
     blocks = 196 * 24
     assert geometry.keep == blocks - int(blocks * 0.6)
-    values, bitmap, offsets = 32 * geometry.keep * 16 * 4, 32 * blocks // 8, 4 * (24 * 49 + 1)
+    values, bitmap, offsets = 32 * geometry.keep * 16 * 4, 32 * blocks // 8, 4 * 32 * 37
     assert geometry.stored_bytes(4) == values + bitmap + offsets
     assert (bitmap + offsets) / geometry.dense_bytes(2) < 0.011
 

@@ -83,10 +83,11 @@ def test_non_finite_block_is_always_kept(device, dtype, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_non_finite_block_beats_a_finite_one_whose_square_overflows(device, dtype):
-    x = torch.full((1, 4, 8), 1e30, dtype=dtype, device=device)
-    x[0, 3, 7] = float("nan")
-    assert packed(x, 0.8, 8).mask().flatten().tolist() == [False, False, False, True]
+def test_block_whose_square_overflows_counts_like_a_non_finite_one(device, dtype):
+    x = torch.full((1, 4, 8), 1.0, dtype=dtype, device=device)
+    x[0, 1:3], x[0, 3, 7] = 1e30, float("nan")
+    assert packed(x, 0.5, 8).mask().flatten().tolist() == [False, True, True, False]
+    assert packed(x, 0.25, 8).mask().flatten().tolist() == [False, True, True, True]
 
 
 def test_many_keys_per_sample_take_the_shared_selection(device, monkeypatch):
