@@ -40,12 +40,12 @@ CONFIGS = {
 
 @triton.jit
 def loads_kernel(
-    grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, total_rows, counts,
+    grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, total_rows, lengths,
     B: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Load what one tile of the weight gradient loads, as 32-bit words (two values each); ``OUT % BM == 0``."""
     j = tl.program_id(0)
-    high = tl.load(work_ptr + counts + j)
+    high = tl.load(work_ptr + lengths + j)
     rows_each = tl.cdiv(tl.cdiv(high, tl.num_programs(2)), BK) * BK
     low = tl.program_id(2) * rows_each
     high = tl.minimum(low + rows_each, high)
@@ -77,13 +77,13 @@ class Loads:
         grid = columns, shape.outputs // config.bm, split
         self.plan, self.programs = plan, columns * grid[1] * split
         self._loads = Launch(
-            loads_kernel, grid, shape.outputs // 2, shape.rows, plan.counts, shape.block_size, config.bm, config.bk,
-            config.stages, num_warps=config.warps, num_stages=config.stages,
+            loads_kernel, grid, shape.outputs // 2, shape.rows, plan.list_columns.lengths, shape.block_size,
+            config.bm, config.bk, config.stages, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
     def __call__(self, grad_y: torch.Tensor, packed: tuple[torch.Tensor, ...]) -> torch.Tensor:
         values, bitmap, offsets = packed
-        work, out = bitmap.new_empty(self.plan.work), bitmap.new_empty(self.programs)
+        work, out = bitmap.new_empty(self.plan.list_columns.work), bitmap.new_empty(self.programs)
         self.plan.list_columns(bitmap, offsets, work)
         self._loads(grad_y.view(torch.int32), values.view(torch.int32), work, out)
         return out

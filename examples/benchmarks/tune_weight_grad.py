@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.kernels.tiles import Config, SplitRule, choose_split
+from lightning_actprune.kernels.tiles import SPLIT_RULES, Config, SplitRule, choose_split
 from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
@@ -201,7 +201,7 @@ def analyse(path: Path) -> None:
         )
 
     best = max(RULES, key=score)
-    print("best rule", best, "today's", SplitRule(), f"scores {score(best):.4f} {score(SplitRule()):.4f}")
+    print("best rule", best, f"score {score(best):.4f}; today's", SPLIT_RULES)
     for (name, block), configs in measured.items():
         print(f"\n{name} b={block}: mean with the best splits, with the rule; with the rule by sparsity and case")
         rows = []

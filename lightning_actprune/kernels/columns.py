@@ -2,24 +2,28 @@
 
 Values are stored row by row; the weight gradient of a column block reduces over the rows in which it is kept. Each
 column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
-rows. A program handles some rows of one column, and counts the column's blocks above them by itself, so that no
-launch has to come before. The lists live only as long as one weight gradient.
+rows. Two launches, since a list entry's position depends on all rows above: the first counts per 128 rows or more (a
+``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of up to
+64 columns, so that neighbouring lanes read the same bitmap words.
 
-``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, the counts of all columns, and what the weight gradient
-keeps there for itself: counters, which are set to zero here, and partial sums.
+``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
+the length of each list ``[NB]``. It lives only as long as one weight gradient.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.select import RUN, WORD
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
-MAX_CHUNKS = 16
-"""Most programs per column: each reads half of the column's bits on average."""
-TILE_ROWS = 4096
-"""Rows looked at together: as many loads are under way, and their latency is the kernel's time."""
+ROWS = 64
+"""Rows of a tile."""
+MAX_CHUNKS = 256
+"""Most chunks: the second launch reads half of all counts on average."""
 
 
 @triton.jit
@@ -31,56 +35,90 @@ def _set_bits(word):
 
 
 @triton.jit
-def _tile_bits(tile, j, bitmap_ptr, samples, rows, columns, words, TILE_S: tl.constexpr, TILE_T: tl.constexpr):
-    """Return samples, block numbers, whether inside, bitmap words and bits of column ``j`` in a tile of rows.
-
-    A tile is ``TILE_S`` samples by ``TILE_T`` rows of each, so that no row number has to be divided.
-    """
-    across = tl.cdiv(rows, TILE_T)
-    s = ((tile // across) * TILE_S + tl.arange(0, TILE_S))[:, None]
-    t = ((tile % across) * TILE_T + tl.arange(0, TILE_T))[None, :]
-    n = t * columns + j
-    inside = (s < samples) & (t < rows)
-    word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=inside, other=0)
-    return s, t, n, inside, word, (word >> (n % WORD)) & 1
+def _tile(r, j, stop, bitmap_ptr, rows, columns, words):
+    """Return samples, block numbers, whether inside, bitmap words and bits of rows ``r`` and columns ``j``."""
+    s = (r // rows).to(tl.int64)[:, None]
+    n = (r % rows)[:, None] * columns + j[None, :]
+    inside = (r < stop)[:, None] & (j < columns)[None, :]
+    word = tl.load(bitmap_ptr + s * words + n // WORD, mask=inside, other=0)
+    return s, n, inside, word, (word >> (n % WORD)) & 1
 
 
 @triton.jit
-def columns_kernel(
-    bitmap_ptr, offsets_ptr, work_ptr, samples, rows, columns, words, runs, share, size, counts, counters, tiles,
-    TILE_S: tl.constexpr, TILE_T: tl.constexpr,
+def count_columns_kernel(
+    bitmap_ptr, work_ptr, total_rows, rows, columns, words, share, counts, TILE: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Write the list entries of ``share`` tiles of rows of one column; grid ``(chunks, NB)``.
-
-    ``size`` is ``NB * R``, the distance from the rows to the places.
-    """
-    j = tl.program_id(1)
-    all_tiles = tl.cdiv(samples, TILE_S) * tl.cdiv(rows, TILE_T)
+    """Count the kept blocks of ``share`` rows in each column; grid ``(chunks, NB / COLS)``."""
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     first = tl.program_id(0) * share
-    above = tl.zeros([TILE_S, TILE_T], tl.int32)
-    for tile in range(0, first):
-        _, _, _, _, _, kept = _tile_bits(tile, j, bitmap_ptr, samples, rows, columns, words, TILE_S, TILE_T)
-        above += kept
-    entry = tl.sum(tl.sum(above, axis=1), axis=0)
-    list_ptr = work_ptr + j.to(tl.int64) * samples * rows
-    for tile in range(first, tl.minimum(first + share, all_tiles)):
-        s, t, n, inside, word, kept = _tile_bits(
-            tile, j, bitmap_ptr, samples, rows, columns, words, TILE_S, TILE_T
-        )  # fmt: skip
-        place = tl.load(offsets_ptr + s.to(tl.int64) * runs + n // RUN, mask=inside, other=0)
+    stop = tl.minimum(first + share, total_rows)
+    count = tl.zeros([TILE, COLS], tl.int32)
+    for start in range(first, stop, TILE):
+        count += _tile(start + tl.arange(0, TILE), j, stop, bitmap_ptr, rows, columns, words)[4]
+    tl.store(work_ptr + counts + tl.program_id(0) * columns + j, tl.sum(count, axis=0), mask=j < columns)
+
+
+@triton.jit
+def list_columns_kernel(
+    bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, share, size, counts,
+    TILE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write the list entries of ``share`` rows; ``size`` is ``NB * R``, the distance from the rows to the places."""
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    above = tl.zeros([TILE, COLS], tl.int32)
+    for start in range(0, chunk, TILE):
+        c = start + tl.arange(0, TILE)
+        read = (c < chunk)[:, None] & (j < columns)[None, :]
+        above += tl.load(work_ptr + counts + c[:, None] * columns + j[None, :], mask=read, other=0)
+    entry = tl.sum(above, axis=0)
+    first = chunk * share
+    stop = tl.minimum(first + share, total_rows)
+    for start in range(first, stop, TILE):
+        r = start + tl.arange(0, TILE)
+        s, n, inside, word, kept = _tile(r, j, stop, bitmap_ptr, rows, columns, words)
+        place = tl.load(offsets_ptr + s * runs + n // RUN, mask=inside, other=0)
         place += _set_bits(word & ((1 << (n % WORD)) - 1))
         for q in tl.static_range(RUN // WORD - 1):  # the whole words of the run before this one
             before = inside & (n % RUN // WORD > q)
-            start = bitmap_ptr + s.to(tl.int64) * words + n // RUN * (RUN // WORD)
-            place += _set_bits(tl.load(start + q, mask=before, other=0))
-        kept = tl.reshape(kept, [TILE_S * TILE_T])
-        target = list_ptr + entry + tl.cumsum(kept, axis=0) - kept
-        tl.store(target, tl.reshape(s * rows + t, [TILE_S * TILE_T]), mask=kept == 1)
-        tl.store(target + size, tl.reshape(place, [TILE_S * TILE_T]), mask=kept == 1)
+            whole = tl.load(bitmap_ptr + s * words + n // RUN * (RUN // WORD) + q, mask=before, other=0)
+            place += _set_bits(whole)
+        target = j.to(tl.int64)[None, :] * total_rows + (entry[None, :] + tl.cumsum(kept, axis=0) - kept)
+        tl.store(work_ptr + target, tl.broadcast_to(r[:, None], [TILE, COLS]), mask=kept == 1)
+        tl.store(work_ptr + size + target, place, mask=kept == 1)
         entry += tl.sum(kept, axis=0)
-    if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(work_ptr + counts + j, entry)
-    if tl.program_id(0) == 0:
-        for start in range(0, tiles, 128):
-            n = start + tl.arange(0, 128)
-            tl.store(work_ptr + counters + j * tiles + n, tl.zeros([128], tl.int32), mask=n < tiles)
+    if chunk == chunks - 1:
+        tl.store(work_ptr + counts + chunks * columns + j, entry, mask=j < columns)
+
+
+class ColumnsPlan:
+    """The two launches for one shape.
+
+    Args:
+        samples: Samples of the packed input.
+        rows: Rows of each.
+        columns: Blocks per row.
+    """
+
+    def __init__(self, samples: int, rows: int, columns: int) -> None:
+        total = samples * rows
+        cols = min(64, triton.next_power_of_2(columns))
+        share = ceil_div(max(2 * ROWS, ceil_div(total, MAX_CHUNKS)), ROWS) * ROWS
+        chunks = ceil_div(total, share)
+        words, runs = ceil_div(rows * columns, WORD_BLOCKS), ceil_div(rows * columns, RUN_BLOCKS)
+        size = columns * total
+        counts = ceil_div(2 * size, 16) * 16
+        self.lengths = counts + chunks * columns
+        self.work = self.lengths + columns
+        grid = chunks, ceil_div(columns, cols)
+        self._count = Launch(
+            count_columns_kernel, grid, total, rows, columns, words, share, counts, ROWS, cols, num_warps=4
+        )
+        self._list = Launch(
+            list_columns_kernel, grid, total, rows, columns, words, runs, share, size, counts, ROWS, cols, num_warps=8
+        )
+
+    def __call__(self, bitmap: Tensor, offsets: Tensor, work: Tensor) -> None:
+        """Write the lists into ``work``."""
+        self._count(bitmap, work)
+        self._list(bitmap, offsets, work)

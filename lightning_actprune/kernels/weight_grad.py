@@ -7,9 +7,9 @@ For column block ``j`` with kept rows ``r_0 .. r_{K-1}`` (K differs from column 
 a matrix product over ``p`` of gathered rows; ``kernels.columns`` lists rows and places of each column. A program
 computes a tile of ``BM`` outputs x one block and walks ``BK`` kept rows a turn; the list entries of the next turn are
 loaded one turn ahead, so that the gathers can be issued early (a scalar dependency inside the turn would stall the
-pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU: each part
-goes to memory in fp32, and the program that finishes a tile's last part adds all of them in the order of the parts, so
-the result is deterministic. Nothing waits for another program.
+pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU, and longer columns into
+more parts than others. Parts go to memory in fp32 and a second launch adds them in their order, so the result is
+deterministic. (Adding them in the program that finishes last saved that launch, but made the loop itself slower.)
 
 For ``b >= 64`` the tile is computed as ``[b, BM]`` (values first), else as ``[BM, b]``: tensor cores take tiles of at
 least 64 x 8, and the longer side should be the one that is not the block.
@@ -26,35 +26,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.columns import MAX_CHUNKS, TILE_ROWS, columns_kernel
+from lightning_actprune.kernels.columns import ColumnsPlan
 from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned
-from lightning_actprune.kernels.tiles import FP32_ROWS, MAX_IMBALANCE, Config, choose_config, choose_split, machine
-from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
+from lightning_actprune.kernels.tiles import (
+    FP32_ROWS,
+    MAX_IMBALANCE,
+    SPLIT_RULES,
+    Config,
+    choose_config,
+    choose_split,
+    machine,
+)
+from lightning_actprune.ops.geometry import ceil_div
+
+
+@triton.jit
+def _parts(kept, share, most):
+    """Return into how many parts a column of ``kept`` rows is cut."""
+    return tl.maximum(1, tl.minimum((kept + share // 2) // share, most))
 
 
 @triton.jit
 def weight_grad_kernel(
-    grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, outputs, length, total_rows, share,
-    counts, counters, partials,
+    grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, outputs, length, total_rows, lengths, share,
     B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     NARROW: tl.constexpr, VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out[BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
+    """Write ``out[part, BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
 
-    ``work`` holds the lists of the columns and, at ``counts``, their lengths; if ``SPLIT`` also one counter a tile at
-    ``counters`` and the partial tiles, in fp32, at ``partials``. A column of ``K`` kept rows is cut into ``K / share``
-    parts (rounded), at most the grid's, and whoever finishes a tile's last part sums them up, ``SPLIT`` at once.
+    ``work`` holds the lists of the columns and, at ``lengths``, their lengths ``K``. If ``SPLIT``, a column is cut into
+    ``K / share`` parts (rounded), at most the grid's.
     ``NARROW``: offsets into ``grad_y`` and the values fit 32 bits, which saves half the instructions around the copies.
     """
-    j = tl.program_id(0)
+    j, part = tl.program_id(0), tl.program_id(2)
     low = j * 0
-    high = tl.load(work_ptr + counts + j)
+    high = tl.load(work_ptr + lengths + j)
     if SPLIT:
-        kept, part = high, tl.program_id(2)
-        parts = tl.maximum(1, tl.minimum((kept + share // 2) // share, tl.num_programs(2)))
+        parts = _parts(high, share, tl.num_programs(2))
         if part >= parts:
             return
-        rows_each = tl.cdiv(tl.cdiv(kept, parts), BK) * BK
+        rows_each = tl.cdiv(tl.cdiv(high, parts), BK) * BK
         low += part * rows_each
         high = tl.minimum(low + rows_each, high)
     o = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -86,26 +97,29 @@ def weight_grad_kernel(
             acc = tl.dot(tl.trans(grad), values, acc, input_precision=PRECISION)
     if VALUES_FIRST:
         column, o, e = (j * B + e)[:, None], o[None, :], e[:, None]
-        within = tl.arange(0, BM)[None, :] * BLOCK + e
     else:
         column, o, e = (j * B + e)[None, :], o[:, None], e[None, :]
-        within = tl.arange(0, BM)[:, None] * BLOCK + e
-    if SPLIT:
-        tile = j * tl.num_programs(1) + tl.program_id(1)
-        first = (work_ptr + partials).to(tl.pointer_type(tl.float32), bitcast=True)
-        first += (tile.to(tl.int64) * tl.num_programs(2)) * (BM * BLOCK) + within
-        tl.store(first + part * (BM * BLOCK), acc, mask=(within >= 0) & (parts > 1))
-        tl.debug_barrier()  # every thread's part is written before the counter says so
-        finished = tl.atomic_add(work_ptr + counters + tile, 1, sem="acq_rel")
-        if finished != parts - 1:
-            return
-        if parts > 1:
-            # Past the L1 cache: the other parts come from other multiprocessors.
-            acc = tl.load(first, cache_modifier=".cg")
-            for q in tl.range(1, parts, loop_unroll_factor=SPLIT):
-                acc += tl.load(first + q * (BM * BLOCK), cache_modifier=".cg")
     inside = (o < outputs) & (column < length) & (e < B)
-    tl.store(out_ptr + o.to(tl.int64) * length + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    target = out_ptr + part.to(tl.int64) * outputs * length + o.to(tl.int64) * length + column
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_parts_kernel(
+    partial_ptr, work_ptr, out_ptr, outputs, length, lengths, share, most,
+    B: tl.constexpr, OUTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of ``OUTS`` outputs x ``COLS`` values in their order: ``[parts, OUT, L] -> [OUT, L]``."""
+    o = (tl.program_id(0) * OUTS + tl.arange(0, OUTS))[:, None]
+    f = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    parts = _parts(tl.load(work_ptr + lengths + f // B, mask=f < length, other=0), share, most)
+    inside = (o < outputs) & (f < length)[None, :]
+    n = o.to(tl.int64) * length + f[None, :]
+    total = tl.zeros([OUTS, COLS], tl.float32)
+    for part in range(0, tl.max(parts, axis=0)):
+        total += tl.load(partial_ptr + n, mask=inside & (part < parts)[None, :], other=0.0)
+        partial_ptr += outputs * length
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 class Shape(NamedTuple):
@@ -142,49 +156,40 @@ class WeightGradPlan:
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, config: Config, split: int, balance: bool = False) -> None:
-        rows, columns = shape.rows, ceil_div(shape.length, shape.block_size)
-        block, tiles = max(16, triton.next_power_of_2(shape.block_size)), ceil_div(shape.outputs, config.bm)
-        self.out, self.dtype = (shape.outputs, shape.length), dtype
+        rows, outputs, length = shape.rows, shape.outputs, shape.length
+        columns, block = ceil_div(length, shape.block_size), max(16, triton.next_power_of_2(shape.block_size))
         # A column may hold many more kept rows than the mean, and gets as many more parts: behind a GELU some columns
         # keep all their rows, and without parts of their own they took 458 us where the mean would have taken 180.
         mean = max(1.0, shape.kept / columns)
         parts = math.ceil(split * min(rows / mean, MAX_IMBALANCE)) if split > 1 or balance else 1
-        share = max(1, round(mean / split))
-        # Multiples of 16 elements, so that the partial tiles start at 16 bytes and the compiler knows it.
-        self.counts = _padded(2 * columns * rows)
-        counters = self.counts + _padded(columns)
-        partials = counters + (_padded(columns * tiles) if parts > 1 else 0)
-        self.work = partials + (columns * tiles * parts * config.bm * block if parts > 1 else 0)
-        # Small tiles leave the registers to have three parts under way; large ones are enough bytes by themselves.
-        at_once = 0 if parts == 1 else 3 if config.bm * block <= 1024 * config.warps else 1
-        per_sample = rows // shape.samples
-        words, runs = ceil_div(per_sample * columns, WORD_BLOCKS), ceil_div(per_sample * columns, RUN_BLOCKS)
-        tile_t = min(TILE_ROWS, triton.next_power_of_2(per_sample))
-        tile_s = min(TILE_ROWS // tile_t, triton.next_power_of_2(shape.samples))
-        row_tiles = ceil_div(shape.samples, tile_s) * ceil_div(per_sample, tile_t)
-        chunk = ceil_div(row_tiles, MAX_CHUNKS)
-        self.list_columns = Launch(
-            columns_kernel, (ceil_div(row_tiles, chunk), columns), shape.samples, per_sample, columns, words, runs,
-            chunk, columns * rows, self.counts, counters, tiles if parts > 1 else 0, tile_s, tile_t, num_warps=8,
-        )  # fmt: skip
+        share = ceil_div(max(1, round(mean / split)), 16) * 16
+        self.out, self.dtype, self.parts = (outputs, length), dtype, parts
+        self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
+        lengths = self.list_columns.lengths
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self._product = Launch(
-            weight_grad_kernel, (columns, tiles, parts), shape.stride, shape.outputs, shape.length, rows,
-            _padded(share), self.counts, counters, partials, shape.block_size, block, config.bm, config.bk, at_once,
-            narrow, config.values_first, INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
+            weight_grad_kernel, (columns, ceil_div(outputs, config.bm), parts), shape.stride, outputs, length, rows,
+            lengths, share, shape.block_size, block, config.bm, config.bk, parts > 1, narrow, config.values_first,
+            INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        self._add = Launch(
+            add_parts_kernel, (ceil_div(outputs, 16), ceil_div(length, 128)), outputs, length, lengths, share, parts,
+            shape.block_size, 16, 128, num_warps=4,
         )  # fmt: skip
 
     def __call__(self, grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor) -> Tensor:
         """Return the weight gradient ``[OUT, length]``."""
-        work = torch.empty(self.work, dtype=torch.int32, device=values.device)
-        out = torch.empty(self.out, dtype=self.dtype, device=values.device)
+        device = values.device
+        work = torch.empty(self.list_columns.work, dtype=torch.int32, device=device)
+        out = torch.empty(self.out, dtype=self.dtype, device=device)
         self.list_columns(bitmap, offsets, work)
-        self._product(grad_y, values, work, out)
+        if self.parts == 1:
+            self._product(grad_y, values, work, out)
+            return out
+        partial = torch.empty((self.parts, *self.out), dtype=torch.float32, device=device)
+        self._product(grad_y, values, work, partial)
+        self._add(partial, work, out)
         return out
-
-
-def _padded(words: int) -> int:
-    return ceil_div(words, 16) * 16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -194,8 +199,9 @@ def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, bool]
     config = choose_config(shape.block_size, shape.outputs, key[0].itemsize, limits)
     columns = ceil_div(shape.length, shape.block_size)
     tiles = columns * ceil_div(shape.outputs, config.bm)
-    split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors)
-    if key[0] == torch.float32 and split > 1:  # the vendor's product cuts such reductions further, and errs less
+    rule = SPLIT_RULES[key[0].itemsize]
+    split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors, rule)
+    if key[0] == torch.float32 and split > 1:
         split = max(split, ceil_div(shape.kept // columns, FP32_ROWS))
     # From 48 warps of tiles per multiprocessor on, the long columns' programs find others to run beside.
     return WeightGradPlan(shape, key[1], config, split, tiles * config.warps < 48 * limits.multiprocessors)

@@ -28,9 +28,10 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
     "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32",
+    "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_outer", "stride_inner", "stride_grad", "length", "outputs")
-ALIGNED += ("share", "size", "counts", "counters", "partials")
+ALIGNED += ("share", "size", "counts")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
@@ -53,7 +54,9 @@ def specimens(target: int) -> list[Specimen]:
         ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("columns", columns.columns_kernel, {"TILE_S": 16, "TILE_T": 256}, "fp32", {"num_warps": 8}),
+        ("count_columns", columns.count_columns_kernel, {"TILE": 64, "COLS": 64}, "fp32", {"num_warps": 4}),
+        ("list_columns", columns.list_columns_kernel, {"TILE": 64, "COLS": 64}, "fp32", {"num_warps": 8}),
+        ("add_parts", weight_grad.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
@@ -71,7 +74,7 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     machine = tiles.Machine(132, SHARED_MEMORY[target], target // 10)
     config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
-    sizes |= {"SPLIT": 1, "NARROW": True}
+    sizes |= {"SPLIT": True, "NARROW": True}
     modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options

@@ -15,7 +15,7 @@ from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
 OF_SIZE = ("weight_grad", "gather", "unpack")
-KERNELS = {"keys", "select", "select_rows", "select_shared", "columns"}
+KERNELS = {"keys", "select", "select_rows", "select_shared", "count_columns", "list_columns", "add_parts"}
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
 KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
 TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}

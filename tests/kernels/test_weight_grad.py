@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.kernels import weight_grad
-from lightning_actprune.kernels.tiles import Config, Machine, choose_config, choose_split
+from lightning_actprune.kernels import columns
+from lightning_actprune.kernels.tiles import Config, Machine, SplitRule, choose_config, choose_split
 from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry
@@ -55,10 +55,11 @@ def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
     grad_y = torch.randn(300, 32, device=kernel_device)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
     plan = WeightGradPlan(Shape(32, 32, 1, 300, 64, 400, 16), torch.float32, config, 4)
+    assert plan.parts == 10
     out = plan(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ reference.unpack(values, bitmap, 300, 64).double()
     assert oracle.relative_error(out, expected) < 1e-6
-    assert torch.equal(out, plan(grad_y, values, bitmap, offsets))  # the counters start at zero each time
+    assert torch.equal(out, plan(grad_y, values, bitmap, offsets))
 
 
 def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_device):
@@ -74,7 +75,7 @@ def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_d
 
 
 def test_columns_are_listed_over_several_programs_and_samples(kernel_device, monkeypatch):
-    monkeypatch.setattr(weight_grad, "MAX_CHUNKS", 5)
+    monkeypatch.setattr(columns, "MAX_CHUNKS", 5)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
     assert run(kernel_device, (3, 1100, 24), 8, 16, config, 2) < 1e-6
     assert run(kernel_device, (700, 5, 24), 8, 16, config, 1) < 1e-6
@@ -93,7 +94,12 @@ def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memor
 
 def test_split_fills_the_machine_but_keeps_parts_long():
     config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
-    assert choose_split(tiles=72, kept_per_column=5000, config=config, multiprocessors=132) == 8
-    assert choose_split(tiles=36, kept_per_column=5000, config=config, multiprocessors=132) == 8
-    assert choose_split(tiles=200, kept_per_column=5000, config=config, multiprocessors=132) == 1
-    assert choose_split(tiles=1, kept_per_column=100, config=config, multiprocessors=132) == 1
+    rule = SplitRule(full=8, aim=16, most=6, turns=4)
+
+    def split(tiles, kept_per_column):
+        return choose_split(tiles, kept_per_column, config, 132, rule)
+
+    assert split(tiles=72, kept_per_column=5000) == 4
+    assert split(tiles=36, kept_per_column=5000) == 6
+    assert split(tiles=144, kept_per_column=5000) == 1
+    assert split(tiles=1, kept_per_column=100) == 1
