@@ -5,10 +5,10 @@ Microseconds, with ``F`` the operations of the dense product, ``d`` the density 
     gather  g + c_b d F / rate                   c_b: what a gathered operation costs, in dense ones
     unpack  u + F / rate + (1 + d) X / bandwidth  dense product, after writing X and reading d X
 
-The 16-bit constants were fitted on an H200 (Triton 3.6, inputs not in the cache, ``examples/benchmarks/kernels.py``),
-before the gather kernel summed its parts itself. The fp32 ones are estimates, from a prototype's 1.2 dense operations
-at ``b = 64`` and the share of FMAs in the compiled loops. ``examples/benchmarks/fit_cost.py`` fits both to records.
-The constants of both sides scale alike from GPU to GPU, so the choice carries over.
+Fitted on an H200 (Triton 3.6, inputs not in the cache) by ``examples/benchmarks/fit_cost.py`` to the records of
+``kernels.py``, not to the least error but to the least regret: what a wrong choice costs in the worst case. The constants of both sides scale alike from GPU to GPU, so the choice carries over. The inputs were
+normal random numbers, whose columns keep about the same number of rows each; where columns differ, gathering takes up
+to twice as long, which a choice from shapes alone cannot know.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Costs(NamedTuple):
 
 
 COSTS = {
-    2: Costs(16.0, ((128, 1.9), (64, 2.2), (32, 3.1), (16, 5.6)), 11.0, 800e6, 4.3e6),
-    4: Costs(16.0, ((128, 1.15), (64, 1.2), (32, 1.3), (16, 1.6)), 11.0, 50e6, 4.3e6),
+    2: Costs(19.5, ((128, 2.08), (64, 2.57), (32, 4.86), (16, 7.41)), 12.3, 868e6, 3.34e6),
+    4: Costs(36.7, ((128, 1.25), (64, 1.23), (32, 1.31), (16, 1.43)), 14.2, 52e6, 3.08e6),
 }
 """By bytes per value."""
 

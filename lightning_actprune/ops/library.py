@@ -76,8 +76,10 @@ def _weight_grad_fake(
 
 
 def in_plain_eager_mode(x: Tensor) -> bool:
-    """Return whether no compiler, tensor subclass or dispatch mode wants to see the operators."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor and _get_current_dispatch_mode() is None
+    """Return whether no compiler, meta tensor, tensor subclass or dispatch mode wants to see the operators."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
+        return False
+    return _get_current_dispatch_mode() is None
 
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:

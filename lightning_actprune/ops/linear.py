@@ -101,7 +101,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     with torch.no_grad():
         flat = _flat(grad_y)
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_y @ weight.to(grad_y.dtype)).to(ctx.x_dtype)
+            grad_x = (flat @ weight.to(flat.dtype)).view(*grad_y.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -112,7 +112,7 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
 def _flat(grad_y: Tensor) -> Tensor:
     """Return ``grad_y [..., OUT]`` as ``[R, OUT]`` without turning it in memory.
 
-    A transposed gradient (token mixing) has to be copied, but keeps its innermost dimension: on an H200, 25.1 million
+    A transposed gradient (token mixing) has to be copied, but keeps its innermost dimension: on an H200, 9.6 million
     16-bit values take 23 us so and 55 turned, and their sum for the bias 7 us instead of 53.
     """
     if grad_y.dim() == 3 and grad_y.stride(1) == 1 and grad_y.stride(2) != 1:
