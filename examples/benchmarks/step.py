@@ -2,9 +2,10 @@
 
     python examples/benchmarks/step.py --out step.json
 
-Every case runs in its own process, so that its memory is its own. All processes warm up side by side (compiling takes
-most of the time); then they take turns, several rounds of each, so that a drift of the machine meets all of them. Times
-are medians over all timed steps (forward, backward, fused AdamW), by wall clock with the device synchronised.
+Every case runs in its own process, so that its memory is its own. The processes of a model warm up side by side
+(compiling takes most of the time, and all models together would not fit a GPU); then they take turns, several rounds of
+each, so that a drift of the machine meets all of them. Times are medians over all timed steps (forward, backward, fused
+AdamW), by wall clock with the device synchronised.
 
 Modes: ``eager``; ``graph``, the eager step captured in one CUDA graph, which leaves the GPU's own time; ``compile``;
 ``reduce-overhead``, compiled with CUDA graphs. ``host_ms`` is how long the host takes to issue a step to an idle GPU: a
@@ -165,7 +166,15 @@ def main() -> None:
     if args.case:
         serve(args)
         return
-    cases = [(m, method, mode) for m in args.models for mode in args.modes for method in METHODS[mode]]
+    records: list[dict[str, Any]] = []
+    for model in args.models:
+        records += compare([(model, method, mode) for mode in args.modes for method in METHODS[mode]], args)
+        write_records(args.out, [{**row, **environment()} for row in records])
+    Console().print(summary(records))
+
+
+def compare(cases: list[tuple[str, str, str]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the records of one model's cases, all of which are in memory at once."""
     options = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in ("sparsity", "block-size", "steps")]
     processes = {
         case: subprocess.Popen(
@@ -184,12 +193,12 @@ def main() -> None:
             host[case].append(issued)
     for process in processes.values():
         process.stdin.close()
+        process.wait()
     for case, row in zip(cases, records, strict=True):
         row["ms_median"] = round(statistics.median(times[case]), 3)
         row["ms_min"], row["ms_max"] = round(min(times[case]), 3), round(max(times[case]), 3)
         row["host_ms"] = round(statistics.median(host[case]), 3)
-    write_records(args.out, [{**row, **environment()} for row in records])
-    Console().print(summary(records))
+    return records
 
 
 def record(case: tuple[str, str, str], memory: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
