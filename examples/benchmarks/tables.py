@@ -90,7 +90,7 @@ def kernels(records: Records) -> str:
     parts = [summarised(summaries.speedup_grid(records), records), *pictures]
     if len({r["command"] for r in records}) == 1 and all("elapsed_s" in r for r in records):
         elapsed = max(r["elapsed_s"] for r in records)
-        parts.insert(1, f"Measuring took {elapsed:.0f} s, compilation of the kernels that were not in Triton's cache included.")
+        parts.insert(1, f"Measuring took {elapsed:.0f} s, compilation of kernels not yet in Triton's cache included.")
     return "\n\n".join(parts)
 
 
