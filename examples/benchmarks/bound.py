@@ -96,7 +96,7 @@ def measure(
     geometry, outputs = BlockGeometry.of_stored(pairs[0][0], block_size, sparsity), pairs[0][1].shape[1]
     packed = [reference.pack(x, block_size, geometry.keep) for x, _ in pairs]
     stored = tuple(packed[0][0].shape)
-    shape = Shape(outputs, outputs, geometry.samples, geometry.total_rows, geometry.length, *stored)
+    shape = Shape(outputs, outputs, geometry.samples, geometry.total_rows, geometry.length, *stored, 2)
     plan = WeightGradPlan(shape, torch.bfloat16, config, split)
     loads = Loads(plan, shape, config, split)
     both = [(g, p) for (_, g), p in zip(pairs, packed, strict=True)]

@@ -107,7 +107,15 @@ def plan_for(
     outputs: int, packed: tuple[torch.Tensor, ...], geometry: BlockGeometry, config: Config, split: int
 ) -> Any:
     """Return the weight gradient of one shape."""
-    shape = Shape(outputs, outputs, geometry.samples, geometry.total_rows, geometry.length, *packed[0].shape)
+    shape = Shape(
+        outputs,
+        outputs,
+        geometry.samples,
+        geometry.total_rows,
+        geometry.length,
+        *packed[0].shape,
+        packed[0].element_size(),
+    )
     return WeightGradPlan(shape, packed[0].dtype, config, split)
 
 

@@ -4,7 +4,7 @@ Values are stored row by row; the weight gradient of a column block reduces over
 column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
 rows. Two launches, since a list entry's position depends on all rows above: the first counts per 128 rows or more (a
 ``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of up to
-64 columns, so that neighbouring lanes read the same bitmap words.
+32 columns, so that neighbouring lanes read the same bitmap words.
 
 ``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
 the length of each list ``[NB]``. It lives only as long as one weight gradient.
@@ -36,12 +36,27 @@ def _set_bits(word):
 
 @triton.jit
 def _tile(r, j, stop, bitmap_ptr, rows, columns, words):
-    """Return samples, block numbers, whether inside, bitmap words and bits of rows ``r`` and columns ``j``."""
-    s = (r // rows).to(tl.int64)[:, None]
-    n = (r % rows)[:, None] * columns + j[None, :]
-    inside = (r < stop)[:, None] & (j < columns)[None, :]
+    """Return samples and first block numbers of rows ``r``, and their bits ``[COLS, TILE]`` in columns ``j``.
+
+    Rows run along the last axis: neighbouring lanes then store to neighbouring places of the same list.
+    """
+    s, t = (r // rows).to(tl.int64), r % rows
+    n = (t * columns)[None, :] + j[:, None]
+    inside = (r < stop)[None, :] & (j < columns)[:, None]
+    word = tl.load(bitmap_ptr + (s * words)[None, :] + n // WORD, mask=inside, other=0)
+    return s, t * columns, (word >> (n % WORD)) & 1
+
+
+@triton.jit
+def _kept_before(n, s, inside, bitmap_ptr, offsets_ptr, words, runs):
+    """Return the place of block ``n`` if it is kept: offset of its run, whole words of the run, bits before it."""
+    place = tl.load(offsets_ptr + s * runs + n // RUN, mask=inside, other=0)
     word = tl.load(bitmap_ptr + s * words + n // WORD, mask=inside, other=0)
-    return s, n, inside, word, (word >> (n % WORD)) & 1
+    place += _set_bits(word & ((1 << (n % WORD)) - 1))
+    for q in tl.static_range(RUN // WORD - 1):
+        before = inside & (n % RUN // WORD > q)
+        place += _set_bits(tl.load(bitmap_ptr + s * words + n // RUN * (RUN // WORD) + q, mask=before, other=0))
+    return place
 
 
 @triton.jit
@@ -52,10 +67,10 @@ def count_columns_kernel(
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     first = tl.program_id(0) * share
     stop = tl.minimum(first + share, total_rows)
-    count = tl.zeros([TILE, COLS], tl.int32)
+    count = tl.zeros([COLS, TILE], tl.int32)
     for start in range(first, stop, TILE):
-        count += _tile(start + tl.arange(0, TILE), j, stop, bitmap_ptr, rows, columns, words)[4]
-    tl.store(work_ptr + counts + tl.program_id(0) * columns + j, tl.sum(count, axis=0), mask=j < columns)
+        count += _tile(start + tl.arange(0, TILE), j, stop, bitmap_ptr, rows, columns, words)[2]
+    tl.store(work_ptr + counts + tl.program_id(0) * columns + j, tl.sum(count, axis=1), mask=j < columns)
 
 
 @triton.jit
@@ -63,30 +78,30 @@ def list_columns_kernel(
     bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, share, size, counts,
     TILE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write the list entries of ``share`` rows; ``size`` is ``NB * R``, the distance from the rows to the places."""
+    """Write the list entries of ``share`` rows; ``size`` is ``NB * R``, the distance from the rows to the places.
+
+    A block's place is that of its row's first block in the tile, plus the kept blocks between them.
+    """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    above = tl.zeros([TILE, COLS], tl.int32)
+    above = tl.zeros([COLS, TILE], tl.int32)
     for start in range(0, chunk, TILE):
         c = start + tl.arange(0, TILE)
-        read = (c < chunk)[:, None] & (j < columns)[None, :]
-        above += tl.load(work_ptr + counts + c[:, None] * columns + j[None, :], mask=read, other=0)
-    entry = tl.sum(above, axis=0)
+        read = (c < chunk)[None, :] & (j < columns)[:, None]
+        above += tl.load(work_ptr + counts + (c * columns)[None, :] + j[:, None], mask=read, other=0)
+    entry = tl.sum(above, axis=1)
     first = chunk * share
     stop = tl.minimum(first + share, total_rows)
     for start in range(first, stop, TILE):
         r = start + tl.arange(0, TILE)
-        s, n, inside, word, kept = _tile(r, j, stop, bitmap_ptr, rows, columns, words)
-        place = tl.load(offsets_ptr + s * runs + n // RUN, mask=inside, other=0)
-        place += _set_bits(word & ((1 << (n % WORD)) - 1))
-        for q in tl.static_range(RUN // WORD - 1):  # the whole words of the run before this one
-            before = inside & (n % RUN // WORD > q)
-            whole = tl.load(bitmap_ptr + s * words + n // RUN * (RUN // WORD) + q, mask=before, other=0)
-            place += _set_bits(whole)
-        target = j.to(tl.int64)[None, :] * total_rows + (entry[None, :] + tl.cumsum(kept, axis=0) - kept)
-        tl.store(work_ptr + target, tl.broadcast_to(r[:, None], [TILE, COLS]), mask=kept == 1)
-        tl.store(work_ptr + size + target, place, mask=kept == 1)
-        entry += tl.sum(kept, axis=0)
+        s, n, kept = _tile(r, j, stop, bitmap_ptr, rows, columns, words)
+        n += tl.program_id(1) * COLS
+        place = _kept_before(n, s, r < stop, bitmap_ptr, offsets_ptr, words, runs)
+        places = place[None, :] + tl.cumsum(kept, axis=0) - kept
+        target = (j.to(tl.int64) * total_rows + entry)[:, None] + tl.cumsum(kept, axis=1) - kept
+        tl.store(work_ptr + target, tl.broadcast_to(r[None, :], [COLS, TILE]), mask=kept == 1)
+        tl.store(work_ptr + size + target, places, mask=kept == 1)
+        entry += tl.sum(kept, axis=1)
     if chunk == chunks - 1:
         tl.store(work_ptr + counts + chunks * columns + j, entry, mask=j < columns)
 
@@ -102,7 +117,7 @@ class ColumnsPlan:
 
     def __init__(self, samples: int, rows: int, columns: int) -> None:
         total = samples * rows
-        cols = min(64, triton.next_power_of_2(columns))
+        cols = min(32, triton.next_power_of_2(columns))
         share = ceil_div(max(2 * ROWS, ceil_div(total, MAX_CHUNKS)), ROWS) * ROWS
         chunks = ceil_div(total, share)
         words, runs = ceil_div(rows * columns, WORD_BLOCKS), ceil_div(rows * columns, RUN_BLOCKS)

@@ -47,8 +47,8 @@ class Launch:
             return
         compiled = self._kernel[self._grid](*tensors, *self._scalars, **self._options)
         if not INTERPRETED:
-            self._run = _runner(compiled, self._grid)
             self._stream = functools.partial(triton.runtime.driver.active.get_current_stream, tensors[0].device.index)
+            self._run = _runner(compiled, self._grid)  # last: another thread may be waiting to see it
 
 
 def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -61,9 +61,9 @@ def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     return launch
 
 
-def aligned(*tensors: Tensor) -> bool:
-    """Return whether every tensor starts at a multiple of 16 bytes, which compiled code may rely on."""
-    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def aligned(*tensors: Tensor) -> tuple[bool, ...]:
+    """Return which tensors start at a multiple of 16 bytes: compiled code relies on it for each of its own."""
+    return tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
 
 
 @functools.cache

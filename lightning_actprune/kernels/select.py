@@ -28,8 +28,9 @@ REGISTER_BLOCKS = 16384
 MOST_PARTS = 256
 """Most programs that share one sample."""
 MAX_PARTS = tl.constexpr(MOST_PARTS)
-MAX_TURNS = tl.constexpr(96)
-CONTROL_WORDS = 2 * 96 + 3 + 2 * MOST_PARTS
+MOST_TURNS = 96
+MAX_TURNS = tl.constexpr(MOST_TURNS)
+CONTROL_WORDS = 2 * MOST_TURNS + 3 + 2 * MOST_PARTS
 """Control words per sample of ``select_shared_kernel``: count and arrivals of each turn, extremes, two per part."""
 
 

@@ -111,6 +111,15 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device)
 
 
+def has_fp32_product(x: Tensor) -> bool:
+    """Return whether torch multiplies 16-bit matrices like ``x`` to an fp32 result (``torch.mm(out_dtype=)``)."""
+    if not x.is_cuda or torch.version.cuda is None:
+        return False
+    if x.dtype == torch.float16:
+        return not torch.backends.cuda.matmul.allow_fp16_accumulation
+    return x.dtype == torch.bfloat16
+
+
 @contextlib.contextmanager
 def force_backend(backend: Backend | None) -> Iterator[None]:
     """Run every operator called inside on ``backend``; ``None`` restores the automatic choice."""

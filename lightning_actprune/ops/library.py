@@ -76,8 +76,14 @@ def _weight_grad_fake(
 
 
 def in_plain_eager_mode(x: Tensor) -> bool:
-    """Return whether no compiler, meta tensor, tensor subclass or dispatch mode wants to see the operators."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta:
+    """Return whether nothing but the operators' own kernels wants to see them.
+
+    That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
+    (whose tensors look like plain ones) and no dispatch mode.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
+        return False
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x):
         return False
     return _get_current_dispatch_mode() is None
 

@@ -8,6 +8,9 @@ from lightning_actprune.ops import reference
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
 
+MAX_KEPT_BLOCKS = 2**31 - 1
+"""Places in the values are int32."""
+
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keep the ``keep`` largest blocks of each sample of ``x``.
@@ -24,6 +27,11 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
     columns = ceil_div(x.shape[2], block_size)
+    if x.shape[0] * keep > MAX_KEPT_BLOCKS:
+        raise ValueError(
+            f"{x.shape[0]} samples of {keep} kept blocks are more than 2^31 - 1, the most that can be numbered. HINT: "
+            f"take a larger `block_size` than {block_size}."
+        )
     if x.numel() > 0 and keep > 0 and choose_backend(x, block_size, columns) == "triton":
         from lightning_actprune.kernels import pack as kernels
 

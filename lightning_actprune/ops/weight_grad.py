@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.cost import gather_is_faster
-from lightning_actprune.ops.dispatch import choose_backend, on_device_of
+from lightning_actprune.ops.dispatch import choose_backend, has_fp32_product, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
 
 Method = Literal["gather", "unpack"]
@@ -106,6 +106,6 @@ def weight_grad(
     dense = _unpack((values, bitmap, offsets), (batch, rows, length), features_first=transposed)
     # Transposed, the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN].
     dense = dense.flatten(1).t() if transposed else dense.flatten(0, 1)
-    if grad_y.is_cuda and dtype == torch.float32 and grad_y.dtype in (torch.bfloat16, torch.float16):
+    if dtype == torch.float32 and has_fp32_product(grad_y):
         return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
     return (grad_y.t() @ dense).to(dtype)

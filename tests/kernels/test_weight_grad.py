@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.kernels import columns
+from lightning_actprune.kernels import columns, weight_grad
 from lightning_actprune.kernels.tiles import Config, Machine, SplitRule, choose_config, choose_split
 from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
 from lightning_actprune.ops import reference
@@ -20,7 +20,10 @@ def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
     total = geometry.total_rows
     grad_y = torch.randn(total, outputs, device=device).to(dtype)
     plan = WeightGradPlan(
-        Shape(outputs, outputs, shape[0], total, shape[2], *values.shape), torch.float32, config, split
+        Shape(outputs, outputs, shape[0], total, shape[2], *values.shape, values.element_size()),
+        torch.float32,
+        config,
+        split,
     )
     actual = plan(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
@@ -37,13 +40,35 @@ def test_equals_the_oracle(kernel_device, shape, block_size, outputs, split, val
     assert run(kernel_device, shape, block_size, outputs, config, split) < 1e-6
 
 
+def test_parts_take_no_more_memory_than_the_input():
+    config = Config(bm=64, bk=32, warps=4, stages=3, values_first=True)
+    for rows, length, outputs in ((2**20, 1024, 1024), (12544, 384, 1536), (100, 64, 64)):
+        plan = WeightGradPlan(
+            Shape(outputs, outputs, 1, rows, length, rows, 64, 4), torch.float32, config, split=8, balance=True
+        )
+        assert plan.parts == 1 or plan.parts * outputs * length <= rows * length
+
+
+def test_long_fp32_sums_are_cut_into_chains(kernel_device, monkeypatch):
+    """With chains of 256 rows, 16 turns, the error of 4000 equal terms is far below that of one chain."""
+    config, x = Config(16, 16, 4, 3, False), torch.full((1, 4000, 16), 0.1, device=kernel_device)
+    values, bitmap, offsets = reference.pack(x, 16, 4000)
+    grad_y, found = torch.full((4000, 16), 0.3, device=kernel_device), []
+    for chain in (256, weight_grad.WHOLE.value):
+        monkeypatch.setattr(weight_grad, "FP32_CHAIN", chain)
+        plan = WeightGradPlan(Shape(16, 16, 1, 4000, 16, 4000, 16, 4), torch.float32, config, 1)
+        out = plan(grad_y, values, bitmap, offsets)
+        found.append(oracle.relative_error(out, (grad_y.double().t() @ x[0].double())))
+    assert found[0] < found[1] / 2
+
+
 def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
     x = torch.zeros(1, 40, 48, device=kernel_device)
     x[..., :16] = 1.0
     values, bitmap, offsets = reference.pack(x, 16, 40)
     grad_y = torch.randn(40, 16, device=kernel_device)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    out = WeightGradPlan(Shape(16, 16, 1, 40, 48, 40, 16), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
+    out = WeightGradPlan(Shape(16, 16, 1, 40, 48, 40, 16, 4), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
     assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
     assert not out[:, 16:].any()
 
@@ -54,8 +79,8 @@ def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
     values, bitmap, offsets = reference.pack(x, 16, 400)
     grad_y = torch.randn(300, 32, device=kernel_device)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    plan = WeightGradPlan(Shape(32, 32, 1, 300, 64, 400, 16), torch.float32, config, 4)
-    assert plan.parts == 10
+    plan = WeightGradPlan(Shape(32, 32, 1, 300, 64, 400, 16, 4), torch.float32, config, 4)
+    assert plan.parts == 9  # 10, but for the memory: no more than the input's 300 x 64 x 4 bytes
     out = plan(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ reference.unpack(values, bitmap, 300, 64).double()
     assert oracle.relative_error(out, expected) < 1e-6
@@ -69,7 +94,7 @@ def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_d
     grad_y = torch.randn(40, 16, device=kernel_device)
     grad_y[0] = float("inf")
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    out = WeightGradPlan(Shape(16, 16, 1, 40, 32, 40, 16), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
+    out = WeightGradPlan(Shape(16, 16, 1, 40, 32, 40, 16, 4), torch.float32, config, 2)(grad_y, values, bitmap, offsets)
     assert out[:, :16].isfinite().all()
     assert not out[:, 16:].isfinite().any()
 

@@ -102,6 +102,20 @@ def test_empty_batch(device):
     assert not bias.grad.any()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_several_gradients_at_once_equal_them_one_by_one(device, method):
+    """Vectorised jacobians: ``vmap`` hands the backward tensors without memory of their own."""
+    x, weight, bias = setup(device, 3, 40, 32)
+    with force_method(method):
+        y = functional.linear(x, weight, bias, sparsity=0.5, block_size=16)
+        grads = torch.randn(2, *y.shape, device=device)
+        together = torch.autograd.grad(y, (x, weight, bias), grads, is_grads_batched=True, retain_graph=True)
+        for i in range(2):
+            alone = torch.autograd.grad(y, (x, weight, bias), grads[i], retain_graph=True)
+            for a, b in zip(together, alone, strict=True):
+                assert oracle.relative_error(a[i], b) < 1e-6
+
+
 def test_non_finite_input_reaches_the_weight_gradient(device):
     x, weight, bias = setup(device, 2, 9, 32)
     with torch.no_grad():
