@@ -4,7 +4,7 @@ Values are stored row by row; the weight gradient of a column block reduces over
 column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
 rows. Two launches, since a list entry's position depends on all rows above: the first counts per 128 rows or more (a
 ``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of up to
-32 columns, so that neighbouring lanes read the same bitmap words.
+32 columns as one tile, without a loop, since what counts is how many reads follow each other.
 
 ``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
 the length of each list ``[NB]``. It lives only as long as one weight gradient.
@@ -20,10 +20,12 @@ from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.select import RUN, WORD
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
-ROWS = 64
-"""Rows of a tile."""
+MIN_ROWS = 128
+"""Least rows of a chunk."""
 MAX_CHUNKS = 256
-"""Most chunks: the second launch reads half of all counts on average."""
+"""Chunks up to which they stay small: the second launch reads half of all counts on average."""
+MAX_TILE = 4096
+"""Most blocks of a program."""
 
 
 @triton.jit
@@ -61,49 +63,42 @@ def _kept_before(n, s, inside, bitmap_ptr, offsets_ptr, words, runs):
 
 @triton.jit
 def count_columns_kernel(
-    bitmap_ptr, work_ptr, total_rows, rows, columns, words, share, counts, TILE: tl.constexpr, COLS: tl.constexpr
+    bitmap_ptr, work_ptr, total_rows, rows, columns, words, counts, TILE: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Count the kept blocks of ``share`` rows in each column; grid ``(chunks, NB / COLS)``."""
+    """Count the kept blocks of ``TILE`` rows in each column; grid ``(chunks, NB / COLS)``."""
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    first = tl.program_id(0) * share
-    stop = tl.minimum(first + share, total_rows)
-    count = tl.zeros([COLS, TILE], tl.int32)
-    for start in range(first, stop, TILE):
-        count += _tile(start + tl.arange(0, TILE), j, stop, bitmap_ptr, rows, columns, words)[2]
-    tl.store(work_ptr + counts + tl.program_id(0) * columns + j, tl.sum(count, axis=1), mask=j < columns)
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    _, _, kept = _tile(r, j, total_rows, bitmap_ptr, rows, columns, words)
+    tl.store(work_ptr + counts + tl.program_id(0) * columns + j, tl.sum(kept, axis=1), mask=j < columns)
 
 
 @triton.jit
 def list_columns_kernel(
-    bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, share, size, counts,
+    bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, size, counts,
     TILE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Write the list entries of ``share`` rows; ``size`` is ``NB * R``, the distance from the rows to the places.
+    """Write the list entries of ``TILE`` rows; ``size`` is ``NB * R``, the distance from the rows to the places.
 
     A block's place is that of its row's first block in the tile, plus the kept blocks between them.
     """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    r = chunk * TILE + tl.arange(0, TILE)
+    # Read before the counts, whose sum would have to be waited for.
+    s, n, kept = _tile(r, j, total_rows, bitmap_ptr, rows, columns, words)
+    place = _kept_before(n + tl.program_id(1) * COLS, s, r < total_rows, bitmap_ptr, offsets_ptr, words, runs)
     above = tl.zeros([COLS, TILE], tl.int32)
     for start in range(0, chunk, TILE):
         c = start + tl.arange(0, TILE)
         read = (c < chunk)[None, :] & (j < columns)[:, None]
         above += tl.load(work_ptr + counts + (c * columns)[None, :] + j[:, None], mask=read, other=0)
     entry = tl.sum(above, axis=1)
-    first = chunk * share
-    stop = tl.minimum(first + share, total_rows)
-    for start in range(first, stop, TILE):
-        r = start + tl.arange(0, TILE)
-        s, n, kept = _tile(r, j, stop, bitmap_ptr, rows, columns, words)
-        n += tl.program_id(1) * COLS
-        place = _kept_before(n, s, r < stop, bitmap_ptr, offsets_ptr, words, runs)
-        places = place[None, :] + tl.cumsum(kept, axis=0) - kept
-        target = (j.to(tl.int64) * total_rows + entry)[:, None] + tl.cumsum(kept, axis=1) - kept
-        tl.store(work_ptr + target, tl.broadcast_to(r[None, :], [COLS, TILE]), mask=kept == 1)
-        tl.store(work_ptr + size + target, places, mask=kept == 1)
-        entry += tl.sum(kept, axis=1)
+    places = place[None, :] + tl.cumsum(kept, axis=0) - kept
+    target = (j.to(tl.int64) * total_rows + entry)[:, None] + tl.cumsum(kept, axis=1) - kept
+    tl.store(work_ptr + target, tl.broadcast_to(r[None, :], [COLS, TILE]), mask=kept == 1)
+    tl.store(work_ptr + size + target, places, mask=kept == 1)
     if chunk == chunks - 1:
-        tl.store(work_ptr + counts + chunks * columns + j, entry, mask=j < columns)
+        tl.store(work_ptr + counts + chunks * columns + j, entry + tl.sum(kept, axis=1), mask=j < columns)
 
 
 class ColumnsPlan:
@@ -117,20 +112,18 @@ class ColumnsPlan:
 
     def __init__(self, samples: int, rows: int, columns: int) -> None:
         total = samples * rows
-        cols = min(32, triton.next_power_of_2(columns))
-        share = ceil_div(max(2 * ROWS, ceil_div(total, MAX_CHUNKS)), ROWS) * ROWS
-        chunks = ceil_div(total, share)
+        tile = min(MAX_TILE, max(MIN_ROWS, triton.next_power_of_2(ceil_div(total, MAX_CHUNKS))))
+        cols = min(32, MAX_TILE // tile, triton.next_power_of_2(columns))
+        chunks = ceil_div(total, tile)
         words, runs = ceil_div(rows * columns, WORD_BLOCKS), ceil_div(rows * columns, RUN_BLOCKS)
         size = columns * total
         counts = ceil_div(2 * size, 16) * 16
         self.lengths = counts + chunks * columns
         self.work = self.lengths + columns
         grid = chunks, ceil_div(columns, cols)
-        self._count = Launch(
-            count_columns_kernel, grid, total, rows, columns, words, share, counts, ROWS, cols, num_warps=4
-        )
+        self._count = Launch(count_columns_kernel, grid, total, rows, columns, words, counts, tile, cols, num_warps=4)
         self._list = Launch(
-            list_columns_kernel, grid, total, rows, columns, words, runs, share, size, counts, ROWS, cols, num_warps=8
+            list_columns_kernel, grid, total, rows, columns, words, runs, size, counts, tile, cols, num_warps=8
         )
 
     def __call__(self, bitmap: Tensor, offsets: Tensor, work: Tensor) -> None:

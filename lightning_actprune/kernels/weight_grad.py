@@ -29,6 +29,7 @@ from torch import Tensor
 from lightning_actprune.kernels.columns import ColumnsPlan
 from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned
 from lightning_actprune.kernels.tiles import (
+    FP32_ROWS,
     MAX_IMBALANCE,
     SPLIT_RULES,
     Config,
@@ -37,11 +38,6 @@ from lightning_actprune.kernels.tiles import (
     machine,
 )
 from lightning_actprune.ops.geometry import ceil_div
-
-WHOLE = tl.constexpr(2**30)
-"""A chain that covers any column."""
-FP32_CHAIN = 512
-"""Rows added up one after another in fp32: with 1,025 to 2,090 the error was 2.2 times that of the vendor's product."""
 
 
 @triton.jit
@@ -53,14 +49,13 @@ def _parts(kept, share, most):
 @triton.jit
 def weight_grad_kernel(
     grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, outputs, length, total_rows, lengths, share,
-    B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, CHAIN: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     NARROW: tl.constexpr, VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write ``out[part, BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
 
     ``work`` holds the lists of the columns and, at ``lengths``, their lengths ``K``. If ``SPLIT``, a column is cut into
     ``K / share`` parts (rounded), at most the grid's.
-    ``CHAIN``: rows that are added up one after another; the sums of such chains are then added.
     ``NARROW``: offsets into ``grad_y`` and the values fit 32 bits, which saves half the instructions around the copies.
     """
     j, part = tl.program_id(0), tl.program_id(2)
@@ -87,26 +82,20 @@ def weight_grad_kernel(
     some = tl.broadcast_to(high, [BK]) > tl.broadcast_to(low, [BK])
     rows = tl.load(rows_ptr + tl.minimum(low + k, last), mask=some, other=0)
     places = tl.load(places_ptr + tl.minimum(low + k, last), mask=some, other=0)
-    for start in range(low, high, CHAIN):
-        if CHAIN < WHOLE:
-            total = acc
-            acc = tl.zeros_like(acc)
-        for p in range(start, tl.minimum(start + CHAIN, high), BK):
-            # Past the end the last row is read again, and only the values are masked: grad_y needs no mask of its own.
-            r, place = (rows, places) if NARROW else (rows.to(tl.int64), places.to(tl.int64))
-            grad = tl.load(grad_ptr + (r[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)
-            stored = (p + k < high)[:, None] & (e < B)[None, :]
-            values = tl.load(values_ptr + (place[:, None] * B + e[None, :]), mask=stored, other=0.0)
-            rows = tl.load(rows_ptr + tl.minimum(p + BK + k, last))
-            places = tl.load(places_ptr + tl.minimum(p + BK + k, last))
-            if UPCAST:
-                grad, values = grad.to(tl.float32), values.to(tl.float32)
-            if VALUES_FIRST:
-                acc = tl.dot(tl.trans(values), grad, acc, input_precision=PRECISION)
-            else:
-                acc = tl.dot(tl.trans(grad), values, acc, input_precision=PRECISION)
-        if CHAIN < WHOLE:
-            acc += total
+    for p in range(low, high, BK):
+        # Past the end the last row is read again, and only the values are masked: grad_y needs no mask of its own.
+        r, place = (rows, places) if NARROW else (rows.to(tl.int64), places.to(tl.int64))
+        grad = tl.load(grad_ptr + (r[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)
+        stored = (p + k < high)[:, None] & (e < B)[None, :]
+        values = tl.load(values_ptr + (place[:, None] * B + e[None, :]), mask=stored, other=0.0)
+        rows = tl.load(rows_ptr + tl.minimum(p + BK + k, last))
+        places = tl.load(places_ptr + tl.minimum(p + BK + k, last))
+        if UPCAST:
+            grad, values = grad.to(tl.float32), values.to(tl.float32)
+        if VALUES_FIRST:
+            acc = tl.dot(tl.trans(values), grad, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(tl.trans(grad), values, acc, input_precision=PRECISION)
     if VALUES_FIRST:
         column, o, e = (j * B + e)[:, None], o[None, :], e[:, None]
     else:
@@ -176,19 +165,17 @@ class WeightGradPlan:
         # keep all their rows, and without parts of their own they took 458 us where the mean would have taken 180.
         mean = max(1.0, shape.kept / columns)
         parts = math.ceil(split * min(rows / mean, MAX_IMBALANCE)) if split > 1 or balance else 1
-        # What the parts take for a moment is less than unpacking the input would.
-        parts = max(1, min(parts, rows * length * shape.itemsize // (4 * outputs * length)))
+        # What the parts take for a moment is bounded by twice what unpacking the input would.
+        parts = max(1, min(parts, 2 * rows * shape.itemsize // (4 * outputs)))
         share = ceil_div(max(1, round(mean / split)), 16) * 16
         self.out, self.dtype, self.parts = (outputs, length), dtype, parts
         self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
         lengths = self.list_columns.lengths
-        # A chain covers any column unless sums in fp32 are all the precision there is.
-        chain = FP32_CHAIN if shape.itemsize == 4 else WHOLE.value
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self._product = Launch(
             weight_grad_kernel, (columns, ceil_div(outputs, config.bm), parts), shape.stride, outputs, length, rows,
-            lengths, share, shape.block_size, block, config.bm, config.bk, parts > 1, chain, narrow,
-            config.values_first, INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
+            lengths, share, shape.block_size, block, config.bm, config.bk, parts > 1, narrow, config.values_first,
+            INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         self._add = Launch(
             add_parts_kernel, (ceil_div(outputs, 16), ceil_div(length, 128)), outputs, length, lengths, share, parts,
@@ -219,6 +206,8 @@ def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, torch
     tiles = columns * ceil_div(shape.outputs, config.bm)
     rule = SPLIT_RULES[key[0].itemsize]
     split = choose_split(tiles, shape.kept // columns, config, limits.multiprocessors, rule)
+    if key[0] == torch.float32 and split > 1:
+        split = max(split, ceil_div(shape.kept // columns, FP32_ROWS))
     # From 48 warps of tiles per multiprocessor on, the long columns' programs find others to run beside.
     return WeightGradPlan(shape, key[1], config, split, tiles * config.warps < 48 * limits.multiprocessors)
 

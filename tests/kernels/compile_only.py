@@ -54,8 +54,8 @@ def specimens(target: int) -> list[Specimen]:
         ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("count_columns", columns.count_columns_kernel, {"TILE": 64, "COLS": 32}, "fp32", {"num_warps": 4}),
-        ("list_columns", columns.list_columns_kernel, {"TILE": 64, "COLS": 32}, "fp32", {"num_warps": 8}),
+        ("count_columns", columns.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
+        ("list_columns", columns.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
         ("add_parts", weight_grad.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
     ]
     for value in ("bf16", "fp16", "fp32"):
@@ -74,8 +74,7 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     machine = tiles.Machine(132, SHARED_MEMORY[target], target // 10)
     config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
-    chain = weight_grad.FP32_CHAIN if value == "fp32" else weight_grad.WHOLE.value
-    sizes |= {"SPLIT": True, "CHAIN": chain, "NARROW": True}
+    sizes |= {"SPLIT": True, "NARROW": True}
     modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
