@@ -38,8 +38,10 @@ def linear(
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or ``None``.
         sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Consecutive values in memory per block, positive; cut to the row if larger.
-        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row.
+        block_size: Consecutive values per block, positive; cut to the row if larger. Blocks run along the features, or,
+            of a transposed view ``[B, T, D]`` with ``T`` innermost in memory, along ``T`` if they fill up better there.
+        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
+            is of the values along which blocks run.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -102,7 +104,7 @@ def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sa
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
     check_input(x, x)
     with torch.no_grad():
-        stored, _ = stored_view(x, scope)
+        stored, _ = stored_view(x, block_size, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
         values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
     return Packed(values, bitmap, offsets, geometry)

@@ -40,12 +40,13 @@ def test_fake_tensors_have_the_shapes_of_real_ones(device):
     assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_compiled_function_equals_eager_and_saves_the_packed_input(transposed):
-    shape = (4, 64, 96)
-    base = torch.randn(*(shape if not transposed else (4, 96, 64)))
+@pytest.mark.parametrize(
+    ("features", "transposed"), [(96, False), (96, True), (99, True)], ids=["plain", "features", "tokens"]
+)
+def test_compiled_function_equals_eager_and_saves_the_packed_input(features, transposed):
+    base = torch.randn(*((4, features, 64) if transposed else (4, 64, features)))
     x = (base.transpose(1, 2) if transposed else base).requires_grad_()
-    weight, bias = torch.randn(32, 96, requires_grad=True), torch.randn(32, requires_grad=True)
+    weight, bias = torch.randn(32, features, requires_grad=True), torch.randn(32, requires_grad=True)
 
     def loss(x, weight, bias):
         return functional.linear(x, weight, bias, sparsity=0.75, block_size=16).square().sum()
