@@ -176,6 +176,14 @@ def stored_view(x: Tensor, block_size: int, scope: Scope) -> tuple[Tensor, bool]
     return x, transposed
 
 
+def stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return ``[batch, rows, length]`` of the stored layout of ``x``, whatever the scope in which blocks compete."""
+    features = x.shape[-1]
+    if not transposed:
+        return 1, x.numel() // max(features, 1), features
+    return x.shape[0], features, x.shape[1:-1].numel()
+
+
 def _filled_up(rows: int, length: int, block_size: int) -> int:
     """Return how many values the blocks of ``rows`` rows take up, those that end short filled up."""
     block = _cut(block_size, length)

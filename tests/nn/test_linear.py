@@ -259,9 +259,10 @@ def test_wrong_setting_is_named_with_its_value(settings, error, message):
         (torch.ones(2, FEATURES, dtype=torch.bool), TypeError, "must be a floating-point tensor .* got torch.bool"),
         (torch.ones(2, FEATURES, dtype=torch.complex64), TypeError, "floating-point tensor .* got torch.complex64"),
         (torch.eye(FEATURES).to_sparse(), ValueError, r"must be a dense tensor, got layout torch\.sparse_coo\. HINT"),
+        (torch.tensor(1.0), ValueError, "must have at least one dimension.*HINT"),
         (torch.ones(2, FEATURES + 1), RuntimeError, "shapes cannot be multiplied"),
     ],
-    ids=["int", "bool", "complex", "sparse", "features"],
+    ids=["int", "bool", "complex", "sparse", "scalar", "features"],
 )
 def test_input_that_cannot_be_pruned_is_refused(x, error, message):
     with pytest.raises(error, match=message):
