@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
 from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
-from lightning_actprune.ops.linear import PrunedLinearFunction
+from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 
 __all__ = ["linear", "pack"]
@@ -38,15 +38,17 @@ def linear(
         weight: ``[out_features, in_features]``.
         bias: ``[out_features]`` or ``None``.
         sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Consecutive values in memory per block, positive; cut to the row if larger.
-        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row.
+        block_size: Consecutive values per block, positive; cut to the row if larger. Blocks run along the features, or,
+            of a transposed view ``[B, T, D]`` with ``T`` innermost in memory, along ``T`` if they fill up better there.
+        scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
+            is of the values along which blocks run.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
 
     Raises:
         TypeError: If an argument has the wrong type, ``x`` is not floating point or a tensor is a DTensor.
-        ValueError: If an argument is out of range or ``x`` is sparse.
+        ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
 
     Example:
         >>> import torch
@@ -66,8 +68,7 @@ def linear_unchecked(
     if parts == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
         return F.linear(x, weight, bias)
     check_input(x, weight)
-    y: Tensor = PrunedLinearFunction.apply(x, weight, bias, parts, block_size, scope)
-    return y
+    return pruned_linear(x, weight, bias, parts, block_size, scope)
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
@@ -79,6 +80,8 @@ def check_input(x: Tensor, weight: Tensor) -> None:
         )
     if x.layout != torch.strided:
         raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
+    if x.dim() == 0:
+        raise ValueError("`x` must have at least one dimension, its features. HINT: pass `x.reshape(1)`.")
     if not x.is_floating_point():
         raise TypeError(
             f"`x` must be a floating-point tensor (float16, bfloat16, float32 or float64), got {x.dtype}. "
@@ -97,12 +100,12 @@ def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sa
 
     Raises:
         TypeError: If an argument has the wrong type or ``x`` is not floating point.
-        ValueError: If an argument is out of range or ``x`` is sparse.
+        ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
     """
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
     check_input(x, x)
     with torch.no_grad():
-        stored, _ = stored_view(x, scope)
+        stored, _ = stored_view(x, block_size, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
         values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
     return Packed(values, bitmap, offsets, geometry)

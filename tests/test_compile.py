@@ -30,6 +30,20 @@ def resmlp() -> nn.Module:
     return model
 
 
+class Transposed(nn.Module):
+    """Two layers on transposed views of 25 tokens and 64 channels: ``fc`` stores the channels' blocks, ``mix`` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 64, 6, stride=6)
+        self.fc, self.mix, self.head = nn.Linear(64, 64), nn.Linear(25, 25), nn.Linear(64, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.fc(self.patches(images).flatten(2).transpose(1, 2))  # blocks along the features
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)  # along the tokens, here the channels
+        return self.head(x.mean(1))
+
+
 def vit() -> nn.Module:
     timm = pytest.importorskip("timm")
     return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=64, num_heads=2, depth=1, num_classes=5)
@@ -53,7 +67,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         assert oracle.relative_error(a, b) < tolerance
 
 
-@pytest.mark.parametrize("make", [resmlp, vit])
+@pytest.mark.parametrize("make", [resmlp, vit, Transposed])
 def test_schedule_compiles_twice_and_equals_eager(make):
     model, layers, x = pruned(make())
     counter = CompileCounterWithBackend("aot_eager")
@@ -105,6 +119,17 @@ def test_blocks_compiled_one_by_one_share_a_compilation():
         for layer in layers:
             layer.sparsity = sparsity
         assert_close(gradients(model, model, x), grads, 1e-6)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("make", [resmlp, Transposed])
+def test_other_batch_sizes_are_one_more_compilation(make):
+    model, _, x = pruned(make())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for batch in (2, 3, 5, 7):
+        images = x[:1].expand(batch, -1, -1, -1).contiguous()
+        assert_close(gradients(compiled, model, images), gradients(model, model, images), 1e-6)
     assert counter.frame_count <= 2
 
 

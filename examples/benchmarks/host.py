@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, write_records
+from lightning_actprune import ActivationPrunedLinear
 from lightning_actprune import functional as pruned
 from lightning_actprune.ops import pack as pack_module
 from lightning_actprune.ops import weight_grad as weight_grad_module
@@ -47,6 +49,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     weight = torch.randn(384, 384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     data, grad = x.detach(), torch.randn(8, 64, 384, device="cuda", dtype=torch.bfloat16)
     flat = grad.flatten(0, 1)
+    dense = nn.Linear(384, 384, device="cuda", dtype=torch.bfloat16)
+    module = ActivationPrunedLinear(384, 384, sparsity=0.6, device="cuda", dtype=torch.bfloat16)
     keep = BlockGeometry.of_stored(data, 32, 0.6).keep
     packed = torch.ops.actprune.pack(data, 32, keep)
     rest = (1, 512, 384, False, torch.bfloat16)
@@ -54,6 +58,8 @@ def calls() -> dict[str, Callable[[], Any]]:
         "new_empty": lambda: data.new_empty(100),
         "dense forward": lambda: F.linear(x, weight),
         "pruned forward": lambda: pruned.linear(x, weight, sparsity=0.6),
+        "dense module forward": lambda: dense(x),
+        "pruned module forward": lambda: module(x),  # whose settings were checked when they were set
         "pack operator": lambda: torch.ops.actprune.pack(data, 32, keep),
         "pack function": lambda: pack_module.pack(data, 32, keep),
         "weight gradient operator": lambda: torch.ops.actprune.weight_grad(flat, *packed, *rest),

@@ -166,7 +166,7 @@ def _select(samples: int, blocks: int, keep: int, parts: int) -> Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def plan(
     shape: tuple[int, int, int],
     strides: tuple[int, int, int],
     block_size: int,
@@ -181,4 +181,4 @@ def _plan(
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``."""
-    return _plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, x.data_ptr() % 16 == 0)(x)
+    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, x.data_ptr() % 16 == 0)(x)

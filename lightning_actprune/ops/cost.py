@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Costs(NamedTuple):
@@ -62,15 +61,21 @@ def fp32_is_exact() -> bool:
         return bool(torch.backends.cuda.matmul.fp32_precision != "tf32")
 
 
-def gather_is_faster(grad_y: Tensor, values: Tensor, length: int) -> bool:
-    """Return whether the gather kernel is expected to beat unpack + matrix product."""
-    rows, outputs = grad_y.shape
-    kept, block = values.shape
-    itemsize = values.element_size()
+def gather_is_faster(grad_y: tuple[int, int], values: tuple[int, int], length: int, itemsize: int, exact: bool) -> bool:
+    """Return whether the gather kernel is expected to beat unpack + matrix product.
+
+    Args:
+        grad_y: Rows and outputs of the output gradient.
+        values: Kept blocks and values per block.
+        length: Values per row of the input.
+        itemsize: Bytes per value.
+        exact: What ``fp32_is_exact`` returns.
+    """
+    (rows, outputs), (kept, block) = grad_y, values
     # In 16 bits, rows of grad_y that do not start at 16 bytes are gathered in 4-byte pieces, at a fraction of the
     # speed.
     # The exact fp32 kernel cannot win against TF32 on tensor cores.
-    if block < 16 or (itemsize == 2 and outputs % 16) or (itemsize == 4 and not fp32_is_exact()):
+    if block < 16 or (itemsize == 2 and outputs % 16) or (itemsize == 4 and not exact):
         return False
     costs, product, density = COSTS[itemsize], 2.0 * rows * length * outputs, kept * block / (rows * length)
     size = rows * length * itemsize

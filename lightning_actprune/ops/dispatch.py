@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -44,59 +44,66 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def kernel_refusals(x: Tensor, block_size: int = 1, columns: int = 1) -> list[str]:
-    """Return the reasons why the Triton kernels cannot take ``x``; an empty list means that they can.
+def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> list[str]:
+    """Return the reasons why the Triton kernels cannot take a tensor; an empty list means that they can.
 
     Args:
-        x: The tensor to pack, or the values packed from it.
+        dtype: Type of the tensor to pack, or of the values packed from it.
+        device: Where it is.
         block_size: Values per block.
         columns: Blocks per row.
     """
     reasons = []
     if not _triton_installed():
         reasons.append("triton is not installed")
-    if x.dtype not in KERNEL_DTYPES:
-        reasons.append(f"dtype {x.dtype} is not float32, bfloat16 or float16")
+    if dtype not in KERNEL_DTYPES:
+        reasons.append(f"dtype {dtype} is not float32, bfloat16 or float16")
     if block_size > MAX_BLOCK_SIZE:
         reasons.append(f"block_size {block_size} is above {MAX_BLOCK_SIZE}")
     if columns > MAX_COLUMNS:
         reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         if not _interpreting():
-            reasons.append(f"device {x.device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
+            reasons.append(f"device {device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
     elif torch.version.cuda is None:
         reasons.append("the GPU is not an NVIDIA one")
-    elif _capability(x.device.index or 0) < MIN_CAPABILITY:
-        major, minor = _capability(x.device.index or 0)
+    elif _capability(device.index or 0) < MIN_CAPABILITY:
+        major, minor = _capability(device.index or 0)
         reasons.append(f"compute capability {major}.{minor} is below 8.0")
     return reasons
 
 
-def choose_backend(x: Tensor, block_size: int = 1, columns: int = 1) -> Backend:
-    """Return the implementation for ``x``, cut into ``columns`` blocks of ``block_size`` per row.
+def forced_backend() -> Backend | None:
+    """Return what ``force_backend`` asks for; part of the key wherever a choice is kept."""
+    return _forced
+
+
+def choose_backend(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int, columns: int
+) -> Backend:
+    """Return the implementation for a tensor with rows of ``columns`` blocks of ``block_size`` values.
 
     Raises:
         RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
     """
     if _forced is None:
-        return _automatic(x.dtype, x.device, block_size, columns)
+        return _automatic(dtype, device, block_size, columns)
     if _forced == "reference":
         return "reference"
-    reasons = kernel_refusals(x, block_size, columns)
+    reasons = kernel_refusals(dtype, device, block_size, columns)
     if reasons:
         raise RuntimeError(
-            f"The Triton kernels were forced but cannot take a {tuple(x.shape)} tensor: {'; '.join(reasons)}. "
+            f"The Triton kernels were forced but cannot take a {tuple(shape)} tensor: {'; '.join(reasons)}. "
             'HINT: use force_backend("reference") or a supported tensor.'
         )
     return "triton"
 
 
-@functools.lru_cache(maxsize=1024)  # asked several times per layer and step, and always the same
+@functools.lru_cache(maxsize=1024)
 def _automatic(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> Backend:
-    if device.type != "cuda":
+    if device.type != "cuda" or kernel_refusals(dtype, device, block_size, columns):
         return "reference"
-    like = torch.empty(0, dtype=dtype, device=device)
-    return "reference" if kernel_refusals(like, block_size, columns) else "triton"
+    return "triton"
 
 
 @functools.cache
@@ -104,10 +111,13 @@ def _several_gpus() -> bool:
     return torch.cuda.device_count() > 1
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which the GPU of ``x`` is the current one: Triton launches on that, not on its arguments'."""
     if not x.is_cuda or not _several_gpus() or x.device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.cuda.device(x.device)
 
 

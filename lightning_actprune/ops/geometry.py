@@ -1,9 +1,10 @@
 """How a tensor is cut into blocks: pure shape arithmetic, no data.
 
-A layer input is seen as ``[samples, rows, length]`` with its innermost dimension contiguous in memory. Every row is cut
-into ``NB = ceil(length / b)`` blocks of ``b`` consecutive values (the last one may be shorter), so a sample has
-``N = rows * NB`` blocks, numbered row by row. Of these exactly ``k = N - floor(N * s)`` are kept at sparsity ``s``,
-where ``s`` is the decimal number as it is written, to nine digits (see ``sparsity_parts``).
+A layer input is seen as ``[samples, rows, length]``: along its features or, where it lies so in memory and blocks fill
+up better, along its tokens (``stored_view``). Every row is cut into ``NB = ceil(length / b)`` blocks of ``b``
+consecutive values (the last one may be shorter), so a sample has ``N = rows * NB`` blocks, numbered row by row. Of
+these exactly ``k = N - floor(N * s)`` are kept at sparsity ``s``, where ``s`` is the decimal number as it is written,
+to nine digits (see ``sparsity_parts``).
 
 Bytes stored for ``samples`` samples, with values of ``v`` bytes::
 
@@ -52,8 +53,13 @@ def keep_count(blocks: int, parts: int) -> int:
     return blocks - blocks * parts // SPARSITY_PARTS
 
 
+def _cut(block_size: int, length: int) -> int:
+    """Return the block size cut to a row."""
+    return max(1, min(block_size, length))
+
+
 def _block_and_keep(rows: int, length: int, block_size: int, parts: int) -> tuple[int, int]:
-    block = max(1, min(block_size, length))
+    block = _cut(block_size, length)
     return block, keep_count(rows * ceil_div(length, block), parts)
 
 
@@ -130,32 +136,58 @@ class BlockGeometry:
         return self.kept_blocks * self.block_size * itemsize + 4 * self.samples * (self.words + self.runs)
 
 
-def stored_view(x: Tensor, scope: Scope) -> tuple[Tensor, bool]:
-    """Return ``x`` as ``[samples, rows, length]`` in its stored layout, and whether that view is transposed.
+def along_tokens(x: Tensor, block_size: int) -> bool:
+    """Return whether blocks of ``x [B, T, D]`` run along ``T``: it lies so in memory, and they fill up better that way.
+
+    On a tie they run along the features: the dense product needs a copy along them anyway, so packing it costs no copy,
+    and only blocks along the features can be gathered for the weight gradient.
+    """
+    if _innermost_contiguous(x) or x.stride(1) != 1:
+        return False
+    _, tokens, features = x.shape
+    return _filled_up(features, tokens, block_size) < _filled_up(tokens, features, block_size)
+
+
+def stored_view(x: Tensor, block_size: int, scope: Scope) -> tuple[Tensor, bool]:
+    """Return ``x`` as ``[samples, rows, length]`` in its stored layout, and whether that is transposed.
 
     Args:
         x: Layer input of shape ``[..., features]`` with one dimension or more.
+        block_size: Values per block, not yet cut to a row.
         scope: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row.
 
     Returns:
-        A view with stride 1 in its last dimension (a copy only if no view has that), and ``True`` if that last
-        dimension is not the feature dimension. A transposed view ``[B, T, D]`` of a contiguous ``[B, D, T]`` tensor
-        comes back as ``[B, D, T]`` with ``True``.
+        A tensor with stride 1 in its last dimension, and ``True`` if that is not the feature dimension. A transposed
+        view ``[B, T, D]`` comes back as ``[B, D, T]`` with ``True`` if its blocks run along the tokens. Otherwise they
+        run along the features: a view if the features lie side by side in memory, else a contiguous copy.
     """
     if x.dim() <= 2:
         rows = x.reshape(x.shape[0] if x.dim() == 2 else 1, 1, x.shape[-1])
         return (rows if _innermost_contiguous(rows) else rows.contiguous()), False
     if x.dim() > 3:
         x = x.flatten(1, -2)
-    contiguous = _innermost_contiguous(x)
-    transposed = not contiguous and x.stride(1) == 1
+    transposed = along_tokens(x, block_size)
     if transposed:
         x = x.transpose(1, 2)
-    elif not contiguous:
+    elif not _innermost_contiguous(x):
         x = x.contiguous()
     if scope == "token":
         x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
     return x, transposed
+
+
+def stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return ``[batch, rows, length]`` of the stored layout of ``x``, whatever the scope in which blocks compete."""
+    features = x.shape[-1]
+    if not transposed:
+        return 1, x.numel() // max(features, 1), features
+    return x.shape[0], features, x.shape[1:-1].numel()
+
+
+def _filled_up(rows: int, length: int, block_size: int) -> int:
+    """Return how many values the blocks of ``rows`` rows take up, those that end short filled up."""
+    block = _cut(block_size, length)
+    return rows * ceil_div(length, block) * block
 
 
 def _innermost_contiguous(x: Tensor) -> bool:
@@ -164,5 +196,5 @@ def _innermost_contiguous(x: Tensor) -> bool:
 
 def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: Scope) -> BlockGeometry:
     """Return the geometry that packing ``x`` has; only its shape and strides are looked at."""
-    meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), scope)
+    meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), block_size, scope)
     return BlockGeometry.of_stored(meta, block_size, sparsity)

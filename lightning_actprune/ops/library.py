@@ -10,8 +10,9 @@ They are opaque to the compiler on purpose: a partitioner then saves what ``pack
 and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
 in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
 
-``pack`` and ``weight_grad`` of this module call the operators, or, in plain eager mode, their implementations: the way
-through the dispatcher to Python costs the host 3 to 20 us a call (machine of an H200, torch 2.11; ``host.json``: 3, 9).
+``pack`` and ``weight_grad`` of this module call the operators, or, told that the mode is plain eager, their
+implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machine of an H200, torch
+2.11; ``host.json``: 3, 9).
 """
 
 from __future__ import annotations
@@ -79,18 +80,20 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     """Return whether nothing but the operators' own kernels wants to see them.
 
     That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
-    (whose tensors look like plain ones) and no dispatch mode.
+    (whose tensors look like plain ones, even after it is over) and no dispatch mode.
     """
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_legacy_batchedtensor(x):
+    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    if torch._C._functorch.is_legacy_batchedtensor(x):
         return False
     return _get_current_dispatch_mode() is None
 
 
-def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, bitmap and offsets of ``x [S, T, L]``."""
-    if in_plain_eager_mode(x):
+def pack(x: Tensor, block_size: int, keep: int, eager: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, bitmap and offsets of ``x [S, T, L]``; ``eager``: the result of ``in_plain_eager_mode``."""
+    if eager:
         return _pack.pack(x, block_size, keep)
     packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep)
     return packed
@@ -102,9 +105,10 @@ def weight_grad(
     shape: tuple[int, int, int],
     transposed: bool,
     dtype: torch.dtype,
+    eager: bool,
 ) -> Tensor:
     """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed tensor of ``shape``."""
-    if in_plain_eager_mode(grad_y):
+    if eager:
         return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype)
     grad: Tensor = torch.ops.actprune.weight_grad(grad_y, *packed, *shape, transposed, dtype)
     return grad

@@ -26,12 +26,14 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library
-from lightning_actprune.ops.dispatch import has_fp32_product
-from lightning_actprune.ops.geometry import block_and_keep, stored_view
+from lightning_actprune.ops.dispatch import has_fp32_product, on_device_of
+from lightning_actprune.ops.geometry import along_tokens, block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.plan import input_plan
 
 
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype of the active autocast for a type of device, ``None`` without one."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of the active autocast for the device of ``x``, ``None`` without one."""
+    device = "cuda" if x.is_cuda else x.device.type  # whose text takes a while to make
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
@@ -39,12 +41,25 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
-    return (autocast_dtype(x.device.type) or x.dtype) if x.dtype != torch.float64 else x.dtype
+    return (autocast_dtype(x) or x.dtype) if x.dtype != torch.float64 else x.dtype
 
 
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast to ``dtype`` does: not fp64, and nothing if it is off (then mixed types are an error)."""
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x.to(dtype)``, which takes a microsecond or two to find out that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)
+
+
+def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast to ``dtype`` does: not fp64."""
+    return x if x.dtype == torch.float64 else _as(x, dtype)
+
+
+def _autocast_input(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
+    """Cast as autocast does; what has to be copied along its features anyway lies so at once."""
+    turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
+    if turns and x.dtype not in (dtype, torch.float64):
+        return x.to(dtype=dtype, memory_format=torch.contiguous_format)
+    return _autocast(x, dtype)
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -52,61 +67,86 @@ class PrunedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope, eager: bool
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        dtype = autocast_dtype(x.device.type)
-        x = _cast(x, dtype)
-        y = _dense(x, _cast(weight, dtype), None if bias is None else _cast(bias, dtype))
-        stored, ctx.transposed = stored_view(x, scope)
-        packed = library.pack(stored, *block_and_keep(stored, block_size, parts))
-        ctx.stored_shape = _stored_shape(x, ctx.transposed)
+        ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        parameters = weight, bias
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            x = _autocast_input(x, dtype, block_size)
+            parameters = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
+        plan = input_plan(x, parts, block_size, scope) if eager else None
+        if plan is None:
+            stored, ctx.transposed = stored_view(x, block_size, scope)
+            ctx.stored_shape = stored_shape(x, ctx.transposed)
+            # Blocks along the features of a transposed view are packed from the copy that the product needs too.
+            y = _dense(x, x if ctx.transposed else stored, *parameters)
+            packed = library.pack(stored, *block_and_keep(stored, block_size, parts), eager)
+        else:
+            ctx.transposed, ctx.stored_shape = plan.transposed, plan.shape
+            rows = x.contiguous() if plan.copied else x
+            y = _dense(x, rows, *parameters)
+            with on_device_of(rows):
+                packed = plan.launch(rows)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
-        grads = _backward(ctx, grad_y)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+        if not torch.is_grad_enabled():
+            return (*_backward(ctx, grad_y), None, None, None, None)
+        with torch.no_grad():
+            grads = _backward(ctx, grad_y)
+        if not torch.compiler.is_compiling():  # create_graph=True
             # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
             leaf = torch.zeros((), requires_grad=True)
-            grads = tuple(None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads)
-        return (*grads, None, None, None)
+            grads = tuple([None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads])
+        return (*grads, None, None, None, None)
 
 
-def _dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, of a transposed ``x`` by one product over a copy.
+_apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
+"""``PrunedLinearFunction.apply`` without its care for function transforms, half of its time before torch 2.15, where it
+is this very method."""
+
+
+def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
+    eager = library.in_plain_eager_mode(x)
+    apply = _apply_eagerly if eager else PrunedLinearFunction.apply
+    y: Tensor = apply(x, weight, bias, parts, block_size, scope, eager)
+    return y
+
+
+def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, of a transposed ``x`` by one product over ``rows``, or over a copy of them.
 
     That is what ``F.linear`` does when gradients are recorded. Inside a function they are not, and it would multiply
     sample by sample: 198 us where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200).
     """
-    if x.dim() < 3 or x.stride(-1) == 1:
+    if x.stride()[-1] == 1 or x.dim() < 3:
         return F.linear(x, weight, bias)
-    return F.linear(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-
-def _stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """Return ``[batch, rows, length]`` of the stored layout, whatever the scope in which blocks compete."""
-    features = x.shape[-1]
-    if not transposed:
-        return 1, x.numel() // max(features, 1), features
-    return x.shape[0], features, x.shape[1:-1].numel()
+    return F.linear(rows.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     weight, *packed = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    eager = library.in_plain_eager_mode(grad_y)
     grad_x = grad_w = grad_b = None
-    with torch.no_grad():
-        flat = _flat(grad_y)
-        if ctx.needs_input_grad[0]:
-            grad_x = (flat @ weight.to(flat.dtype)).view(*grad_y.shape[:-1], weight.shape[1]).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype)
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            grad_b = _column_sums(flat, ctx.bias_dtype)
+    flat = _flat(grad_y)
+    if needs_x:
+        weight = _as(weight, flat.dtype)
+        # The same product: `matmul` flattens a contiguous gradient itself, in less time than a view takes from here.
+        whole = grad_y.is_contiguous()
+        grad_x = torch.matmul(grad_y, weight) if whole else torch.mm(flat, weight).view(*ctx.x_shape)
+        grad_x = _as(grad_x, ctx.x_dtype)
+    if needs_weight:
+        grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
+    if needs_bias:
+        grad_b = _column_sums(flat, ctx.bias_dtype, eager)
     return grad_x, grad_w, grad_b
 
 
@@ -116,21 +156,24 @@ def _flat(grad_y: Tensor) -> Tensor:
     A transposed gradient (token mixing) has to be copied, but keeps its innermost dimension: on an H200, 9.6 million
     16-bit values take 23 us so and 55 turned, and their sum for the bias 7 us instead of 53.
     """
+    if grad_y.dim() == 2:
+        return grad_y
     if grad_y.dim() == 3 and grad_y.stride(1) == 1 and grad_y.stride(2) != 1:
         return grad_y.permute(2, 0, 1).reshape(grad_y.shape[2], -1).t()
     return grad_y.reshape(-1, grad_y.shape[-1])
 
 
-def _column_sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
+def _column_sums(flat: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
     """Return the sum over the rows of ``flat [R, OUT]``.
 
     On GPUs 16-bit rows are summed by a product with ones, in fp32 as well: 24 us instead of 40 for 38.5 million values.
     """
-    if flat.stride(1) == 1 and has_fp32_product(flat) and library.in_plain_eager_mode(flat):
+    if eager and flat.stride(1) == 1 and has_fp32_product(flat):
         # Nothing made while a graph is captured may outlive it.
         make = _ones.__wrapped__ if torch.cuda.is_current_stream_capturing() else _ones
-        ones = make(flat.shape[0], flat.dtype, flat.device, torch.cuda.current_stream(flat.device).cuda_stream)
-        return torch.mm(ones, flat, out_dtype=torch.float32)[0].to(dtype)
+        stream = torch._C._cuda_getCurrentRawStream(flat.device.index)  # that of torch.cuda, without making an object
+        ones = make(flat.shape[0], flat.dtype, flat.device, stream)
+        return _as(torch.mm(ones, flat, out_dtype=torch.float32)[0], dtype)
     return flat.sum(0, dtype=dtype)
 
 

@@ -32,7 +32,7 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
             f"{x.shape[0]} samples of {keep} kept blocks are more than 2^31 - 1, the most that can be numbered. HINT: "
             f"take a larger `block_size` than {block_size}."
         )
-    if x.numel() > 0 and keep > 0 and choose_backend(x, block_size, columns) == "triton":
+    if x.numel() > 0 and keep > 0 and choose_backend(x.shape, x.dtype, x.device, block_size, columns) == "triton":
         from lightning_actprune.kernels import pack as kernels
 
         with on_device_of(x):

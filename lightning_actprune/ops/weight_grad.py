@@ -11,18 +11,20 @@ reduced dimension) always unpacks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_actprune.ops import reference
-from lightning_actprune.ops.cost import gather_is_faster
-from lightning_actprune.ops.dispatch import choose_backend, has_fp32_product, on_device_of
+from lightning_actprune.ops.cost import fp32_is_exact, gather_is_faster
+from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend, has_fp32_product, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
 
 Method = Literal["gather", "unpack"]
+Choice = Method | Literal["reference"]
 
 MAX_GATHER_BLOCK = 256
 """Largest block of the gather kernel, whose accumulator is 128 outputs by one block."""
@@ -43,29 +45,53 @@ def force_method(method: Method | None) -> Iterator[None]:
         _forced = before
 
 
-def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Method:
-    """Return how the weight gradient of this packed input is computed."""
-    block_size = values.shape[1]
-    if transposed or values.shape[0] == 0 or block_size > MAX_GATHER_BLOCK:
+def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Choice:
+    """Return how the weight gradient of this packed input is computed: by which kernel, or by the reference."""
+    exact = values.dtype != torch.float32 or fp32_is_exact()
+    return _choose(
+        grad_y.shape, values.shape, length, transposed, values.dtype, values.device, exact, _forced, forced_backend()
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    grad_y: tuple[int, int],
+    values: tuple[int, int],
+    length: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    exact: bool,
+    method: Method | None,
+    backend: Backend | None,
+) -> Choice:
+    """Return the choice for shapes and settings; ``backend`` is there because ``choose_backend`` depends on it."""
+    if _backend(values, length, dtype, device) == "reference":
+        return "reference"
+    if transposed or values[1] > MAX_GATHER_BLOCK:
         return "unpack"
-    if choose_backend(values, block_size, ceil_div(length, block_size)) == "reference":
-        return "unpack"
-    if _forced is not None:
-        return _forced
-    return "gather" if gather_is_faster(grad_y, values, length) else "unpack"
+    return method or ("gather" if gather_is_faster(grad_y, values, length, dtype.itemsize, exact) else "unpack")
 
 
 def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, rows: int, length: int) -> Tensor:
     """Return the pruned tensor ``[rows, length]``, contiguous."""
-    return _unpack((values, bitmap, offsets), (1, rows, length), features_first=False)[0]
+    backend = _backend(values.shape, length, values.dtype, values.device)
+    return _unpack((values, bitmap, offsets), (1, rows, length), False, backend)[0]
 
 
-def _unpack(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], features_first: bool) -> Tensor:
+def _backend(values: Sequence[int], length: int, dtype: torch.dtype, device: torch.device) -> Backend:
+    """Return what unpacks values of this shape."""
+    kept, block_size = values
+    return choose_backend(values, dtype, device, block_size, ceil_div(length, block_size)) if kept else "reference"
+
+
+def _unpack(
+    packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], features_first: bool, backend: Backend
+) -> Tensor:
     """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
     values, bitmap, offsets = packed
     batch, rows, length = shape
-    block_size = values.shape[1]
-    if values.shape[0] > 0 and choose_backend(values, block_size, ceil_div(length, block_size)) == "triton":
+    if backend == "triton":
         from lightning_actprune.kernels import unpack as kernels
 
         with on_device_of(values):
@@ -98,14 +124,17 @@ def weight_grad(
         transposed: Whether the stored tensor's rows, not its last dimension, are the features.
         dtype: Type of the result; sums are in fp32 (fp64 for fp64).
     """
-    if choose_method(grad_y, values, length, transposed) == "gather":
+    method = choose_method(grad_y, values, length, transposed)
+    if method == "gather":
         from lightning_actprune.kernels import weight_grad as kernels
 
         with on_device_of(values):
             return kernels.weight_grad(grad_y, values, bitmap, offsets, length, dtype)
-    dense = _unpack((values, bitmap, offsets), (batch, rows, length), features_first=transposed)
+    backend: Backend = "reference" if method == "reference" else "triton"
+    dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend)
     # Transposed, the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN].
-    dense = dense.flatten(1).t() if transposed else dense.flatten(0, 1)
-    if dtype == torch.float32 and has_fp32_product(grad_y):
+    dense = dense.view(rows, batch * length).t() if transposed else dense.view(batch * rows, length)
+    if dtype != grad_y.dtype and dtype == torch.float32 and has_fp32_product(grad_y):
         return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
-    return (grad_y.t() @ dense).to(dtype)
+    grad = torch.mm(grad_y.t(), dense)
+    return grad if grad.dtype == dtype else grad.to(dtype=dtype)

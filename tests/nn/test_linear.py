@@ -104,14 +104,16 @@ def test_gradients_have_the_parameter_dtype(dtype):
     torch.testing.assert_close(pruned.weight.grad.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_transposed_input_is_pruned_along_memory():
-    # [B, T, D] seen from a contiguous [B, D, T], as token mixing has it: blocks run along T.
+@pytest.mark.parametrize(("block", "along_memory"), [(13, True), (4, False)])
+def test_transposed_input_is_pruned_where_blocks_fill_up_better(block, along_memory):
+    # [B, T, D] seen from a contiguous [B, D, T], as token mixing has it: 33 rows of 13 values against 13 of 33.
     x, grad = torch.randn(3, FEATURES, 13).transpose(1, 2), torch.randn(3, 13, OUT)
-    dense, pruned = pair(sparsity=0.6, block_size=4)
+    dense, pruned = pair(sparsity=0.6, block_size=block)
     y = pruned(x)
     assert torch.equal(y, dense(x))
     y.backward(grad)
-    x_hat = masked(x.transpose(1, 2), 4, 0.6, "sample").transpose(1, 2)
+    x_hat = masked(x.transpose(1, 2) if along_memory else x, block, 0.6, "sample")
+    x_hat = x_hat.transpose(1, 2) if along_memory else x_hat
     expected = grad.flatten(0, 1).t() @ x_hat.flatten(0, 1)
     torch.testing.assert_close(pruned.weight.grad, expected)
 
@@ -257,9 +259,10 @@ def test_wrong_setting_is_named_with_its_value(settings, error, message):
         (torch.ones(2, FEATURES, dtype=torch.bool), TypeError, "must be a floating-point tensor .* got torch.bool"),
         (torch.ones(2, FEATURES, dtype=torch.complex64), TypeError, "floating-point tensor .* got torch.complex64"),
         (torch.eye(FEATURES).to_sparse(), ValueError, r"must be a dense tensor, got layout torch\.sparse_coo\. HINT"),
+        (torch.tensor(1.0), ValueError, "must have at least one dimension.*HINT"),
         (torch.ones(2, FEATURES + 1), RuntimeError, "shapes cannot be multiplied"),
     ],
-    ids=["int", "bool", "complex", "sparse", "features"],
+    ids=["int", "bool", "complex", "sparse", "scalar", "features"],
 )
 def test_input_that_cannot_be_pruned_is_refused(x, error, message):
     with pytest.raises(error, match=message):

@@ -28,30 +28,35 @@ def test_only_a_sparsity_of_zero_has_no_parts():
 
 
 @pytest.mark.parametrize(
-    ("x", "shape", "transposed"),
+    ("x", "block_size", "shape", "transposed"),
     [
-        (torch.zeros(12), (1, 1, 12), False),
-        (torch.zeros(5, 12), (5, 1, 12), False),
-        (torch.zeros(3, 5, 12), (3, 5, 12), False),
-        (torch.zeros(3, 2, 5, 12), (3, 10, 12), False),
-        (torch.zeros(3, 12, 5).transpose(1, 2), (3, 12, 5), True),
-        (torch.zeros(3, 12, 2, 5).permute(0, 2, 3, 1), (3, 12, 10), True),
-        (torch.zeros(12, 5).t(), (5, 1, 12), False),
-        (torch.zeros(3, 7, 12)[:, 2:], (3, 5, 12), False),
-        (torch.zeros(1, 1, 12).expand(3, 5, 12), (3, 5, 12), False),
-        (torch.zeros(5, 3, 12).transpose(0, 1), (3, 5, 12), False),
-        (torch.zeros(3, 5, 24)[..., ::2], (3, 5, 12), False),
-        (torch.zeros(3, 5, 1), (3, 5, 1), False),
-        (torch.zeros(0, 5, 12), (0, 5, 12), False),
-        (torch.zeros(0, 12), (0, 1, 12), False),
+        (torch.zeros(12), 8, (1, 1, 12), False),
+        (torch.zeros(5, 12), 8, (5, 1, 12), False),
+        (torch.zeros(3, 5, 12), 8, (3, 5, 12), False),
+        (torch.zeros(3, 2, 5, 12), 8, (3, 10, 12), False),
+        (torch.zeros(3, 12, 5).transpose(1, 2), 8, (3, 12, 5), True),  # 12 * 5 values or 5 * 16
+        (torch.zeros(3, 12, 5).transpose(1, 2), 4, (3, 5, 12), False),  # 12 * 8 or 5 * 12
+        (torch.zeros(3, 12, 8).transpose(1, 2), 4, (3, 8, 12), False),  # the same
+        (torch.zeros(3, 12, 5).transpose(1, 2), 99, (3, 5, 12), False),  # the same: cut to a row
+        (torch.zeros(3, 12, 2, 5).permute(0, 2, 3, 1), 5, (3, 12, 10), True),
+        (torch.zeros(3, 12, 2, 5).permute(0, 2, 3, 1), 4, (3, 10, 12), False),
+        (torch.zeros(12, 5).t(), 8, (5, 1, 12), False),
+        (torch.zeros(3, 7, 12)[:, 2:], 8, (3, 5, 12), False),
+        (torch.zeros(1, 1, 12).expand(3, 5, 12), 8, (3, 5, 12), False),
+        (torch.zeros(5, 3, 12).transpose(0, 1), 8, (3, 5, 12), False),
+        (torch.zeros(3, 5, 24)[..., ::2], 8, (3, 5, 12), False),
+        (torch.zeros(3, 5, 1), 8, (3, 5, 1), False),
+        (torch.zeros(0, 5, 12), 8, (0, 5, 12), False),
+        (torch.zeros(0, 12), 8, (0, 1, 12), False),
     ],
     ids=[
-        "1d", "2d", "3d", "4d", "transposed", "channels-first", "2d-transposed", "slice", "expanded", "batch-second",
+        "1d", "2d", "3d", "4d", "transposed", "transposed-features", "transposed-tie", "transposed-cut",
+        "channels-first", "channels-first-features", "2d-transposed", "slice", "expanded", "batch-second",
         "strided-values", "one-feature", "empty-batch", "empty-rows",
     ],
 )  # fmt: skip
-def test_stored_view(x, shape, transposed):
-    view, flag = stored_view(x, "sample")
+def test_stored_view(x, block_size, shape, transposed):
+    view, flag = stored_view(x, block_size, "sample")
     assert (tuple(view.shape), flag) == (shape, transposed)
     assert view.shape[-1] <= 1 or view.numel() == 0 or view.stride(-1) == 1
 
@@ -64,13 +69,14 @@ def test_stored_view_does_not_copy(kind):
         "batch-second": torch.randn(5, 3, 12).transpose(0, 1),
         "expanded": torch.randn(1, 1, 12).expand(3, 5, 12),
     }[kind]
-    assert stored_view(x, "sample")[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert stored_view(x, 8, "sample")[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 def test_token_scope_makes_every_row_a_sample():
-    assert stored_view(torch.zeros(3, 5, 12), "token")[0].shape == (15, 1, 12)
-    view, transposed = stored_view(torch.zeros(3, 12, 5).transpose(1, 2), "token")
-    assert (tuple(view.shape), transposed) == ((36, 1, 5), True)
+    assert stored_view(torch.zeros(3, 5, 12), 8, "token")[0].shape == (15, 1, 12)
+    for block_size, shape, along in ((8, (36, 1, 5), True), (4, (15, 1, 12), False)):
+        view, transposed = stored_view(torch.zeros(3, 12, 5).transpose(1, 2), block_size, "token")
+        assert (tuple(view.shape), transposed) == (shape, along)
 
 
 def test_block_larger_than_the_row_is_the_row():
@@ -90,5 +96,23 @@ def test_bytes_formula_of_the_design():
 
 def test_input_geometry_follows_the_strides():
     plain = input_geometry(torch.zeros(3, 196, 384), 32, 0.5, "sample")
-    transposed = input_geometry(torch.zeros(3, 196, 384).transpose(1, 2), 32, 0.5, "sample")
-    assert transposed == plain
+    assert (plain.rows, plain.length) == (196, 384)
+    # Blocks of 32 fill rows of 384 values and not of 196: in token mixing, [B, 384, 196], they run along memory; in
+    # [B, 196, 384] with the channels first in memory they run along the channels.
+    for x in (torch.zeros(3, 196, 384).transpose(1, 2), torch.zeros(3, 384, 196).transpose(1, 2)):
+        for device in ("cpu", "meta"):
+            assert input_geometry(x.to(device), 32, 0.5, "sample") == plain
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize(("tokens", "features"), [(196, 384), (384, 196), (64, 128), (5, 12), (2, 7), (0, 8)])
+@pytest.mark.parametrize("block_size", [1, 4, 32, 100, 999])
+def test_a_transposed_input_takes_no_more_than_either_orientation(tokens, features, block_size, scope):
+    geometry = input_geometry(torch.zeros(2, features, tokens).transpose(1, 2), block_size, 0.0, scope)
+    filled = [geometry.kept_blocks * geometry.block_size]
+    for shape in ((2, tokens, features), (2, features, tokens)):
+        other = input_geometry(torch.zeros(shape), block_size, 0.0, scope)
+        filled.append(other.kept_blocks * other.block_size)
+    assert filled[0] == min(filled)
+    if filled[1] == filled[2]:
+        assert geometry.length == features

@@ -9,7 +9,7 @@ import torch
 
 from lightning_actprune import functional
 from lightning_actprune.ops import dispatch
-from lightning_actprune.ops.cost import gather_is_faster
+from lightning_actprune.ops.cost import fp32_is_exact, gather_is_faster
 from lightning_actprune.ops.dispatch import force_backend, kernel_refusals
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
@@ -40,12 +40,13 @@ def test_fake_tensors_have_the_shapes_of_real_ones(device):
     assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_compiled_function_equals_eager_and_saves_the_packed_input(transposed):
-    shape = (4, 64, 96)
-    base = torch.randn(*(shape if not transposed else (4, 96, 64)))
+@pytest.mark.parametrize(
+    ("features", "transposed"), [(96, False), (96, True), (99, True)], ids=["plain", "features", "tokens"]
+)
+def test_compiled_function_equals_eager_and_saves_the_packed_input(features, transposed):
+    base = torch.randn(*((4, features, 64) if transposed else (4, 64, features)))
     x = (base.transpose(1, 2) if transposed else base).requires_grad_()
-    weight, bias = torch.randn(32, 96, requires_grad=True), torch.randn(32, requires_grad=True)
+    weight, bias = torch.randn(32, features, requires_grad=True), torch.randn(32, requires_grad=True)
 
     def loss(x, weight, bias):
         return functional.linear(x, weight, bias, sparsity=0.75, block_size=16).square().sum()
@@ -65,15 +66,15 @@ def test_compiled_function_equals_eager_and_saves_the_packed_input(transposed):
 
 def test_cpu_tensors_take_the_reference_unless_forced():
     x = torch.randn(2, 3, 4)
-    assert dispatch.choose_backend(x) == "reference"
+    assert dispatch.choose_backend(x.shape, x.dtype, x.device, 4, 1) == "reference"
     with force_backend("reference"):
-        assert dispatch.choose_backend(x) == "reference"
+        assert dispatch.choose_backend(x.shape, x.dtype, x.device, 4, 1) == "reference"
 
 
 def test_refusals_are_listed_and_forcing_an_impossible_backend_names_them(monkeypatch):
     monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
     x = torch.randn(2, 3, 4, dtype=torch.float64)
-    assert len(kernel_refusals(x)) == 2
+    assert len(kernel_refusals(x.dtype, x.device, 2, 2)) == 2
     with force_backend("triton"), pytest.raises(RuntimeError, match=r"float64 is not float32.*cpu is not cuda"):
         functional.pack(x, sparsity=0.5, block_size=2)
 
@@ -120,10 +121,11 @@ def test_large_blocks_are_unpacked_not_gathered():
 
 
 def test_precision_switch_of_either_kind_is_understood(monkeypatch):
-    grad_y, values = torch.empty(12544, 1536, device="meta"), torch.empty(5018 * 12, 32, device="meta")
+    for exact in (True, False):
+        assert gather_is_faster((12544, 1536), (5018 * 12, 32), 384, 4, exact) is exact
     for legacy, expected in (("highest", True), ("high", False)):
         monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda legacy=legacy: legacy)
-        assert gather_is_faster(grad_y, values, 384) is expected
+        assert fp32_is_exact() is expected
 
     def refuse():
         raise RuntimeError("ask the backend")
@@ -131,4 +133,4 @@ def test_precision_switch_of_either_kind_is_understood(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
     for modern, expected in (("ieee", True), ("tf32", False)):
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=modern))
-        assert gather_is_faster(grad_y, values, 384) is expected
+        assert fp32_is_exact() is expected

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune import functional
+from lightning_actprune.ops.geometry import BlockGeometry, input_geometry
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
 
@@ -60,28 +62,68 @@ def test_gradients_within_twice_torchs_own_error(device, method, dtype, shape, b
     )
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scope", ["sample", "token"])
-def test_transposed_view_is_pruned_in_its_stored_layout(device, scope):
-    """ResMLP's token mixing: a contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D]."""
-    stored = oracle.integers(3, 20, 33, device=device)
+@pytest.mark.parametrize(
+    ("block_size", "along"),
+    [(11, "tokens"), (8, "features"), (1, "features")],  # 20 rows of 33 against 33 of 22; 20 of 40, 33 of 24; a tie
+)
+def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, block_size, along, scope, method):
+    """A contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D], as in ResMLP's token mixing."""
+    x = oracle.integers(3, 20, 33, device=device).transpose(1, 2).requires_grad_()
     weight = torch.randn(9, 20, device=device, requires_grad=True)
-    y = functional.linear(stored.transpose(1, 2), weight, sparsity=0.5, block_size=8, scope=scope)
-    grad_y = torch.randn_like(y)
-    (grad,) = torch.autograd.grad(y, weight, grad_y)
-    hat = oracle.pruned(oracle.as_samples(stored, scope), 8, 0.5).reshape(stored.shape)
-    expected = torch.einsum("bto,bdt->od", grad_y.double(), hat.double())
-    assert oracle.relative_error(grad, expected) < 1e-6
+    with force_method(method):
+        y = functional.linear(x, weight, sparsity=0.5, block_size=block_size, scope=scope)
+        grad_y = torch.randn_like(y)
+        grads = torch.autograd.grad(y, (x, weight), grad_y)
+    rows = x.detach() if along == "features" else x.detach().transpose(1, 2)
+    hat = oracle.pruned(oracle.as_samples(rows, scope), block_size, 0.5).reshape(rows.shape)
+    hat = hat if along == "features" else hat.transpose(1, 2)
+    expected = torch.einsum("bto,btd->od", grad_y.double(), hat.double())
+    assert torch.equal(y, F.linear(x, weight))
+    assert oracle.relative_error(grads[0], grad_y.double() @ weight.detach().double()) < 1e-6
+    assert oracle.relative_error(grads[1], expected) < 1e-6
 
 
-def test_four_dimensional_channels_first_view(device):
+@pytest.mark.parametrize(("block_size", "along"), [(7, "tokens"), (4, "features")])
+def test_four_dimensional_channels_first_view(device, block_size, along):
     stored = oracle.integers(2, 12, 5, 7, device=device)
     weight = torch.randn(6, 12, device=device, requires_grad=True)
-    y = functional.linear(stored.permute(0, 2, 3, 1), weight, sparsity=0.5, block_size=8)
+    y = functional.linear(stored.permute(0, 2, 3, 1), weight, sparsity=0.5, block_size=block_size)
     grad_y = torch.randn_like(y)
     (grad,) = torch.autograd.grad(y, weight, grad_y)
-    hat = oracle.pruned(stored.flatten(2), 8, 0.5)
-    expected = torch.einsum("bto,bdt->od", grad_y.flatten(1, 2).double(), hat.double())
+    rows = stored.flatten(2) if along == "tokens" else stored.flatten(2).transpose(1, 2)
+    hat = oracle.pruned(rows, block_size, 0.5)
+    hat = hat.transpose(1, 2) if along == "tokens" else hat
+    expected = torch.einsum("bto,btd->od", grad_y.flatten(1, 2).double(), hat.double())
     assert oracle.relative_error(grad, expected) < 1e-6
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts the operations that write as many values as ``like`` has, and the products."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.like, self.names = like.numel(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        copied = name in ("clone", "copy_", "_to_copy", "contiguous") and args[0].numel() == self.like
+        if copied or name in ("mm", "addmm", "bmm"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("block_size", [11, 8], ids=["tokens", "features"])
+def test_forward_copies_a_transposed_input_once_for_one_product(block_size, autocast):
+    x = torch.randn(3, 20, 33).transpose(1, 2)
+    weight, bias = torch.randn(9, 20, requires_grad=True), torch.randn(9, requires_grad=True)
+    with CountCopies(x) as counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        functional.linear(x, weight, bias, sparsity=0.5, block_size=block_size)
+    # Along the tokens the cast keeps the layout, as packing needs it, and the product its own copy.
+    copies = ["_to_copy", "clone"] if block_size == 11 else ["_to_copy"]
+    assert counted.names == [*(copies if autocast else ["clone"]), "addmm"]
 
 
 def test_zero_sparsity_is_the_dense_layer(device):
@@ -205,6 +247,17 @@ def test_saved_bytes_are_what_the_formula_says(device):
     stored = [t for t in saved if t.data_ptr() != weight.data_ptr()]
     geometry = functional.pack(x, sparsity=0.6, block_size=16).geometry
     assert sum(t.untyped_storage().nbytes() for t in stored) == geometry.stored_bytes(4)
+
+
+@pytest.mark.parametrize(("block_size", "samples"), [(11, (3, 20, 33)), (8, (3, 33, 20))], ids=["tokens", "features"])
+def test_saved_bytes_of_a_transposed_view(device, block_size, samples):
+    x = torch.randn(3, 20, 33, device=device).transpose(1, 2)
+    weight, saved = torch.randn(9, 20, device=device, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        functional.linear(x, weight, sparsity=0.6, block_size=block_size)
+    expected = BlockGeometry.of(*samples, block_size, 0.6).stored_bytes(4)
+    assert input_geometry(x, block_size, 0.6, "sample").stored_bytes(4) == expected
+    assert sum(t.untyped_storage().nbytes() for t in saved) == expected
 
 
 def test_second_derivative_of_a_loss_linear_in_the_output_is_an_error_too():

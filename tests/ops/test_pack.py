@@ -92,7 +92,7 @@ def test_block_whose_square_overflows_counts_like_a_non_finite_one(device, dtype
 
 def test_many_keys_per_sample_take_the_shared_selection(device, monkeypatch):
     monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 64)
-    kernels._plan.cache_clear()
+    kernels.plan.cache_clear()
     for x in (oracle.integers(2, 21, 96, device=device), torch.randn(2, 21, 96, device=device)):
         assert torch.equal(packed(x, 0.55, 8).unpack(), oracle.pruned(x, 8, 0.55))
 
@@ -104,14 +104,18 @@ def test_empty_input(device, shape):
     assert p.unpack().numel() == 0
 
 
-@pytest.mark.parametrize("kind", ["slice", "expanded", "batch-second", "transposed", "every-other"])
+@pytest.mark.parametrize(
+    "kind", ["slice", "expanded", "batch-second", "transposed", "transposed-features", "every-other"]
+)
 def test_non_contiguous_input_packs_like_its_stored_layout(device, kind):
-    base = oracle.integers(5, 7, 48, device=device)
+    base = oracle.integers(5, 9, 48, device=device)
+    channels_first = oracle.integers(5, 48, 9, device=device).transpose(1, 2)
     x, stored = {
         "slice": (base[:, 2:, 8:], base[:, 2:, 8:]),
-        "expanded": (base[:1].expand(4, 7, 48), base[:1].expand(4, 7, 48)),
+        "expanded": (base[:1].expand(4, 9, 48), base[:1].expand(4, 9, 48)),
         "batch-second": (base.transpose(0, 1), base.transpose(0, 1)),
         "transposed": (base.transpose(1, 2), base),
+        "transposed-features": (channels_first, channels_first),
         "every-other": (base[..., ::2], base[..., ::2]),
     }[kind]
     assert torch.equal(packed(x, 0.5, 8).unpack(), oracle.pruned(stored.contiguous(), 8, 0.5))
