@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.keys import block_keys_kernel
+from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
@@ -57,12 +57,13 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
 
 @triton.jit
 def gather_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, columns, length, words,
-    runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept blocks of one run to their places in ``values [nnz, B]``."""
     s, n, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
-    start = s.to(tl.int64) * stride_sample + (n // columns).to(tl.int64) * stride_row
+    start = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         column = (n % columns)[:, None] * B + e[None, :]
@@ -97,10 +98,9 @@ class PackPlan:
         self._keys = _keys(shape, strides, block_size, self.control)
         self._select = _select(samples, blocks, keep, parts)
         grid, tile, options = run_tile(samples, blocks, block_size)
-        self._gather = Launch(
-            gather_kernel, grid, *strides, samples, blocks, columns, length, words, runs,
-            *tile, **options,
-        )  # fmt: skip
+        unit = stride_unit(*strides)
+        scalars = (strides[0] // unit, strides[1] // unit, samples, blocks, words, runs)
+        self._gather = Launch(gather_kernel, grid, *scalars, length, columns, unit, *tile, **options)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``."""
@@ -137,8 +137,10 @@ def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int
     tile_rows = max(1, 4096 // (block * cols))
     grid = ceil_div(samples * rows, tile_rows), ceil_div(columns, cols)
     zeros = triton.next_power_of_2(ceil_div(control, grid[0] * grid[1])) if control else 0
-    scalars = (*strides, samples * rows, rows, length, columns, control)
-    return Launch(block_keys_kernel, grid, *scalars, block_size, block, tile_rows, cols, zeros, num_warps=4)
+    unit = stride_unit(*strides)
+    scalars = (strides[0] // unit, strides[1] // unit, samples * rows, rows, control)
+    tile = (length, columns, unit, block_size, block, tile_rows, cols, zeros)
+    return Launch(block_keys_kernel, grid, *scalars, *tile, num_warps=4)
 
 
 def _parts(samples: int, blocks: int, device: torch.device) -> int:

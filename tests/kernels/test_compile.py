@@ -20,6 +20,7 @@ OF_SIZE = ("weight_grad", "gather", "unpack")
 KERNELS = {"keys", "select", "select_rows", "select_shared", "count_columns", "list_columns", "add_parts"}
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
 KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
+KERNELS |= {f"{kernel}_narrow" for kernel in ("keys", "gather", "unpack")}
 TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 TRITON = Version(triton.__version__)
@@ -111,7 +112,14 @@ def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(compiled
 
 def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
     for r in compiled:
-        if r["kernel"].startswith(("keys", "gather", "unpack")):
+        if r["kernel"].startswith(("keys", "gather", "unpack")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["load16"] > 0, r
-        if r["kernel"].startswith(("gather", "unpack")):
+        if r["kernel"].startswith(("gather", "unpack")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["store16"] > 0, r
+
+
+def test_rows_of_a_multiple_of_4_values_are_read_and_written_8_bytes_at_a_time(compiled):
+    narrow = [r for r in compiled if r["kernel"].endswith("narrow")]
+    for r in narrow:
+        assert r["ptx"]["store8" if r["kernel"].startswith("unpack") else "load8"] > 0, r
+        assert r["ptx"]["load2"] == r["ptx"]["store2"] == 0, r

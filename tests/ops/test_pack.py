@@ -117,6 +117,14 @@ def test_non_contiguous_input_packs_like_its_stored_layout(device, kind):
     assert torch.equal(packed(x, 0.5, 8).unpack(), oracle.pruned(stored.contiguous(), 8, 0.5))
 
 
+@pytest.mark.parametrize("length", [40, 36, 34, 33], ids=lambda length: f"multiple-of-{length & -length}")
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_rows_of_any_alignment(device, length, gap):
+    x = oracle.integers(3, 7, length + gap, dtype=torch.bfloat16, device=device)[..., :length]
+    for view in (x, x.transpose(0, 1)):
+        assert torch.equal(packed(view, 0.5, 16).unpack(), oracle.pruned(view.contiguous(), 16, 0.5))
+
+
 @pytest.mark.parametrize("length", [48, 45])
 def test_to_bsr_equals_torchs_own_bsr_of_the_masked_tensor(device, length):
     x = torch.rand(3, 7, length, device=device) + 0.1
