@@ -27,8 +27,9 @@ def stride_unit(*strides: int) -> int:
 
 @triton.jit
 def block_keys(x):
-    """Return the keys ``[ROWS, COLS]`` of the fp32 blocks ``x [ROWS, COLS, BLOCK]``."""
-    keys = tl.sum(x * x, axis=2).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
+    """Return the keys ``[...]`` of the fp32 blocks ``x [..., BLOCK]``."""
+    squares = tl.sum(x * x, axis=len(x.shape) - 1)
+    keys = squares.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
     return tl.minimum(keys, INFINITY_KEY)
 
 

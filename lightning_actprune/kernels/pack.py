@@ -1,6 +1,6 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-Three launches:
+One launch with one program per sample where that is faster (``pack_sample``), otherwise three:
 
 1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
+from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
     MOST_PARTS,
@@ -73,7 +74,7 @@ def gather_kernel(
 
 
 class PackPlan:
-    """Launches and output shapes for one shape of input.
+    """Three launches and output shapes for one shape of input.
 
     Args:
         shape: ``(S, T, L)``.
@@ -104,13 +105,12 @@ class PackPlan:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``."""
-        device = x.device
-        keys = torch.empty(self.keys, dtype=torch.int32, device=device)
-        bitmap = torch.empty(self.bitmap, dtype=torch.int32, device=device)
-        offsets = torch.empty(self.offsets, dtype=torch.int32, device=device)
-        values = torch.empty(self.values, dtype=x.dtype, device=device)
+        keys = x.new_empty(self.keys, dtype=torch.int32)
+        bitmap = x.new_empty(self.bitmap, dtype=torch.int32)
+        offsets = x.new_empty(self.offsets, dtype=torch.int32)
+        values = x.new_empty(self.values)
         if self.control:
-            control = torch.empty(self.control, dtype=torch.int32, device=device)
+            control = x.new_empty(self.control, dtype=torch.int32)
             self._keys(x, keys, control)
             self._select(keys, bitmap, offsets, control)
         else:
@@ -176,8 +176,11 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     aligned: bool,
-) -> PackPlan:
-    """Return the plan for an input; dtype and alignment matter only to the compiled kernels that the plan keeps."""
+) -> PackPlan | SamplePlan:
+    """Return the plan for an input; alignment matters only to the compiled kernels that the plan keeps."""
+    samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
+    if takes_one_launch(samples, blocks, device):
+        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, choose_config(blocks))
     return PackPlan(shape, strides[:2], block_size, keep, device)
 
 

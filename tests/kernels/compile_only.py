@@ -21,14 +21,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import columns, keys, pack, select, tiles, unpack, weight_grad
+from lightning_actprune.kernels import columns, keys, pack, pack_sample, select, tiles, unpack, weight_grad
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from lightning_actprune.ops.geometry import ceil_div
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32",
+    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32", "scratch_ptr": "*{v}",
     "partial_ptr": "*fp32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
@@ -44,6 +44,13 @@ WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
 
 NARROW_ROW = 196
 """Values of a row that 4 divides and 8 does not."""
+
+PACK_SAMPLES = [
+    ("pack_sample", 2352, 384, 32, "bf16"), ("pack_sample", 9408, 1536, 32, "fp32"),
+    ("pack_sample", 18816, 1536, 16, "bf16"), ("pack_sample", 600, 144, 24, "bf16"),
+    ("pack_sample_narrow", 2688, NARROW_ROW, 32, "bf16"),
+]  # fmt: skip
+"""Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread."""
 
 Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 """Label, kernel, constexprs, value type, options."""
@@ -72,10 +79,18 @@ def specimens(target: int) -> list[Specimen]:
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
         found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
         found.append((f"unpack_b{size}", unpack.unpack_kernel, constants, value, options))
+    found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow, "bf16", {"num_warps": 4}))
     found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
     return found
+
+
+def pack_sample_specimen(label: str, blocks: int, length: int, size: int, value: str) -> Specimen:
+    """Return the kernel that packs a sample of ``blocks`` in one launch, the keys in the values."""
+    config = pack_sample.choose_config(blocks)
+    constants = config.constants(blocks, size, 4 if value == "fp32" else 2) | rows(length, size)
+    return label, pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
 
 
 def rows(length: int, block_size: int) -> dict[str, int]:
