@@ -108,7 +108,7 @@ def pack_sample_kernel(
 
     p = tl.arange(0, COPIES)
     tiles = tl.cdiv(keep, COPIES)
-    first = (tiles - 1) * COPIES
+    first = tl.maximum(tiles - 1, 0) * COPIES
     kept = tl.load(scratch_ptr + first + p, mask=first + p < keep, other=0)
     for _ in tl.range(1, tiles, num_stages=COPY_STAGES):
         # One tile ahead, so that nothing waits for the numbers and then for the blocks.

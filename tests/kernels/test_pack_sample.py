@@ -40,6 +40,7 @@ def check(x, block_size, keep, config=SMALL):
         ((2, 300, 33), 2, 5000, torch.float32, False),
         ((2, 19, 900), 32, 551, torch.float16, False),
         ((2, 19, 900), 32, 1, torch.float16, True),
+        ((2, 19, 900), 32, 0, torch.bfloat16, True),
         ((1, 3, 300), 300, 2, torch.float32, False),
         ((1, 1, 5), 8, 1, torch.float32, False),
     ],
