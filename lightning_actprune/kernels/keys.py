@@ -7,32 +7,47 @@ these apart by looking at every value cost a tenth of the kernel's time.
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
 INFINITY_KEY = tl.constexpr(0x7F800000)
 
 
+def stride_unit(*strides: int) -> int:
+    """Return the largest power of two up to 16 that divides ``strides``: the values that kernels count them in.
+
+    An access is as wide as the compiler knows its address to be aligned. Of a number known at run time Triton tells it
+    whether 16 divides it and nothing else, so that rows of 196 values were read two bytes at a time. As compile-time
+    constants strides would do as well, but then every number of rows would be compiled for.
+    """
+    return math.gcd(16, *strides)
+
+
 @triton.jit
 def block_keys(x):
-    """Return the keys ``[ROWS, COLS]`` of the fp32 blocks ``x [ROWS, COLS, BLOCK]``."""
-    keys = tl.sum(x * x, axis=2).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
+    """Return the keys ``[...]`` of the fp32 blocks ``x [..., BLOCK]``."""
+    squares = tl.sum(x * x, axis=len(x.shape) - 1)
+    keys = squares.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
     return tl.minimum(keys, INFINITY_KEY)
 
 
 @triton.jit
 def block_keys_kernel(
-    x_ptr, keys_ptr, control_ptr, stride_sample, stride_row, total_rows, rows, length, columns, control_size,
-    B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr,
+    x_ptr, keys_ptr, control_ptr, stride_sample, stride_row, total_rows, rows, control_size, length: tl.constexpr,
+    columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
 
-    Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the next launch find each other.
+    Strides are in units of ``UNIT`` values, see ``stride_unit``. Also sets ``ZEROS`` of the ``control_size`` words to
+    zero with which programs of the next launch find each other.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, BLOCK)
-    start = (r // rows).to(tl.int64) * stride_sample + (r % rows).to(tl.int64) * stride_row
+    start = (r // rows).to(tl.int64) * stride_sample * UNIT + (r % rows).to(tl.int64) * stride_row * UNIT
     column = j[:, None] * B + e[None, :]
     inside = (r < total_rows)[:, None, None] & ((column < length) & (e < B)[None, :])[None, :, :]
     x = tl.load(x_ptr + start[:, None, None] + column[None, :, :], mask=inside, other=0.0).to(tl.float32)

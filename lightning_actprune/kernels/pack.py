@@ -1,6 +1,6 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-Three launches:
+One launch with one program per sample where that is faster (``pack_sample``), otherwise three:
 
 1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.keys import block_keys_kernel
+from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
+from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
     MOST_PARTS,
@@ -57,12 +58,13 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
 
 @triton.jit
 def gather_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, columns, length, words,
-    runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept blocks of one run to their places in ``values [nnz, B]``."""
     s, n, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
-    start = s.to(tl.int64) * stride_sample + (n // columns).to(tl.int64) * stride_row
+    start = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         column = (n % columns)[:, None] * B + e[None, :]
@@ -72,7 +74,7 @@ def gather_kernel(
 
 
 class PackPlan:
-    """Launches and output shapes for one shape of input.
+    """Three launches and output shapes for one shape of input.
 
     Args:
         shape: ``(S, T, L)``.
@@ -97,20 +99,18 @@ class PackPlan:
         self._keys = _keys(shape, strides, block_size, self.control)
         self._select = _select(samples, blocks, keep, parts)
         grid, tile, options = run_tile(samples, blocks, block_size)
-        self._gather = Launch(
-            gather_kernel, grid, *strides, samples, blocks, columns, length, words, runs,
-            *tile, **options,
-        )  # fmt: skip
+        unit = stride_unit(*strides)
+        scalars = (strides[0] // unit, strides[1] // unit, samples, blocks, words, runs)
+        self._gather = Launch(gather_kernel, grid, *scalars, length, columns, unit, *tile, **options)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``."""
-        device = x.device
-        keys = torch.empty(self.keys, dtype=torch.int32, device=device)
-        bitmap = torch.empty(self.bitmap, dtype=torch.int32, device=device)
-        offsets = torch.empty(self.offsets, dtype=torch.int32, device=device)
-        values = torch.empty(self.values, dtype=x.dtype, device=device)
+        keys = x.new_empty(self.keys, dtype=torch.int32)
+        bitmap = x.new_empty(self.bitmap, dtype=torch.int32)
+        offsets = x.new_empty(self.offsets, dtype=torch.int32)
+        values = x.new_empty(self.values)
         if self.control:
-            control = torch.empty(self.control, dtype=torch.int32, device=device)
+            control = x.new_empty(self.control, dtype=torch.int32)
             self._keys(x, keys, control)
             self._select(keys, bitmap, offsets, control)
         else:
@@ -137,8 +137,10 @@ def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int
     tile_rows = max(1, 4096 // (block * cols))
     grid = ceil_div(samples * rows, tile_rows), ceil_div(columns, cols)
     zeros = triton.next_power_of_2(ceil_div(control, grid[0] * grid[1])) if control else 0
-    scalars = (*strides, samples * rows, rows, length, columns, control)
-    return Launch(block_keys_kernel, grid, *scalars, block_size, block, tile_rows, cols, zeros, num_warps=4)
+    unit = stride_unit(*strides)
+    scalars = (strides[0] // unit, strides[1] // unit, samples * rows, rows, control)
+    tile = (length, columns, unit, block_size, block, tile_rows, cols, zeros)
+    return Launch(block_keys_kernel, grid, *scalars, *tile, num_warps=4)
 
 
 def _parts(samples: int, blocks: int, device: torch.device) -> int:
@@ -174,8 +176,11 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     aligned: bool,
-) -> PackPlan:
-    """Return the plan for an input; dtype and alignment matter only to the compiled kernels that the plan keeps."""
+) -> PackPlan | SamplePlan:
+    """Return the plan for an input; alignment matters only to the compiled kernels that the plan keeps."""
+    samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
+    if takes_one_launch(samples, blocks, device):
+        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, choose_config(blocks))
     return PackPlan(shape, strides[:2], block_size, keep, device)
 
 

@@ -44,7 +44,7 @@ def _candidate(low, high, above_low, above_high, keep, turn):
 
 
 @triton.jit
-def _store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.constexpr):
+def store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.constexpr):
     """Write the words and offsets of ``BLOCKS`` blocks, of which the first is stored at ``first``."""
     w = tl.arange(0, BLOCKS // WORD)
     bits = tl.sum(tl.reshape(kept, [BLOCKS // WORD, WORD]) << tl.arange(0, WORD)[None, :], axis=1)
@@ -55,17 +55,24 @@ def _store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.
 
 
 @triton.jit
-def select_kernel(keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr):
-    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers."""
-    s = tl.program_id(0)
-    n = tl.arange(0, BLOCKS)
-    inside = n < blocks
-    keys = tl.load(keys_ptr + s.to(tl.int64) * blocks + n, mask=inside, other=-1)
+def list_kept(kept, n, list_ptr, BLOCKS: tl.constexpr):
+    """Write which of the ``BLOCKS`` blocks ``n`` are kept to a list."""
+    by_word = tl.reshape(kept, [BLOCKS // WORD, WORD])
+    counts = tl.sum(by_word, axis=1)
+    # Two sums, within words and over them: one over all blocks is long and goes through all warps.
+    place = (tl.cumsum(counts, axis=0) - counts)[:, None] + tl.cumsum(by_word, axis=1) - by_word
+    # As a matrix the places would be turned to columns before they are stored.
+    tl.store(list_ptr + tl.reshape(place, [BLOCKS]), n, mask=kept == 1)
+
+
+@triton.jit
+def threshold(keys, n, blocks, keep):
+    """Return ``(threshold, cut)`` for the keys of all blocks ``n``; those from ``blocks`` on have a negative one."""
     high = tl.max(keys, axis=0) + 1
-    low = tl.min(tl.where(inside, keys, high), axis=0)
-    above_low = s * 0 + blocks
-    above_high = s * 0
-    turn = s * 0
+    low = tl.min(tl.where(n < blocks, keys, high), axis=0)
+    above_low = keep * 0 + blocks
+    above_high = keep * 0
+    turn = keep * 0
     while (above_low != keep) & (high - low > 1):
         middle = _candidate(low, high, above_low, above_high, keep, turn)
         count = tl.sum((keys >= middle).to(tl.int32), axis=0)
@@ -76,14 +83,24 @@ def select_kernel(keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, 
             high = middle
             above_high = count
         turn += 1
-    cut = s * 0 + blocks
+    cut = keep * 0 + blocks
     if above_low != keep:  # more keys than wanted equal the threshold
         quota = keep - tl.sum((keys > low).to(tl.int32), axis=0)
         equal = (keys == low).to(tl.int32)
         last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
         cut = tl.max(tl.where(last, n, -1), axis=0)
+    return low, cut
+
+
+@triton.jit
+def select_kernel(keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr):
+    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers."""
+    s = tl.program_id(0)
+    n = tl.arange(0, BLOCKS)
+    keys = tl.load(keys_ptr + s.to(tl.int64) * blocks + n, mask=n < blocks, other=-1)
+    low, cut = threshold(keys, n, blocks, keep)
     kept = ((keys > low) | ((keys == low) & (n <= cut))).to(tl.int32)
-    _store_places(
+    store_places(
         kept, bitmap_ptr + s.to(tl.int64) * words, offsets_ptr + s.to(tl.int64) * runs, s * keep, words, runs, BLOCKS
     )
 
@@ -219,6 +236,6 @@ def select_shared_kernel(
         kept = ((keys > low) | ((equal == 1) & (tl.cumsum(equal, axis=0) <= quota))).to(tl.int32)
         w, c = piece // WORD, piece // RUN
         last_word, last_run = tl.cdiv(stop, WORD) - w, tl.cdiv(stop, RUN) - c
-        _store_places(kept, bitmap_ptr + w, offsets_ptr + c, first, last_word, last_run, PIECE)
+        store_places(kept, bitmap_ptr + w, offsets_ptr + c, first, last_word, last_run, PIECE)
         quota -= tl.minimum(tl.sum(equal, axis=0), quota)
         first += tl.sum(kept, axis=0)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.keys import stride_unit
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_places, run_tile
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -19,13 +20,14 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 @triton.jit
 def unpack_kernel(
-    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, columns,
-    length, words, runs, B: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides."""
     s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     r = s * rows + n // columns
-    start = (r // inner).to(tl.int64) * stride_outer + (r % inner).to(tl.int64) * stride_inner
+    start = (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         block = (e < B)[None, :]
@@ -43,9 +45,10 @@ def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, blo
     blocks = rows * columns
     strides = (length, batch * length) if features_first else (inner * length, length)
     words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
-    scalars = (*strides, inner, samples, rows, blocks, columns, length, words, runs)
+    unit = stride_unit(*strides)
+    scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs)
     grid, tile, options = run_tile(samples, blocks, block_size)
-    return Launch(unpack_kernel, grid, *scalars, *tile, **options)
+    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, **options)
 
 
 def unpack(

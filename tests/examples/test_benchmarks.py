@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.benchmarks import kernels, plots, summaries, tables
+from examples.benchmarks import kernels, plots, summaries, tables, tune_pack
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -147,3 +147,8 @@ def test_an_old_gpu_gets_a_hint(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Turing")
     with pytest.raises(SystemExit, match=r"8\.0 \(Ampere\) or newer; Turing has 7\.5"):
         kernels.main([])
+
+
+def test_sweep_of_pack_holds_64_keys_a_thread_at_most():
+    assert tune_pack.configurations(9408) == tune_pack.CONFIGS
+    assert {config.warps for config in tune_pack.configurations(18816)} == {16, 32}

@@ -21,16 +21,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import columns, keys, pack, select, tiles, unpack, weight_grad
+from lightning_actprune.kernels import columns, keys, pack, pack_sample, select, tiles, unpack, weight_grad
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
+from lightning_actprune.ops.geometry import ceil_div
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
     "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32",
+    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32", "scratch_ptr": "*{v}",
     "partial_ptr": "*fp32",
 }  # fmt: skip
-ALIGNED = ("_ptr", "stride_sample", "stride_row", "stride_outer", "stride_inner", "stride_grad", "length", "outputs")
+ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "size", "counts")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -41,16 +42,28 @@ BLOCK_SIZES = (16, 24, 32, 64, 128)
 WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
 """fp16 differs from bf16 in the opcode of the product alone; of fp32, both ways round, with the largest accumulator."""
 
+NARROW_ROW = 196
+"""Values of a row that 4 divides and 8 does not."""
+
+PACK_SAMPLES = [
+    ("pack_sample", 2352, 384, 32, "bf16"), ("pack_sample", 9408, 1536, 32, "fp32"),
+    ("pack_sample", 18816, 1536, 16, "bf16"), ("pack_sample", 600, 144, 24, "bf16"),
+    ("pack_sample_narrow", 2688, NARROW_ROW, 32, "bf16"),
+]  # fmt: skip
+"""Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread."""
+
 Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 """Label, kernel, constexprs, value type, options."""
 
 
 def specimens(target: int) -> list[Specimen]:
     """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4}
+    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4} | rows(1536, 32)
+    narrow = {"B": 32, "BLOCK": 32, "ROWS": 16, "COLS": 8, "ZEROS": 4} | rows(NARROW_ROW, 32)
     found = [
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
+        ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
         ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
@@ -63,10 +76,26 @@ def specimens(target: int) -> list[Specimen]:
     # Copies: two bytes are two bytes.
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
         _, tile, options = pack.run_tile(64, 4704, size)
-        constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True))
+        constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
         found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
         found.append((f"unpack_b{size}", unpack.unpack_kernel, constants, value, options))
+    found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
+    narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
+    found.append(("gather_narrow", pack.gather_kernel, narrow, "bf16", {"num_warps": 4}))
+    found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
     return found
+
+
+def pack_sample_specimen(label: str, blocks: int, length: int, size: int, value: str) -> Specimen:
+    """Return the kernel that packs a sample of ``blocks`` in one launch, the keys in the values."""
+    config = pack_sample.choose_config(blocks)
+    constants = config.constants(blocks, size, 4 if value == "fp32" else 2) | rows(length, size)
+    return label, pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
+
+
+def rows(length: int, block_size: int) -> dict[str, int]:
+    """Return the constants of rows that follow each other without gaps."""
+    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": keys.stride_unit(length)}
 
 
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
@@ -122,7 +151,9 @@ def features(ptx: str) -> dict[str, int]:
         "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma",
         "async16": r"cp\.async\.cg\.shared\.global [^;]*?0x10\b|cp\.async\.cg\.shared\.global [^;]*, 16",
         "async_small": r"cp\.async\.ca\.shared\.global", "load16": r"ld\.global[\w.:]*\.v4\.b32",
-        "store16": r"st\.global[\w.:]*\.v4\.b32",
+        "store16": r"st\.global[\w.:]*\.v4\.b32", "load8": r"ld\.global[\w.:]*\.v2\.b32",
+        "store8": r"st\.global[\w.:]*\.v2\.b32", "load2": r"ld\.global[\w.:]*\.b16",
+        "store2": r"st\.global[\w.:]*\.b16",
     }  # fmt: skip
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 

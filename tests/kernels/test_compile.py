@@ -17,9 +17,21 @@ from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
 OF_SIZE = ("weight_grad", "gather", "unpack")
-KERNELS = {"keys", "select", "select_rows", "select_shared", "count_columns", "list_columns", "add_parts"}
+KERNELS = {
+    "keys",
+    "select",
+    "select_rows",
+    "select_shared",
+    "pack_sample",
+    "count_columns",
+    "list_columns",
+    "add_parts",
+}
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
 KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
+KERNELS |= {f"{kernel}_narrow" for kernel in ("keys", "gather", "unpack", "pack_sample")}
+HOLD_KEYS = {"select", "pack_sample", "pack_sample_narrow"}
+"""Kernels with up to 64 keys a thread in registers."""
 TENSOR_CORES = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 TRITON = Version(triton.__version__)
@@ -72,17 +84,19 @@ def test_nothing_spills(compiled):
     for r in compiled:
         # A frame of 8 bytes holds no spilled value: ptxas reports it for the block-wide scan of some targets.
         frame = 0 if r["kernel"].startswith("weight_grad") else 8
-        if r["kernel"] != "select":
+        if r["kernel"] not in HOLD_KEYS:
             assert r["stack"] <= frame, r
             assert r["local"] == 0, r
 
 
 def test_selection_does_not_spill(request, compiled, target):
     if Version("3.9") <= TRITON and target != 80 and target != 89:
-        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 bytes a thread of 16384 keys at 8 warps"))
-    (r,) = (r for r in compiled if r["kernel"] == "select")
-    assert r["stack"] <= 8, r
-    assert r["local"] == 0, r
+        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 to 72 bytes a thread of 64 keys"))
+    for r in compiled:
+        if r["kernel"] in HOLD_KEYS:
+            # To fit one program more onto a multiprocessor, ptxas spills up to 24 bytes of its own accord.
+            assert r["stack"] <= (8 if r["kernel"] == "select" else 24), r
+            assert r["local"] == 0, r
 
 
 @each_block
@@ -111,7 +125,14 @@ def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(compiled
 
 def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
     for r in compiled:
-        if r["kernel"].startswith(("keys", "gather", "unpack")):
+        if r["kernel"].startswith(("keys", "gather", "unpack", "pack_sample")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["load16"] > 0, r
-        if r["kernel"].startswith(("gather", "unpack")):
+        if r["kernel"].startswith(("gather", "unpack", "pack_sample")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["store16"] > 0, r
+
+
+def test_rows_of_a_multiple_of_4_values_are_read_and_written_8_bytes_at_a_time(compiled):
+    narrow = [r for r in compiled if r["kernel"].endswith("narrow")]
+    for r in narrow:
+        assert r["ptx"]["store8" if r["kernel"].startswith("unpack") else "load8"] > 0, r
+        assert r["ptx"]["load2"] == r["ptx"]["store2"] == 0, r

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_actprune import kernels
 from lightning_actprune.kernels import launch, unpack
+from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
 from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops import reference
@@ -24,13 +26,15 @@ from lightning_actprune.ops.geometry import BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
 
-# Samples of 15, 1100 and 37800 blocks: one for each way of selecting. Row lengths that blocks do not divide.
+# Samples of 15, 1098 and 37800 blocks: one for each way of selecting. Row lengths that blocks do not divide.
 STREAMED = (1, 4200, 130)
 SHAPES = [((5, 3, 70), 16), ((2, 122, 130), 16), (STREAMED, 16), ((2, 61, 100), 7), ((3, 41, 100), 24)]
 SHAPES += [((2, 37, 96), 32), ((2, 33, 150), 64), ((1, 150, 200), 128)]
 DTYPES = (torch.float32, torch.bfloat16)
 OUTPUTS = 33
 SPLITS = (1, 3)
+ONE_LAUNCH = [((2, 122, 130), 16, 0.6), ((2, 122, 130), 16, 0.95), ((3, 41, 100), 7, 0.3)]
+"""Shape, block size and sparsity: keys in the values, where they do not fit, and where they are not aligned."""
 
 
 def kernel_names() -> set[str]:
@@ -62,10 +66,19 @@ def split_into(parts: int) -> Iterator[None]:
     weight_grads._plan.cache_clear()
 
 
-def check_pack_and_unpack(x: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+@contextlib.contextmanager
+def one_launch(wanted: bool) -> Iterator[None]:
+    """Pack inside with one program per sample, or never so."""
+    packs._plan.cache_clear()
+    with mock.patch.object(packs, "takes_one_launch", return_value=wanted):
+        yield
+    packs._plan.cache_clear()
+
+
+def check_pack_and_unpack(x: Tensor, block_size: int, sparsity: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
     """Pack ``x [S, T, L]``, unpack it in both orders, and return the packed form."""
     samples, rows, length = x.shape
-    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
+    keep = BlockGeometry.of(samples, rows, length, block_size, sparsity).keep
     packed = torch.ops.actprune.pack(x, block_size, keep)
     values, bitmap, offsets = (t.cpu() for t in packed)
     for actual, expected in zip((values, bitmap, offsets), reference.pack(x.cpu(), block_size, keep), strict=True):
@@ -95,8 +108,11 @@ def run_all(device: torch.device) -> list[str]:
     """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
     torch.manual_seed(0)
     with launches() as names, force_backend("triton"):
-        for shape, block_size in SHAPES:
-            for dtype in DTYPES:
+        for (shape, block_size, sparsity), dtype in itertools.product(ONE_LAUNCH, DTYPES):
+            with one_launch(True):
+                check_pack_and_unpack(oracle.integers(*shape, dtype=dtype, device=device), block_size, sparsity)
+        for (shape, block_size), dtype in itertools.product(SHAPES, DTYPES):
+            with one_launch(False):
                 packed = check_pack_and_unpack(oracle.integers(*shape, dtype=dtype, device=device), block_size)
                 if shape != STREAMED:  # whose many rows bring nothing new here, and take the interpreter long
                     check_weight_grad(packed, shape)

@@ -92,6 +92,7 @@ def test_block_whose_square_overflows_counts_like_a_non_finite_one(device, dtype
 
 def test_many_keys_per_sample_take_the_shared_selection(device, monkeypatch):
     monkeypatch.setattr(kernels, "REGISTER_BLOCKS", 64)
+    monkeypatch.setattr(kernels, "takes_one_launch", lambda *_: False)
     kernels.plan.cache_clear()
     for x in (oracle.integers(2, 21, 96, device=device), torch.randn(2, 21, 96, device=device)):
         assert torch.equal(packed(x, 0.55, 8).unpack(), oracle.pruned(x, 8, 0.55))
@@ -119,6 +120,14 @@ def test_non_contiguous_input_packs_like_its_stored_layout(device, kind):
         "every-other": (base[..., ::2], base[..., ::2]),
     }[kind]
     assert torch.equal(packed(x, 0.5, 8).unpack(), oracle.pruned(stored.contiguous(), 8, 0.5))
+
+
+@pytest.mark.parametrize("length", [40, 36, 34, 33], ids=lambda length: f"multiple-of-{length & -length}")
+@pytest.mark.parametrize("gap", [0, 1, 4])
+def test_rows_of_any_alignment(device, length, gap):
+    x = oracle.integers(3, 7, length + gap, dtype=torch.bfloat16, device=device)[..., :length]
+    for view in (x, x.transpose(0, 1)):
+        assert torch.equal(packed(view, 0.5, 16).unpack(), oracle.pruned(view.contiguous(), 16, 0.5))
 
 
 @pytest.mark.parametrize("length", [48, 45])

@@ -1,0 +1,218 @@
+"""Pack in one launch: one program per sample writes its keys, selects, and copies the kept blocks.
+
+With about as many samples as multiprocessors this saves two launches and what lies between them, and the second read of
+``x`` comes from the L2 cache. The three parts:
+
+1. Keys, tile by tile, into the sample's scratch. A program waits for its own loads, so a tile is large: what is in
+   flight on a multiprocessor decides about bandwidth.
+2. All keys are read into registers, and selection writes bitmap and offsets. The numbers of the kept blocks replace the
+   keys in the scratch.
+3. Tiles of kept blocks, all lanes busy, are copied to where the sample's values start, the last tile first: these
+   blocks were read last, and what the L2 cache has lost by then are the first.
+
+The scratch is the sample's own part of ``values`` if that is large enough, so that nothing has to be allocated. Copying
+then overwrites the list that it reads. Entry ``p`` of the list takes the bytes from ``4 p`` on, block ``p`` those from
+``p * B * itemsize`` on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
+entry before ``2 p``, and those before ``p`` are all that is still needed. Only the tile at 0 destroys its own entries:
+all threads have read these before the first one copies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_actprune.kernels.keys import block_keys, stride_unit
+from lightning_actprune.kernels.launch import Launch, multiprocessors
+from lightning_actprune.kernels.select import RUN, WORD, list_kept, store_places, threshold
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
+
+
+@triton.jit
+def _load_blocks(
+    x_ptr, n, exist, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the blocks ``n`` of a sample, ``[len(n), BLOCK]``, zeros where there is nothing."""
+    e = tl.arange(0, BLOCK)
+    start = (n // columns).to(tl.int64) * stride_row * UNIT
+    column = (n % columns)[:, None] * B + e[None, :]
+    inside = exist[:, None] & ((column < length) & (e < B)[None, :])
+    return tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _copy_blocks(
+    x_ptr, values_ptr, n, first, keep, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy the blocks ``n`` to the places from ``first`` on, as long as these are below ``keep``."""
+    e = tl.arange(0, BLOCK)
+    p = first + tl.arange(0, TILE)
+    x = _load_blocks(x_ptr, n, p < keep, stride_row, length, columns, UNIT, B, BLOCK)
+    target = values_ptr + p.to(tl.int64)[:, None] * B + e[None, :]
+    tl.store(target, x, mask=(p < keep)[:, None] & (e < B)[None, :])
+
+
+@triton.jit
+def _find_threshold(keys_ptr, blocks, keep, BLOCKS: tl.constexpr):
+    """Return ``(threshold, cut)`` of a sample, all its keys in registers."""
+    n = tl.arange(0, BLOCKS)
+    return threshold(tl.load(keys_ptr + n, mask=n < blocks, other=-1), n, blocks, keep)
+
+
+@triton.jit
+def _list_kept(scratch_ptr, bitmap_ptr, offsets_ptr, first, low, cut, blocks, words, runs, PIECE: tl.constexpr):
+    """Write bitmap, offsets and, over the keys, the numbers of the kept blocks; the first is stored at ``first``."""
+    listed = first * 0
+    for piece in range(0, blocks, PIECE):
+        n = piece + tl.arange(0, PIECE)
+        keys = tl.load(scratch_ptr + n, mask=n < blocks, other=-1)
+        kept = ((keys > low) | ((keys == low) & (n <= cut))).to(tl.int32)
+        w, c = piece // WORD, piece // RUN
+        store_places(kept, bitmap_ptr + w, offsets_ptr + c, first + listed, words - w, runs - c, PIECE)
+        tl.debug_barrier()  # all keys of this piece are read; the list never reaches those of the next
+        list_kept(kept, n, scratch_ptr + listed, PIECE)
+        listed += tl.sum(kept, axis=0)
+
+
+@triton.jit
+def pack_sample_kernel(
+    x_ptr, values_ptr, bitmap_ptr, offsets_ptr, scratch_ptr, stride_sample, stride_row, stride_scratch, blocks, keep,
+    words, runs, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr, KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr,
+    COPY_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pack one sample of ``blocks <= BLOCKS``, by tiles of ``KEYS`` and ``COPIES`` blocks."""
+    s = tl.program_id(0)
+    x_ptr += s.to(tl.int64) * stride_sample * UNIT
+    values_ptr += s.to(tl.int64) * keep * B
+    scratch_ptr += s.to(tl.int64) * stride_scratch
+    scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+
+    for start in tl.range(0, blocks, KEYS, num_stages=KEYS_STAGES):
+        n = start + tl.arange(0, KEYS)
+        x = _load_blocks(x_ptr, n, n < blocks, stride_row, length, columns, UNIT, B, BLOCK).to(tl.float32)
+        tl.store(scratch_ptr + n, block_keys(x), mask=n < blocks)
+    tl.debug_barrier()
+
+    low, cut = _find_threshold(scratch_ptr, blocks, keep, BLOCKS)
+    bitmap_ptr += s.to(tl.int64) * words
+    offsets_ptr += s.to(tl.int64) * runs
+    _list_kept(scratch_ptr, bitmap_ptr, offsets_ptr, s * keep, low, cut, blocks, words, runs, PIECE)
+    tl.debug_barrier()
+
+    p = tl.arange(0, COPIES)
+    tiles = tl.cdiv(keep, COPIES)
+    first = tl.maximum(tiles - 1, 0) * COPIES
+    kept = tl.load(scratch_ptr + first + p, mask=first + p < keep, other=0)
+    for _ in tl.range(1, tiles, num_stages=COPY_STAGES):
+        # One tile ahead, so that nothing waits for the numbers and then for the blocks.
+        ahead = tl.load(scratch_ptr + (first - COPIES) + p)
+        tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
+        _copy_blocks(x_ptr, values_ptr, kept, first, keep, stride_row, length, columns, UNIT, B, BLOCK, COPIES)
+        kept = ahead
+        first -= COPIES
+    tl.debug_barrier()
+    _copy_blocks(x_ptr, values_ptr, kept, 0, keep, stride_row, length, columns, UNIT, B, BLOCK, COPIES)
+
+
+class SampleConfig(NamedTuple):
+    """How a program packs its sample.
+
+    Args:
+        warps: Warps of a program.
+        piece: Blocks that are listed at once.
+        keys_kib: KiB of a tile of which the keys are computed.
+        keys_stages: Such tiles in flight, if above 1: they wait in shared memory.
+        copy_kib: KiB of a tile that is copied.
+        copy_stages: Such tiles in flight, if above 1.
+    """
+
+    warps: int
+    piece: int
+    keys_kib: int
+    keys_stages: int
+    copy_kib: int
+    copy_stages: int
+
+    def constants(self, blocks: int, block_size: int, itemsize: int) -> dict[str, int]:
+        """Return the kernel's last constants, in order, for samples of so many blocks."""
+        block, padded = triton.next_power_of_2(block_size), max(RUN_BLOCKS, triton.next_power_of_2(blocks))
+        # Numbers and addresses of more than 2048 blocks would fill the registers.
+        keys, copies = (max(1, min(2048, 1024 * n // (block * itemsize))) for n in (self.keys_kib, self.copy_kib))
+        return {
+            "B": block_size, "BLOCK": block, "BLOCKS": padded, "PIECE": min(padded, self.piece), "KEYS": keys,
+            "KEYS_STAGES": self.keys_stages, "COPIES": copies, "COPY_STAGES": self.copy_stages,
+        }  # fmt: skip
+
+
+FEWEST_BLOCKS = 513
+"""Smaller samples are selected several to a program."""
+MOST_BLOCKS = 32768
+"""Largest sample whose keys are held in registers: 64 a thread at 16 warps."""
+FEWEST_SAMPLES = 0.5
+"""Programs per multiprocessor below which three launches are faster, each with programs for all of them."""
+
+
+def takes_one_launch(samples: int, blocks: int, device: torch.device) -> bool:
+    """Return whether one program per sample packs faster than three launches."""
+    return FEWEST_BLOCKS <= blocks <= MOST_BLOCKS and samples >= FEWEST_SAMPLES * multiprocessors(device)
+
+
+def choose_config(blocks: int) -> SampleConfig:
+    """Return the configuration for samples of so many blocks."""
+    # At 8 warps the keys of the largest samples would be 128 a thread.
+    return SampleConfig(8 if blocks <= 16384 else 16, 8192, keys_kib=32, keys_stages=1, copy_kib=32, copy_stages=1)
+
+
+class SamplePlan:
+    """The launch and output shapes for one shape of input, as ``PackPlan``.
+
+    Args:
+        shape: ``(S, T, L)``.
+        strides: Strides of samples and rows; the last one is 1.
+        block_size: Values per block.
+        keep: Blocks kept per sample.
+        itemsize: Bytes of a value.
+        config: How a program packs its sample.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        block_size: int,
+        keep: int,
+        itemsize: int,
+        config: SampleConfig,
+    ) -> None:
+        samples, rows, length = shape
+        columns = ceil_div(length, block_size)
+        blocks = rows * columns
+        words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
+        self.values = (samples * keep, block_size)
+        self.bitmap, self.offsets = (samples, words), (samples, runs)
+        size = keep * block_size * itemsize
+        # Keys are int32, and the list must not be overtaken by the values (see above).
+        in_values = size >= 4 * blocks and size % 4 == 0 and block_size * itemsize >= 8
+        self.scratch = 0 if in_values else samples * blocks
+        stride_scratch = keep * block_size if in_values else blocks
+        unit = stride_unit(*strides)
+        scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
+        tiles = config.constants(blocks, block_size, itemsize)
+        constants = {"length": length, "columns": columns, "UNIT": unit, **tiles}
+        self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants.values(), num_warps=config.warps)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(values, bitmap, offsets)``."""
+        values = x.new_empty(self.values)
+        bitmap = x.new_empty(self.bitmap, dtype=torch.int32)
+        offsets = x.new_empty(self.offsets, dtype=torch.int32)
+        scratch = x.new_empty(self.scratch, dtype=torch.int32) if self.scratch else values
+        self._pack(x, values, bitmap, offsets, scratch)
+        return values, bitmap, offsets
