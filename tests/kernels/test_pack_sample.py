@@ -83,8 +83,8 @@ def test_strides(kernel_device, kind):
 
 def test_plan_takes_one_launch_with_enough_samples(kernel_device, monkeypatch):
     def plan(samples, blocks):
-        kernels._plan.cache_clear()
-        return type(kernels._plan((samples, blocks, 8), (8, 8, 1), 8, 1, torch.float32, kernel_device, True))
+        kernels.plan.cache_clear()
+        return type(kernels.plan((samples, blocks, 8), (8, 8, 1), 8, 1, torch.float32, kernel_device, True))
 
     monkeypatch.setattr("lightning_actprune.kernels.pack_sample.multiprocessors", lambda device: 100)
     assert plan(50, 513) is plan(50, MOST_BLOCKS) is plan(1000, 5000) is SamplePlan

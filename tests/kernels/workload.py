@@ -69,10 +69,10 @@ def split_into(parts: int) -> Iterator[None]:
 @contextlib.contextmanager
 def one_launch(wanted: bool) -> Iterator[None]:
     """Pack inside with one program per sample, or never so."""
-    packs._plan.cache_clear()
+    packs.plan.cache_clear()
     with mock.patch.object(packs, "takes_one_launch", return_value=wanted):
         yield
-    packs._plan.cache_clear()
+    packs.plan.cache_clear()
 
 
 def check_pack_and_unpack(x: Tensor, block_size: int, sparsity: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
