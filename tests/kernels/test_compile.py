@@ -91,7 +91,7 @@ def test_nothing_spills(compiled):
 
 def test_selection_does_not_spill(request, compiled, target):
     if Version("3.9") <= TRITON and target != 80 and target != 89:
-        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 to 72 bytes a thread of 64 keys"))
+        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 to 96 bytes a thread of 64 keys"))
     for r in compiled:
         if r["kernel"] in HOLD_KEYS:
             # To fit one program more onto a multiprocessor, ptxas spills up to 24 bytes of its own accord.
