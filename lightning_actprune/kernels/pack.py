@@ -106,9 +106,9 @@ class PackPlan:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``."""
         keys = x.new_empty(self.keys, dtype=torch.int32)
-        bitmap = x.new_empty(self.bitmap, dtype=torch.int32)
-        offsets = x.new_empty(self.offsets, dtype=torch.int32)
-        values = x.new_empty(self.values)
+        bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
+        offsets = x.new_empty(*self.offsets, dtype=torch.int32)
+        values = x.new_empty(*self.values)
         if self.control:
             control = x.new_empty(self.control, dtype=torch.int32)
             self._keys(x, keys, control)
@@ -164,7 +164,8 @@ def _select(samples: int, blocks: int, keep: int, parts: int) -> Launch:
         group = max(1, min(4096 // padded, triton.next_power_of_2(samples)))
         return Launch(select_rows_kernel, (ceil_div(samples, group),), *scalars, samples, group, padded, num_warps=4)
     # 8 warps were faster than 4, 16 and 32 for 2,352 to 9,408 blocks: what counts is the way between the warps.
-    return Launch(select_kernel, (samples,), *scalars, padded, num_warps=min(8, padded // 256))
+    warps, piece = (16, 8192) if padded == REGISTER_BLOCKS else (min(8, padded // 256), padded)
+    return Launch(select_kernel, (samples,), *scalars, padded, piece, num_warps=warps)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,8 +23,8 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS
 
 WORD = tl.constexpr(WORD_BLOCKS)
 RUN = tl.constexpr(RUN_BLOCKS)
-REGISTER_BLOCKS = 16384
-"""Largest sample whose keys are held in registers: 64 a thread at 8 warps; twice that spills at 32 warps."""
+REGISTER_BLOCKS = 32768
+"""Largest sample whose keys are held in registers: 64 a thread at 16 warps."""
 MOST_PARTS = 256
 """Most programs that share one sample."""
 MAX_PARTS = tl.constexpr(MOST_PARTS)
@@ -93,16 +93,32 @@ def threshold(keys, n, blocks, keep):
 
 
 @triton.jit
-def select_kernel(keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr):
-    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers."""
+def select_kernel(
+    keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers, and write ``PIECE`` blocks at a time.
+
+    If not all at once, keys are read again: beside 64 of them a thread has no room for the places.
+    """
     s = tl.program_id(0)
+    keys_ptr += s.to(tl.int64) * blocks
+    bitmap_ptr += s.to(tl.int64) * words
+    offsets_ptr += s.to(tl.int64) * runs
     n = tl.arange(0, BLOCKS)
-    keys = tl.load(keys_ptr + s.to(tl.int64) * blocks + n, mask=n < blocks, other=-1)
+    keys = tl.load(keys_ptr + n, mask=n < blocks, other=-1)
     low, cut = threshold(keys, n, blocks, keep)
-    kept = ((keys > low) | ((keys == low) & (n <= cut))).to(tl.int32)
-    store_places(
-        kept, bitmap_ptr + s.to(tl.int64) * words, offsets_ptr + s.to(tl.int64) * runs, s * keep, words, runs, BLOCKS
-    )
+    if PIECE == BLOCKS:
+        kept = ((keys > low) | ((keys == low) & (n <= cut))).to(tl.int32)
+        store_places(kept, bitmap_ptr, offsets_ptr, s * keep, words, runs, BLOCKS)
+    else:
+        first = s * keep
+        for piece in range(0, blocks, PIECE):
+            m = piece + tl.arange(0, PIECE)
+            again = tl.load(keys_ptr + m, mask=m < blocks, other=-1)
+            kept = ((again > low) | ((again == low) & (m <= cut))).to(tl.int32)
+            w, c = piece // WORD, piece // RUN
+            store_places(kept, bitmap_ptr + w, offsets_ptr + c, first, words - w, runs - c, PIECE)
+            first += tl.sum(kept, axis=0)
 
 
 @triton.jit

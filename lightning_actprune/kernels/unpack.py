@@ -56,7 +56,7 @@ def unpack(
 ) -> Tensor:
     """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
     batch, rows, length = shape
-    out = values.new_empty((rows, batch, length) if features_first else shape)
+    out = values.new_empty(rows, batch, length) if features_first else values.new_empty(batch, rows, length)
     key = values.dtype, values.device, aligned(values, bitmap, offsets)
     _launch(bitmap.shape[0], shape, features_first, values.shape[1], *key)(values, bitmap, offsets, out)
     return out

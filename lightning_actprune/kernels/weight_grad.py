@@ -184,14 +184,13 @@ class WeightGradPlan:
 
     def __call__(self, grad_y: Tensor, values: Tensor, bitmap: Tensor, offsets: Tensor) -> Tensor:
         """Return the weight gradient ``[OUT, length]``."""
-        device = values.device
-        work = torch.empty(self.list_columns.work, dtype=torch.int32, device=device)
-        out = torch.empty(self.out, dtype=self.dtype, device=device)
+        work = values.new_empty(self.list_columns.work, dtype=torch.int32)
+        out = values.new_empty(*self.out, dtype=self.dtype)
         self.list_columns(bitmap, offsets, work)
         if self.parts == 1:
             self._product(grad_y, values, work, out)
             return out
-        partial = torch.empty((self.parts, *self.out), dtype=torch.float32, device=device)
+        partial = values.new_empty(self.parts, *self.out, dtype=torch.float32)
         self._product(grad_y, values, work, partial)
         self._add(partial, work, out)
         return out

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import columns, keys, pack, pack_sample, select, tiles, unpack, weight_grad
+from lightning_actprune.kernels import column_sums, columns, keys, pack, pack_sample, select, tiles, unpack, weight_grad
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from lightning_actprune.ops.geometry import ceil_div
 
@@ -64,13 +64,18 @@ def specimens(target: int) -> list[Specimen]:
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
         ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
-        ("select", select.select_kernel, {"BLOCKS": select.REGISTER_BLOCKS}, "fp32", {"num_warps": 8}),
+        ("select", select.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("select", select.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("count_columns", columns.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
         ("list_columns", columns.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
         ("add_parts", weight_grad.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
     ]
+    for value, size in (("bf16", 2), ("fp32", 4)):
+        wide = column_sums.COLS
+        tile = {"ROWS": column_sums.TILE_BYTES // (wide * size), "COLS": wide, "WIDE": False}
+        found.append(("column_sums", column_sums.column_sums_kernel, tile, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_actprune.kernels import pack as kernels
-from lightning_actprune.kernels.pack_sample import MOST_BLOCKS, SampleConfig, SamplePlan, choose_config
+from lightning_actprune.kernels.pack_sample import SampleConfig, SamplePlan, choose_config
+from lightning_actprune.kernels.select import REGISTER_BLOCKS
 from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import ceil_div
 from tests import oracle
@@ -87,8 +88,9 @@ def test_plan_takes_one_launch_with_enough_samples(kernel_device, monkeypatch):
         return type(kernels.plan((samples, blocks, 8), (8, 8, 1), 8, 1, torch.float32, kernel_device, True))
 
     monkeypatch.setattr("lightning_actprune.kernels.pack_sample.multiprocessors", lambda device: 100)
-    assert plan(50, 513) is plan(50, MOST_BLOCKS) is plan(1000, 5000) is SamplePlan
-    assert plan(49, 513) is plan(50, 512) is plan(50, MOST_BLOCKS + 1) is kernels.PackPlan
+    assert plan(75, 513) is plan(100, REGISTER_BLOCKS) is plan(150, 5000) is SamplePlan
+    assert plan(74, 513) is plan(100, 512) is plan(100, REGISTER_BLOCKS + 1) is kernels.PackPlan
+    assert plan(149, 5000) is kernels.PackPlan  # the second hundred would be half empty
 
 
 @pytest.mark.gpu

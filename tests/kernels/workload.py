@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune import kernels
-from lightning_actprune.kernels import launch, unpack
+from lightning_actprune.kernels import column_sums, launch, unpack
 from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
 from lightning_actprune.ops import library as library  # registers the operators
@@ -104,6 +104,12 @@ def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, i
         assert torch.equal(actual.cpu(), grad_y.float().t() @ dense), (shape, values.dtype, parts)
 
 
+def check_column_sums(grad_y: Tensor) -> None:
+    """Sum the columns of integers, in parts and at once."""
+    for rows in (grad_y, grad_y[:20, 3:]):
+        assert torch.equal(column_sums.column_sums(rows, torch.float32).cpu(), rows.cpu().float().sum(0)), rows.shape
+
+
 def run_all(device: torch.device) -> list[str]:
     """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
     torch.manual_seed(0)
@@ -116,6 +122,8 @@ def run_all(device: torch.device) -> list[str]:
                 packed = check_pack_and_unpack(oracle.integers(*shape, dtype=dtype, device=device), block_size)
                 if shape != STREAMED:  # whose many rows bring nothing new here, and take the interpreter long
                     check_weight_grad(packed, shape)
+        for dtype in DTYPES:
+            check_column_sums(oracle.integers(1031, 150, dtype=dtype, device=device))
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":

@@ -1,0 +1,71 @@
+"""Column sums against fp64, however the rows are cut and lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_actprune.kernels import column_sums as kernels
+from lightning_actprune.kernels.column_sums import ColumnSumsPlan, column_sums
+from tests import oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 1), (3, 130), (64, 128), (1000, 33), (1031, 300)])
+def test_sums_are_exact_on_integers(kernel_device, rows, outputs, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    grad_y = oracle.integers(rows, outputs, dtype=dtype, device=kernel_device)
+    kernels._plan.cache_clear()
+    assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
+
+
+def test_parts_end_where_the_rows_end(kernel_device, monkeypatch):
+    """257 rows in parts of 64: the last part has a single row."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 100)
+    plan = ColumnSumsPlan(257, 40, 40, 4, torch.float32, kernel_device)
+    assert plan.parts == 5
+    grad_y = oracle.integers(257, 40, device=kernel_device)
+    assert torch.equal(plan(grad_y), grad_y.sum(0))
+
+
+def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
+    base = oracle.integers(90, 70, device=kernel_device)
+    for grad_y in (base[::2, 3:60], base[1:, 1:], base[:1].expand(90, 70)):
+        assert torch.equal(column_sums(grad_y, torch.float32), grad_y.sum(0))
+
+
+def test_result_has_the_wanted_type_and_is_rounded_once(kernel_device):
+    grad_y = torch.full((999, 20), 0.1, dtype=torch.float16, device=kernel_device)
+    expected = grad_y.double().sum(0)
+    assert oracle.relative_error(column_sums(grad_y, torch.float32), expected) < 1e-6
+    assert torch.equal(column_sums(grad_y, torch.float16), expected.to(torch.float16))
+
+
+def test_non_finite_values_stay_in_their_column(kernel_device):
+    grad_y = torch.ones(300, 200, device=kernel_device)
+    grad_y[7, 3], grad_y[8, 150] = float("nan"), float("inf")
+    sums = column_sums(grad_y, torch.float32)
+    assert sums[3].isnan()
+    assert sums[150].isinf()
+    assert (sums == 300).sum() == 198
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(25088, 1536), (25216, 3072), (128, 1000), (1_000_000, 64), (24576, 196)], ids=str)
+def test_large_gradients_are_summed_as_well_as_torch_sums_them(shape, dtype):
+    grad_y = torch.randn(shape, device="cuda", dtype=dtype)
+    exact, ours = grad_y.double().sum(0), column_sums(grad_y, torch.float32)
+    theirs = oracle.relative_error(grad_y.sum(0, dtype=torch.float32), exact)
+    assert oracle.relative_error(ours, exact) <= max(2 * theirs, 1e-6)
+    assert torch.equal(ours, column_sums(grad_y, torch.float32))
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits():
+    x = torch.zeros(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
+    grad_y = x.as_strided((3, 256), (2**30, 1))
+    grad_y.copy_(oracle.integers(3, 256, dtype=torch.bfloat16, device="cuda"))
+    assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
