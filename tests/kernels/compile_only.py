@@ -74,7 +74,12 @@ def specimens(target: int) -> list[Specimen]:
     ]
     for value, size in (("bf16", 2), ("fp32", 4)):
         wide = column_sums.COLS
-        tile = {"ROWS": column_sums.TILE_BYTES // (wide * size), "COLS": wide, "WIDE": False}
+        tile = {
+            "ROWS": column_sums.TILE_BYTES // (wide * size),
+            "COLS": wide,
+            "WIDE": False,
+            "STAGES": column_sums.STAGES,
+        }
         found.append(("column_sums", column_sums.column_sums_kernel, tile, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])

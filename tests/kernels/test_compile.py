@@ -126,12 +126,16 @@ def test_output_gradient_is_gathered_by_asynchronous_copies_of_16_bytes(compiled
 
 def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
     for r in compiled:
-        if r["kernel"].startswith(("keys", "gather", "unpack", "pack_sample", "column_sums")) and not r[
-            "kernel"
-        ].endswith("narrow"):
+        if r["kernel"].startswith(("keys", "gather", "unpack", "pack_sample")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["load16"] > 0, r
         if r["kernel"].startswith(("gather", "unpack", "pack_sample")) and not r["kernel"].endswith("narrow"):
             assert r["ptx"]["store16"] > 0, r
+
+
+def test_column_sums_are_copied_to_shared_memory_16_bytes_at_a_time(compiled):
+    for r in (r for r in compiled if r["kernel"] == "column_sums"):
+        assert r["ptx"]["async16"] > 0, r
+        assert r["ptx"]["async_small"] == 0, r
 
 
 def test_rows_of_a_multiple_of_4_values_are_read_and_written_8_bytes_at_a_time(compiled):
