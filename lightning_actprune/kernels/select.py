@@ -8,8 +8,7 @@ which holds for exactly ``keep`` blocks, equal keys in order of ``n``; then it w
 The threshold is found by counting: with ``low`` reached by ``keep`` keys or more and ``high`` by fewer, a candidate
 between them replaces one of the two. Candidates are interpolated, every third one halves the interval, and the first is
 the smallest key but one, since most ties are blocks of zeros. It ends as soon as exactly ``keep`` keys reach ``low``:
-after about 10 turns for 10,000 different keys, and at most 90 in all. Programs that share a sample try four candidates
-a turn, since waiting for each other is what takes time: about 6 turns for 100,000 keys, and at most 50.
+after about 10 turns for 10,000 different keys, and at most 90 in all.
 
 Three kernels: one program per sample with its keys in registers; one program for several small samples; several
 programs for one large sample, which exchange their counts through zeroed ``control`` words.
@@ -29,12 +28,10 @@ REGISTER_BLOCKS = 32768
 MOST_PARTS = 256
 """Most programs that share one sample."""
 MAX_PARTS = tl.constexpr(MOST_PARTS)
-MOST_TURNS = 64
+MOST_TURNS = 96
 MAX_TURNS = tl.constexpr(MOST_TURNS)
-TURN_WORDS = 5
-WORDS_PER_TURN = tl.constexpr(TURN_WORDS)
-CONTROL_WORDS = TURN_WORDS * MOST_TURNS + 3 + 2 * MOST_PARTS
-"""Control words per sample of ``select_shared_kernel``: counts and arrivals of each turn, extremes, two per part."""
+CONTROL_WORDS = 2 * MOST_TURNS + 3 + 2 * MOST_PARTS
+"""Control words per sample of ``select_shared_kernel``: count and arrivals of each turn, extremes, two per part."""
 
 
 @triton.jit
@@ -175,39 +172,13 @@ def _meet(counter_ptr, parts):
 
 
 @triton.jit
-def _four_candidates(low, high, above_low, above_high, keep, turn):
-    """Return four rising keys to try next, between ``low`` and ``high`` exclusively.
-
-    Around the interpolated one, as far apart as random keys would scatter; every third turn in equal steps.
-    """
-    between = (above_low - above_high).to(tl.float32)
-    share = (above_low - keep).to(tl.float32) / between
-    spread = 1.5 * tl.sqrt(tl.maximum(share * (1.0 - share), 1.0 / between) / between)
-    even = turn % 3 == 2
-    one = tl.where(turn == 0, 0.0, tl.where(even, 0.2, share - spread))
-    two = tl.where(turn == 0, 0.25, tl.where(even, 0.4, share - 0.25 * spread))
-    three = tl.where(turn == 0, 0.5, tl.where(even, 0.6, share + 0.25 * spread))
-    four = tl.where(turn == 0, 0.75, tl.where(even, 0.8, share + spread))
-    return _between(low, high, one), _between(low, high, two), _between(low, high, three), _between(low, high, four)
-
-
-@triton.jit
-def _between(low, high, share):
-    """Return the key at a share of the way from ``low`` to ``high``, both excluded."""
-    step = ((high - low).to(tl.float32) * tl.minimum(tl.maximum(share, 0.0), 1.0)).to(tl.int64)
-    return (low + tl.minimum(tl.maximum(step, 1), high - low - 1)).to(tl.int32)
-
-
-@triton.jit
-def _count_two(keys_ptr, start, stop, one, two, PIECE: tl.constexpr):
-    """Return how many keys from ``start`` to ``stop`` reach each of two limits."""
-    reaching = tl.zeros([PIECE], tl.int64)
+def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
+    """Return how many keys from ``start`` to ``stop`` reach ``limit``."""
+    reaching = tl.zeros([PIECE], tl.int32)
     for piece in range(start, stop, PIECE):
         n = piece + tl.arange(0, PIECE)
-        keys = tl.load(keys_ptr + n, mask=n < stop, other=-1)
-        reaching += (keys >= one).to(tl.int64) + ((keys >= two).to(tl.int64) << 32)
-    both = tl.sum(reaching, axis=0)
-    return both.to(tl.int32), (both >> 32).to(tl.int32)
+        reaching += (tl.load(keys_ptr + n, mask=n < stop, other=-1) >= limit).to(tl.int32)
+    return tl.sum(reaching, axis=0)
 
 
 @triton.jit
@@ -217,7 +188,7 @@ def select_shared_kernel(
     """Select in one sample of any size: each program of the second axis has some runs, ``PIECE`` keys at a time."""
     s, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     keys_ptr += s.to(tl.int64) * blocks
-    control_ptr += s * (WORDS_PER_TURN * MAX_TURNS + 3 + 2 * MAX_PARTS)
+    control_ptr += s * (2 * MAX_TURNS + 3 + 2 * MAX_PARTS)
     share = tl.cdiv(tl.cdiv(blocks, parts), RUN) * RUN
     start = tl.minimum(part * share, blocks)
     stop = tl.minimum(start + share, blocks)
@@ -242,52 +213,28 @@ def select_shared_kernel(
     above_high = s * 0
     turn = s * 0
     while (above_low != keep) & (high - low > 1):
-        # What a turn costs is waiting for the other programs: four candidates halve the turns.
-        one, two, three, four = _four_candidates(low, high, above_low, above_high, keep, turn)
-        at_one, at_two = _count_two(keys_ptr, start, stop, one, two, PIECE)
-        at_three, at_four = _count_two(keys_ptr, start, stop, three, four, PIECE)
+        middle = _candidate(low, high, above_low, above_high, keep, turn)
+        count = _count(keys_ptr, start, stop, middle, PIECE)
         if parts > 1:
-            tl.atomic_add(turn_ptr, at_one)
-            tl.atomic_add(turn_ptr + 1, at_two)
-            tl.atomic_add(turn_ptr + 2, at_three)
-            tl.atomic_add(turn_ptr + 3, at_four)
-            _meet(turn_ptr + 4, parts)
-            at_one = tl.load(turn_ptr, cache_modifier=".cg")
-            at_two = tl.load(turn_ptr + 1, cache_modifier=".cg")
-            at_three = tl.load(turn_ptr + 2, cache_modifier=".cg")
-            at_four = tl.load(turn_ptr + 3, cache_modifier=".cg")
-        # The last candidate that enough keys reach is the new lower end, the first that too few reach the upper.
-        if at_one < keep:
-            high = one
-            above_high = at_one
-        elif at_two < keep:
-            low = one
-            above_low = at_one
-            high = two
-            above_high = at_two
-        elif at_three < keep:
-            low = two
-            above_low = at_two
-            high = three
-            above_high = at_three
-        elif at_four < keep:
-            low = three
-            above_low = at_three
-            high = four
-            above_high = at_four
+            tl.atomic_add(turn_ptr, count)
+            _meet(turn_ptr + 1, parts)
+            count = tl.atomic_add(turn_ptr, 0)
+        if count >= keep:
+            low = middle
+            above_low = count
         else:
-            low = four
-            above_low = at_four
+            high = middle
+            above_high = count
         turn += 1
-        turn_ptr += WORDS_PER_TURN
+        turn_ptr += 2
 
     # How many blocks earlier programs keep, above the threshold and at it, gives this one its quota and first place.
-    equals, greater = _count_two(keys_ptr, start, stop, low, low + 1, PIECE)
-    equals -= greater
-    part_ptr = control_ptr + 3 + WORDS_PER_TURN * MAX_TURNS
+    greater = _count(keys_ptr, start, stop, low + 1, PIECE)
+    equals = _count(keys_ptr, start, stop, low, PIECE) - greater
+    part_ptr = control_ptr + 3 + 2 * MAX_TURNS
     tl.atomic_add(part_ptr + part, greater)
     tl.atomic_add(part_ptr + MAX_PARTS + part, equals)
-    _meet(control_ptr + 3 + WORDS_PER_TURN * MAX_TURNS - 1, parts)
+    _meet(control_ptr + 3 + 2 * MAX_TURNS - 1, parts)
     p = tl.arange(0, MAX_PARTS)
     all_greater = tl.load(part_ptr + p, cache_modifier=".cg")
     all_equals = tl.load(part_ptr + MAX_PARTS + p, cache_modifier=".cg")
