@@ -102,7 +102,7 @@ def pack(records: Records) -> str:
 STEP_TEXT = """\
 Whole training steps (forward, backward, fused AdamW), linear layers of the blocks pruned at s = 0.6, b = 32; ratios to
 dense in brackets, memory as dense / checkpoint / pruned. `graph` is the eager step captured in one CUDA graph: the
-GPU's time without Python's. `compile` and `reduce-overhead` are `torch.compile` without and with CUDA graphs."""
+GPU's time without Python's; `compile` is `torch.compile(fullgraph=True)`."""
 
 
 def step(records: Records) -> str:

@@ -63,7 +63,10 @@ def test_plain_eager_mode_gives_what_the_operators_give(backend, kind, scope):
             assert not library.in_plain_eager_mode(x)
             expected = run(x, weight, bias, scope)
     assert torch.equal(found[0], F.linear(x, weight, bias))
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 4
+    assert [torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True)] == [True] * 3
+    torch.testing.assert_close(
+        found[3], expected[3]
+    )  # the bias gradient, which kernel and torch add up in other orders
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
