@@ -5,8 +5,11 @@
 ``loads_kernel`` copies the tiles of ``grad_y`` and of the values into shared memory as the weight gradient does (same
 order, same number of turns under way), reads them back and combines them by exclusive or, one integer operation for
 four bytes. ``loads_tbytes_per_s`` is what it moves from L2 to the multiprocessors; ``gather_us`` beside it is the real
-kernel with the same configuration, and both times include the lists of kept blocks. Where ``loads_us`` is close to
-``gather_us``, only less traffic can help: a larger BM, or a larger block.
+kernel with the same configuration. Both times include the lists of kept blocks; the real kernel also writes and adds up
+partial results, and cuts long columns into more parts. Where ``loads_us`` is close to ``gather_us``, only less traffic
+can help: a larger BM, or a larger block. ``dense_us / loads_us`` is what gathering with these tiles could reach against
+the dense product if arithmetic and results were free; the geometric mean over the layers, each with its best
+configuration, is printed at the end.
 """
 
 from __future__ import annotations
@@ -139,7 +142,7 @@ def main() -> None:
             for config in CONFIGS[block]:
                 if case[3] % config.bm:
                     continue
-                # Enough parts for 16 warps a multiprocessor, as in the weight gradient.
+                # Enough parts for 16 warps a multiprocessor.
                 warps = ceil_div(case[2], block) * (case[3] // config.bm) * config.warps
                 split = max(1, min(4, 16 * 132 // warps))
                 figures = measure(pairs, block, sparsity, config, split)

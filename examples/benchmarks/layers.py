@@ -2,20 +2,23 @@
 
     python examples/benchmarks/layers.py --out layers.json
 
-For every kind of converted layer (same input shape and strides, same outputs): GPU time of forward and backward, dense
-and pruned, and of a device copy of the input. From the copy follows ``bytes_us``, the time of the bytes that pruning
-cannot avoid moving where the weight gradient is a dense product: read the input and write its kept part in forward,
-read that and write the input in backward; with density ``d`` that is ``1 + d`` copies (a copy reads and writes). What
-``pruned_us - dense_us`` is above it is overhead; a step whose allowance is below its sum cannot be had this way.
+For every kind of converted layer (same layout of input and gradient, same outputs): GPU time of forward and backward,
+dense and pruned, and of a device copy of the input. From the copy follows ``bytes_us``, the time at memory bandwidth of
+what pruning moves where the weight gradient is a dense product: read the input and write its kept part in forward, read
+that and write the input in backward; with density ``d`` that is ``1 + d`` copies (a copy reads and writes). It can be
+less in so far as the cache still holds what is read, and ``pruned_us`` less than ``dense_us`` where the pruned layer
+saves elsewhere (sums for the bias, copies of transposed tensors, casts).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -32,52 +35,71 @@ from lightning_actprune import functional as pruned
 from lightning_actprune.nn import ActivationPrunedLinear
 
 CACHE_BYTES = 200 << 20
-"""Inputs are rotated through several times the L2 cache."""
+"""Inputs and gradients are rotated through several times the L2 cache."""
 
-Kind = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape and strides of a layer's input, and its outputs."""
+
+class Kind(NamedTuple):
+    """What a layer's time depends on: shape, strides and type of its input; outputs, and strides of their gradient."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    outputs: int
+    grad_strides: tuple[int, ...]
 
 
 def kinds(name: str, args: argparse.Namespace) -> Counter[Kind]:
-    """Return how many pruned layers of each kind a model has."""
+    """Return how many pruned layers of each kind a model has, by one forward and backward."""
     model_name, batch, precision = MODELS[name]
     model, _ = build(model_name, "pruned", args.sparsity, args.block_size)
     found: Counter[Kind] = Counter()
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        x = inputs[0]
-        found[tuple(x.shape), tuple(x.stride()), output.shape[-1]] += 1
+        head = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, output.shape[-1]
+        output.register_hook(lambda grad: found.update([Kind(*head, grad.stride())]))
 
     for layer in model.modules():
         if isinstance(layer, ActivationPrunedLinear):
             layer.register_forward_hook(note)
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
-        model(torch.randn(batch, 3, 224, 224, device="cuda"))
+    labels = torch.randint(1000, (batch,), device="cuda")
+    with autocast(precision):
+        loss = F.cross_entropy(model(torch.randn(batch, 3, 224, 224, device="cuda")), labels)
+    loss.backward()
     return found
 
 
-def measure(kind: Kind, dtype: torch.dtype, args: argparse.Namespace) -> dict[str, float]:
-    """Return the times of one kind of layer."""
-    shape, strides, outputs = kind
-    weight = torch.randn(outputs, shape[-1], device="cuda", dtype=dtype, requires_grad=True)
-    bias = torch.randn(outputs, device="cuda", dtype=dtype, requires_grad=True)
-    count = max(2, CACHE_BYTES // (torch.Size(shape).numel() * dtype.itemsize))
-    xs = [
-        torch.empty_strided(shape, strides, device="cuda", dtype=dtype).normal_().requires_grad_() for _ in range(count)
-    ]
-    grad = torch.randn(*shape[:-1], outputs, device="cuda", dtype=dtype)
+def autocast(precision: str) -> torch.autocast:
+    """Return the context in which forward runs."""
+    return torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed")
 
-    def dense(x: Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, weight, bias), (x, weight, bias), grad)
 
-    def ours(x: Tensor) -> Any:
-        y = pruned.linear(x, weight, bias, sparsity=args.sparsity, block_size=args.block_size)
-        return torch.autograd.grad(y, (x, weight, bias), grad)
+def measure(kind: Kind, precision: str, args: argparse.Namespace) -> dict[str, float]:
+    """Return the times of one kind of layer, with fp32 parameters."""
+    computed = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
+    layer = nn.Linear(kind.shape[-1], kind.outputs, device="cuda")
+    settings = {"sparsity": args.sparsity, "block_size": args.block_size}
+    values = torch.Size(kind.shape).numel()
+    count = max(2, CACHE_BYTES // (values * computed.itemsize))
 
+    def some(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.empty_strided(shape, strides, device="cuda", dtype=dtype).normal_() for _ in range(count)]
+
+    xs = [x.requires_grad_() for x in some(kind.shape, kind.strides, kind.dtype)]
+    grads = some((*kind.shape[:-1], kind.outputs), kind.grad_strides, computed)
+
+    def step(x: Tensor, grad: Tensor, linear: Callable[..., Tensor]) -> Any:
+        with autocast(precision):
+            y = linear(x, layer.weight, layer.bias)
+        return torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)
+
+    def timed(linear: Callable[..., Tensor]) -> float:
+        return round(gpu_us([lambda x=x, g=g: step(x, g, linear) for x, g in zip(xs, grads, strict=True)]), 2)
+
+    packed = [x.detach().to(computed) for x in xs]
     return {
-        "dense_us": round(gpu_us([lambda x=x: dense(x) for x in xs]), 2),
-        "pruned_us": round(gpu_us([lambda x=x: ours(x) for x in xs]), 2),
-        "copy_us": round(gpu_us([lambda x=x: x.detach().clone() for x in xs]), 2),
+        "dense_us": timed(F.linear),
+        "pruned_us": timed(functools.partial(pruned.linear, **settings)),
+        "copy_us": round(gpu_us([x.clone for x in packed]), 2),
     }
 
 
@@ -107,13 +129,12 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     for name in args.models:
         model, batch, precision = MODELS[name]
-        dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
         head = {"model": model, "batch": batch, "precision": precision}
         head |= {"sparsity": args.sparsity, "block_size": args.block_size}
         for kind, layers in kinds(name, args).items():
-            times = measure(kind, dtype, args)
+            times = measure(kind, precision, args)
             times["bytes_us"] = round(times["copy_us"] * (2 - args.sparsity), 2)
-            shape = {"shape": list(kind[0]), "strides": list(kind[1]), "outputs": kind[2], "layers": layers}
+            shape = {**kind._asdict(), "dtype": str(kind.dtype).removeprefix("torch."), "layers": layers}
             records.append({**head, **shape, **times, **environment()})
         torch.cuda.empty_cache()
     write_records(args.out, records)

@@ -171,6 +171,7 @@ def sweep(args: argparse.Namespace) -> None:
                         figures = {
                             "config": list(config),
                             "split": split,
+                            "parts": plan.parts,
                             "us": round(us, 2),
                             "dense_us": round(dense, 2),
                         }

@@ -52,7 +52,7 @@ class ActivationPruning(pl.Callback):
 
     Args:
         sparsity: Fraction of blocks dropped, in [0, 1). Not used if there is a ``schedule``.
-        block_size: Consecutive values in memory per block, positive; cut to the row if larger.
+        block_size: Consecutive values of a row per block, positive; cut to the row if larger.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
         include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified layer names; a layer must match none.

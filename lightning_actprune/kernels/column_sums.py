@@ -35,12 +35,12 @@ def column_sums_kernel(
     grad_ptr, out_ptr, stride_grad, rows, outputs, share, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of ``share`` rows, ``out [parts, OUT]``; grid ``(parts, OUT / COLS)``.
+    """Write the sums of ``share`` rows, ``out [parts, OUT]``; grid ``(OUT / COLS, parts)``.
 
     ``WIDE``: offsets into ``grad_y`` do not fit 32 bits.
     """
-    o = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    first = tl.program_id(0) * share
+    o = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    first = tl.program_id(1) * share
     last = tl.minimum(first + share, rows)
     total = tl.zeros([ROWS, COLS], tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
@@ -49,7 +49,7 @@ def column_sums_kernel(
         inside = (r < last)[:, None] & (o < outputs)[None, :]
         total += tl.load(grad_ptr + row[:, None] * stride_grad + o[None, :], mask=inside, other=0.0).to(tl.float32)
     sums = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.program_id(0) * outputs + o, sums, mask=o < outputs)
+    tl.store(out_ptr + tl.program_id(1) * outputs + o, sums, mask=o < outputs)
 
 
 class ColumnSumsPlan:
@@ -73,12 +73,12 @@ class ColumnSumsPlan:
         self.outputs, self.dtype, self.parts = outputs, dtype, ceil_div(rows, share)
         wide = rows * stride >= 2**31
         self._sum = Launch(
-            column_sums_kernel, (self.parts, groups), stride, rows, outputs, share, tile, COLS, wide, STAGES,
+            column_sums_kernel, (groups, self.parts), stride, rows, outputs, share, tile, COLS, wide, STAGES,
             num_warps=4,
         )  # fmt: skip
         # Narrower programs, since there is only one row of them.
         self._add = Launch(
-            column_sums_kernel, (1, ceil_div(outputs, 32)), outputs, self.parts, outputs, self.parts,
+            column_sums_kernel, (ceil_div(outputs, 32),), outputs, self.parts, outputs, self.parts,
             triton.next_power_of_2(self.parts), 32, False, 1, num_warps=4,
         )  # fmt: skip
 

@@ -6,8 +6,8 @@ One launch with one program per sample where that is faster (``pack_sample``), o
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
 3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places.
 
-Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys twice.
-Everything but the tensors is worked out once per shape and kept in a ``PackPlan``.
+Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
+three times. Everything but the tensors is worked out once per shape and kept in a ``PackPlan`` or ``SamplePlan``.
 """
 
 from __future__ import annotations

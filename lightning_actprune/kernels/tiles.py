@@ -93,7 +93,8 @@ FP32_ROWS = 512
 """Most rows that a part adds up one after another in fp32 where the reduction is cut at all.
 
 The vendor's product cuts such reductions too; with 1,025 to 2,090 rows a part the error was 2.2 times its own. Where it
-has tiles enough to fill the GPU it adds all rows one after another, more than are kept here.
+has tiles enough to fill the GPU it adds all rows one after another, more than are kept here. The bound on the memory of
+the parts comes first: with some thousand outputs and few columns, a part may add up several times as many.
 """
 
 

@@ -140,11 +140,14 @@ def along_tokens(x: Tensor, block_size: int) -> bool:
     """Return whether blocks of ``x [B, T, D]`` run along ``T``: it lies so in memory, and they fill up better that way.
 
     On a tie they run along the features: the dense product needs a copy along them anyway, so packing it costs no copy,
-    and only blocks along the features can be gathered for the weight gradient.
+    and only blocks along the features can be gathered for the weight gradient. So they do if there are so few tokens
+    that a block, cut to them, would be less than half as long: blocks of two values fill up well and mean little.
     """
     if _innermost_contiguous(x) or x.stride(1) != 1:
         return False
     _, tokens, features = x.shape
+    if 2 * tokens < min(block_size, features):
+        return False
     return _filled_up(features, tokens, block_size) < _filled_up(tokens, features, block_size)
 
 

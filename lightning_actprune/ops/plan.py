@@ -24,7 +24,7 @@ class InputPlan(NamedTuple):
     """What forward does with inputs of one layout.
 
     Args:
-        copied: Whether product and kernels read a contiguous copy.
+        copied: Whether the kernels read a contiguous copy, which the product reads too if it needs one.
         shape: ``[batch, rows, length]`` as stored, whatever the scope.
         transposed: Whether the rows are the features.
         launch: Packs the input or its copy.
@@ -38,6 +38,8 @@ class InputPlan(NamedTuple):
 
 def input_plan(x: Tensor, parts: int, block_size: int, scope: Scope) -> InputPlan | None:
     """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do."""
+    if not x.is_cuda and forced_backend() is None:
+        return None  # and no address is asked for, which not every device has, and which ends a lazy copy
     aligned = x.data_ptr() % 16 == 0
     return _plan(x.shape, x.stride(), x.dtype, x.device, aligned, parts, block_size, scope, forced_backend())
 

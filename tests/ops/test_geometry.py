@@ -116,3 +116,10 @@ def test_a_transposed_input_takes_no_more_than_either_orientation(tokens, featur
     assert filled[0] == min(filled)
     if filled[1] == filled[2]:
         assert geometry.length == features
+
+
+def test_blocks_are_not_cut_to_a_few_tokens():
+    """Along two tokens 769 features would make blocks of two values."""
+    for tokens, along in ((2, False), (15, False), (16, True)):
+        x = torch.zeros(4, 769, tokens).transpose(1, 2)
+        assert stored_view(x, 32, "sample")[1] is along
