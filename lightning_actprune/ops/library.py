@@ -11,8 +11,8 @@ and nothing can be fused into a form that needs the dense input again. None of t
 in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
 
 ``pack`` and ``weight_grad`` of this module call the operators, or, told that the mode is plain eager, their
-implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machine of an H200, torch
-2.11; ``host.json``: 3, 9).
+implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch
+2.11; ``host.json``: 4 and 17).
 """
 
 from __future__ import annotations
