@@ -3,6 +3,11 @@
     python examples/benchmarks/host.py --out host.json
 
 Tensors are small, so the GPU is never waited for. ``us`` is the median over rounds of the time to issue one call.
+
+``least forward + backward`` is what no implementation as a Python ``autograd.Function`` can do without: the dense
+layer's three products, one launch each to pack, to unpack and to sum the bias gradient, and the buffers that these
+write, with nothing to decide. What it takes more than ``dense forward + backward`` is the least tax of a layer on the
+host; ``pruned forward + backward`` shows how much of the real one can still be saved.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -26,9 +33,41 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, write_records
 from lightning_actprune import ActivationPrunedLinear
 from lightning_actprune import functional as pruned
+from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.ops import pack as pack_module
 from lightning_actprune.ops import weight_grad as weight_grad_module
 from lightning_actprune.ops.geometry import BlockGeometry
+
+
+@triton.jit
+def nothing_kernel(a_ptr, b_ptr, c_ptr, d_ptr, one, two, three, four, five, six):
+    """Take as many arguments as the real kernels and store one of them."""
+    tl.store(b_ptr, one + two + three + four + five + six)
+
+
+class LeastFunction(torch.autograd.Function):
+    """A pruned layer of the fewest launches, which compute nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, launch: Launch) -> Tensor:
+        """Multiply, and launch one kernel on three new buffers."""
+        values = x.new_empty(1024, 32)
+        bitmap, offsets = x.new_empty(8, 24, dtype=torch.int32), x.new_empty(8, 6, dtype=torch.int32)
+        launch(x, values, bitmap, offsets)
+        ctx.launch = launch
+        ctx.save_for_backward(weight, values, bitmap, offsets)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Two products, and two launches with a new buffer each."""
+        weight, values, bitmap, offsets = ctx.saved_tensors
+        flat = grad.view(-1, grad.shape[-1])
+        dense = values.new_empty(flat.shape[0], weight.shape[1])
+        ctx.launch(values, bitmap, offsets, dense)
+        sums = grad.new_empty(grad.shape[-1])
+        ctx.launch(flat, sums, bitmap, offsets)
+        return torch.matmul(grad, weight), torch.mm(flat.t(), dense), sums, None
 
 
 def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7) -> float:
@@ -47,6 +86,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name."""
     x = torch.randn(8, 64, 384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(384, 384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    launch = Launch(nothing_kernel, (1,), *range(2, 8))
     data, grad = x.detach(), torch.randn(8, 64, 384, device="cuda", dtype=torch.bfloat16)
     flat = grad.flatten(0, 1)
     dense = nn.Linear(384, 384, device="cuda", dtype=torch.bfloat16)
@@ -64,8 +105,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         "pack function": lambda: pack_module.pack(data, 32, keep),
         "weight gradient operator": lambda: torch.ops.actprune.weight_grad(flat, *packed, *rest),
         "weight gradient function": lambda: weight_grad_module.weight_grad(flat, *packed, *rest),
-        "dense forward + backward": lambda: F.linear(x, weight).backward(grad),
-        "pruned forward + backward": lambda: pruned.linear(x, weight, sparsity=0.6).backward(grad),
+        "dense forward + backward": lambda: F.linear(x, weight, bias).backward(grad),
+        "least forward + backward": lambda: LeastFunction.apply(x, weight, bias, launch).backward(grad),
+        "pruned forward + backward": lambda: pruned.linear(x, weight, bias, sparsity=0.6).backward(grad),
     }
 
 

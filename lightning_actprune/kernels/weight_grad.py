@@ -41,7 +41,7 @@ from lightning_actprune.ops.geometry import ceil_div
 
 
 @triton.jit
-def _parts(kept, share, most):
+def parts_of(kept, share, most):
     """Return into how many parts a column of ``kept`` rows is cut."""
     return tl.maximum(1, tl.minimum((kept + share // 2) // share, most))
 
@@ -62,7 +62,7 @@ def weight_grad_kernel(
     low = j * 0
     high = tl.load(work_ptr + lengths + j)
     if SPLIT:
-        parts = _parts(high, share, tl.num_programs(2))
+        parts = parts_of(high, share, tl.num_programs(2))
         if part >= parts:
             return
         rows_each = tl.cdiv(tl.cdiv(high, parts), BK) * BK
@@ -113,7 +113,7 @@ def add_parts_kernel(
     """Add the parts of ``OUTS`` outputs x ``COLS`` values in their order: ``[parts, OUT, L] -> [OUT, L]``."""
     o = (tl.program_id(0) * OUTS + tl.arange(0, OUTS))[:, None]
     f = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    parts = _parts(tl.load(work_ptr + lengths + f // B, mask=f < length, other=0), share, most)
+    parts = parts_of(tl.load(work_ptr + lengths + f // B, mask=f < length, other=0), share, most)
     inside = (o < outputs) & (f < length)[None, :]
     n = o.to(tl.int64) * length + f[None, :]
     total = tl.zeros([OUTS, COLS], tl.float32)
@@ -168,11 +168,11 @@ class WeightGradPlan:
         # What the parts take for a moment is bounded by twice what unpacking the input would.
         parts = max(1, min(parts, 2 * rows * shape.itemsize // (4 * outputs)))
         share = ceil_div(max(1, round(mean / split)), 16) * 16
-        self.out, self.dtype, self.parts = (outputs, length), dtype, parts
+        self.out, self.dtype, self.parts, self.share = (outputs, length), dtype, parts, share
         self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
         lengths = self.list_columns.lengths
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
-        self._product = Launch(
+        self.product = Launch(
             weight_grad_kernel, (columns, ceil_div(outputs, config.bm), parts), shape.stride, outputs, length, rows,
             lengths, share, shape.block_size, block, config.bm, config.bk, parts > 1, narrow, config.values_first,
             INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
@@ -188,10 +188,10 @@ class WeightGradPlan:
         out = values.new_empty(*self.out, dtype=self.dtype)
         self.list_columns(bitmap, offsets, work)
         if self.parts == 1:
-            self._product(grad_y, values, work, out)
+            self.product(grad_y, values, work, out)
             return out
         partial = values.new_empty(self.parts, *self.out, dtype=torch.float32)
-        self._product(grad_y, values, work, partial)
+        self.product(grad_y, values, work, partial)
         self._add(partial, work, out)
         return out
 
