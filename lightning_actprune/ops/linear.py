@@ -25,40 +25,10 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library
+from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import along_tokens, block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import input_plan
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of the active autocast for the device of ``x``, ``None`` without one."""
-    device = "cuda" if x.is_cuda else x.device.type  # whose text takes a while to make
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
-    return (autocast_dtype(x) or x.dtype) if x.dtype != torch.float64 else x.dtype
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, which takes a microsecond or two to find out that there is nothing to do."""
-    return x if x.dtype == dtype else x.to(dtype=dtype)
-
-
-def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast to ``dtype`` does: not fp64."""
-    return x if x.dtype == torch.float64 else _as(x, dtype)
-
-
-def _autocast_input(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
-    """Cast as autocast does; what has to be copied along its features anyway lies so at once."""
-    turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
-    if turns and x.dtype not in (dtype, torch.float64):
-        return x.to(dtype=dtype, memory_format=torch.contiguous_format)
-    return _autocast(x, dtype)
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -74,8 +44,8 @@ class PrunedLinearFunction(torch.autograd.Function):
         parameters = weight, bias
         dtype = autocast_dtype(x)
         if dtype is not None:
-            x = _autocast_input(x, dtype, block_size)
-            parameters = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
+            x = cast_input(x, dtype, block_size)
+            parameters = cast(weight, dtype), None if bias is None else cast(bias, dtype)
         plan = input_plan(x, parts, block_size, scope) if eager else None
         if plan is None:
             stored, ctx.transposed = stored_view(x, block_size, scope)
@@ -137,11 +107,11 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_w = grad_b = None
     flat = _flat(grad_y)
     if needs_x:
-        weight = _as(weight, flat.dtype)
+        weight = as_dtype(weight, flat.dtype)
         # The same product: `matmul` flattens a contiguous gradient itself, in less time than a view takes from here.
         whole = grad_y.is_contiguous()
         grad_x = torch.matmul(grad_y, weight) if whole else torch.mm(flat, weight).view(*ctx.x_shape)
-        grad_x = _as(grad_x, ctx.x_dtype)
+        grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
         grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
     if needs_bias:
