@@ -28,7 +28,7 @@ from lightning_actprune.ops import library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
-from lightning_actprune.ops.plan import input_plan
+from lightning_actprune.ops.plan import InputPlan, input_plan
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -43,10 +43,11 @@ class PrunedLinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         parameters = weight, bias
         dtype = autocast_dtype(x)
+        plan = input_plan(x, dtype, parts, block_size, scope) if eager else None
         if dtype is not None:
-            x = cast_input(x, dtype, block_size)
             parameters = cast(weight, dtype), None if bias is None else cast(bias, dtype)
-        plan = input_plan(x, parts, block_size, scope) if eager else None
+            if plan is None or plan.new_cast is None:
+                x = cast_input(x, dtype, block_size)
         if plan is None:
             stored, ctx.transposed = stored_view(x, block_size, scope)
             ctx.stored_shape = stored_shape(x, ctx.transposed)
@@ -55,10 +56,7 @@ class PrunedLinearFunction(torch.autograd.Function):
             packed = library.pack(stored, *block_and_keep(stored, block_size, parts), eager)
         else:
             ctx.transposed, ctx.stored_shape = plan.transposed, plan.shape
-            rows = x.contiguous() if plan.copied else x
-            y = _dense(x, rows, *parameters)
-            with on_device_of(rows):
-                packed = plan.launch(rows)
+            y, packed = _dense_and_pack(x, parameters, plan)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
         return y
 
@@ -87,6 +85,21 @@ def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, bl
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
     y: Tensor = apply(x, weight, bias, parts, block_size, scope, eager)
     return y
+
+
+def _dense_and_pack(
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], plan: InputPlan
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return ``F.linear(x, *parameters)`` and ``x`` packed, cast on the way if ``plan`` does that."""
+    if plan.new_cast is None:
+        rows = x.contiguous() if plan.copied else x
+        y = _dense(x, rows, *parameters)
+        with on_device_of(rows):
+            return y, plan.launch(rows)
+    rows = plan.new_cast()
+    with on_device_of(x):
+        packed = plan.launch(x, rows)
+    return _dense(rows, rows, *parameters), packed
 
 
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
