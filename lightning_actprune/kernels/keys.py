@@ -46,8 +46,8 @@ def block_keys_kernel(
     """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
 
     Strides are in units of ``UNIT`` values, see ``stride_unit``. ``CAST``: also writes the rounded values to the
-    contiguous ``copy [S, T, L]``. Also sets ``ZEROS`` of the ``control_size`` words to
-    zero with which programs of the next launch find each other.
+    contiguous ``copy [S, T, L]``. Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the
+    next launch find each other.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
