@@ -23,8 +23,8 @@ from typing_extensions import Self
 
 from lightning_actprune.conversion import linear_layers
 from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.linear import compute_dtype
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
