@@ -49,8 +49,8 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
         s, n = first + lane * 0, run * RUN + lane
     else:
         first, run = tl.program_id(0) * (RUN // LANES), 0
-        # Not `lane % LANES`: of a remainder of a remainder, which columns take, Triton up to 3.6 believes that all values
-        # are multiples, and then masks a group of up to 8 values by the first one alone.
+        # Not `lane % LANES`: of a remainder of a remainder (see `column` below), Triton up to 3.6 believes that all
+        # values are multiples, and then masks a group of up to 8 values by the first one alone.
         s, n = first + lane // LANES, lane & (LANES - 1)
     exists = (s < samples) & (n < blocks)
     word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)

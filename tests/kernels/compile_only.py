@@ -29,7 +29,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     "x_ptr": "*{x}", "copy_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}",
     "scratch_ptr": "*{v}", "keys_ptr": "*i32", "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "work_ptr": "*i32", "partial_ptr": "*fp32",
+    "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "size", "counts")
@@ -86,7 +86,9 @@ def specimens(target: int) -> list[Specimen]:
             "WIDE": False,
             "STAGES": column_sums.STAGES,
         }
-        found.append(("column_sums", column_sums.column_sums_kernel, tile, value, {"num_warps": 4}))
+        for parts in (0, column_sums.MOST_PARTS):
+            constants = tile | {"PARTS": parts}
+            found.append(("column_sums", column_sums.column_sums_kernel, constants, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
