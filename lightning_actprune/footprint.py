@@ -11,6 +11,7 @@ bytes are counted once, where they stay. Hence ``dense_bytes + other_bytes`` is 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,8 +24,11 @@ from typing_extensions import Self
 
 from lightning_actprune.conversion import linear_layers
 from lightning_actprune.nn.linear import ActivationPrunedLinear
-from lightning_actprune.ops.autocast import compute_dtype
-from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.ops import sharing
+from lightning_actprune.ops.autocast import autocast_dtype, compute_dtype
+from lightning_actprune.ops.geometry import input_geometry, sparsity_parts
+from lightning_actprune.ops.library import in_plain_eager_mode
+from lightning_actprune.ops.plan import Setting
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
@@ -162,6 +166,8 @@ class SavedTensorMeter:
         self._handles: list[RemovableHandle] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._active = False
+        self._packed: dict[int, tuple[weakref.ref[Tensor], set[tuple[Any, ...]]]] = {}
+        """By ``id``: which tensor, and how it was packed."""
 
     def __enter__(self) -> Self:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
@@ -207,7 +213,23 @@ class SavedTensorMeter:
         call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
         if call is not None:
             self._calls.append(call)
+            if isinstance(module, ActivationPrunedLinear) and self._is_packed(inputs[0], module):
+                call.accounted_bytes = 0
         self._running.append((module, call))
+
+    def _is_packed(self, x: Tensor, layer: ActivationPrunedLinear) -> bool:
+        """Return whether an earlier layer packed ``x`` as this one would, and keep in mind that this one does."""
+        setting = Setting(sparsity_parts(layer.sparsity), layer.block_size, layer.scope, autocast_dtype(x))
+        key = sharing.key_of(x, setting) if in_plain_eager_mode(x) else None
+        if key is None:
+            return False
+        reference, keys = self._packed.setdefault(id(x), (weakref.ref(x), set()))
+        if reference() is not x:  # the id of a tensor that is gone
+            self._packed[id(x)] = weakref.ref(x), {key}
+            return False
+        known = key in keys
+        keys.add(key)
+        return known
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._running and self._running[-1][0] is module:
@@ -228,8 +250,9 @@ class SavedTensorMeter:
                         call.packed[key] = nbytes
                     else:
                         self._other[key] = nbytes
-        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it.
-        return tensor.detach()
+        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input
+        # is none, and other layers can only share it as long as it is this object.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(tensor: Tensor) -> Tensor:

@@ -31,8 +31,10 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == torch.float64 else as_dtype(x, dtype)
 
 
-def cast_input(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
-    """Cast as autocast does; what has to be copied along its features anyway lies so at once."""
+def cast_input(x: Tensor, dtype: torch.dtype | None, block_size: int) -> Tensor:
+    """Cast as autocast does, if there is one; what has to be copied along its features anyway lies so at once."""
+    if dtype is None:
+        return x
     turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
     if turns and x.dtype not in (dtype, torch.float64):
         return x.to(dtype=dtype, memory_format=torch.contiguous_format)

@@ -8,7 +8,8 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned inpu
     dW = g^T x_hat            the only approximation
 
 Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
-copy of the weight (one cast in backward is cheaper than keeping both).
+copy of the weight (one cast in backward is cheaper than keeping both). Several layers that read one tensor save the
+same packed input (``ops.sharing``).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
@@ -24,11 +25,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
-from lightning_actprune.ops import library
+from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
-from lightning_actprune.ops.plan import InputPlan, input_plan
+from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.sharing import Shared
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -41,23 +43,21 @@ class PrunedLinearFunction(torch.autograd.Function):
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        setting = Setting(parts, block_size, scope, autocast_dtype(x))
         parameters = weight, bias
-        dtype = autocast_dtype(x)
-        plan = input_plan(x, dtype, parts, block_size, scope) if eager else None
-        if dtype is not None:
-            parameters = cast(weight, dtype), None if bias is None else cast(bias, dtype)
-            if plan is None or plan.new_cast is None:
-                x = cast_input(x, dtype, block_size)
-        if plan is None:
-            stored, ctx.transposed = stored_view(x, block_size, scope)
-            ctx.stored_shape = stored_shape(x, ctx.transposed)
-            # Blocks along the features of a transposed view are packed from the copy that the product needs too.
-            y = _dense(x, x if ctx.transposed else stored, *parameters)
-            packed = library.pack(stored, *block_and_keep(stored, block_size, parts), eager)
+        if setting.autocast is not None:
+            parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
+        key = sharing.key_of(x, setting) if eager else None
+        shared = None if key is None else sharing.find(x, key)
+        if shared is not None:
+            rows = cast_input(x, setting.autocast, block_size)
+            y = _dense(rows, rows, *parameters)
         else:
-            ctx.transposed, ctx.stored_shape = plan.transposed, plan.shape
-            y, packed = _dense_and_pack(x, parameters, plan)
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
+            y, shared = _dense_and_pack(x, parameters, setting, eager)
+            if key is not None:
+                sharing.remember(x, key, shared)
+        ctx.transposed, ctx.stored_shape = shared.transposed, shared.shape
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
         return y
 
     @staticmethod
@@ -88,18 +88,26 @@ def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, bl
 
 
 def _dense_and_pack(
-    x: Tensor, parameters: tuple[Tensor, Tensor | None], plan: InputPlan
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return ``F.linear(x, *parameters)`` and ``x`` packed, cast on the way if ``plan`` does that."""
-    if plan.new_cast is None:
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], setting: Setting, eager: bool
+) -> tuple[Tensor, Shared]:
+    """Return ``F.linear(x, *parameters)``, whose parameters are cast already, and what is kept of ``x``."""
+    plan = input_plan(x, setting) if eager else None
+    if plan is not None and plan.new_cast is not None:
+        rows = plan.new_cast()
+        with on_device_of(x):
+            packed = plan.launch(x, rows)
+        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed)
+    x = cast_input(x, setting.autocast, setting.block_size)
+    if plan is not None:
         rows = x.contiguous() if plan.copied else x
         y = _dense(x, rows, *parameters)
         with on_device_of(rows):
-            return y, plan.launch(rows)
-    rows = plan.new_cast()
-    with on_device_of(x):
-        packed = plan.launch(x, rows)
-    return _dense(rows, rows, *parameters), packed
+            return y, Shared(plan.launch(rows), plan.shape, plan.transposed)
+    stored, transposed = stored_view(x, setting.block_size, setting.scope)
+    # Blocks along the features of a transposed view are packed from the copy that the product needs too.
+    y = _dense(x, x if transposed else stored, *parameters)
+    packed = library.pack(stored, *block_and_keep(stored, setting.block_size, setting.parts), eager)
+    return y, Shared(packed, stored_shape(x, transposed), transposed)
 
 
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,6 +24,22 @@ from lightning_actprune.ops.geometry import block_and_keep, ceil_div, stored_sha
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 
 
+class Setting(NamedTuple):
+    """How a layer packs its inputs, besides what follows from their layout.
+
+    Args:
+        parts: Sparsity in parts of 10^9.
+        block_size: Values per block.
+        scope: Within what blocks compete.
+        autocast: Type of the active autocast, ``None`` without one.
+    """
+
+    parts: int
+    block_size: int
+    scope: Scope
+    autocast: torch.dtype | None
+
+
 class InputPlan(NamedTuple):
     """What forward does with inputs of one layout.
 
@@ -42,15 +58,15 @@ class InputPlan(NamedTuple):
     new_cast: Callable[[], Tensor] | None
 
 
-def input_plan(x: Tensor, autocast: torch.dtype | None, parts: int, block_size: int, scope: Scope) -> InputPlan | None:
-    """Return how the kernels pack ``x`` as ``autocast``, or ``None`` if that is not for them, or not for a plan, to do.
+def input_plan(x: Tensor, setting: Setting) -> InputPlan | None:
+    """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do.
 
-    Unless the plan has a ``new_cast``, its input is ``cast_input(x, autocast, block_size)``.
+    Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.block_size)``.
     """
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
     aligned = x.data_ptr() % 16 == 0
-    return _plan(x.shape, x.stride(), x.dtype, autocast, x.device, aligned, parts, block_size, scope, forced_backend())
+    return _plan(x.shape, x.stride(), x.dtype, x.device, aligned, setting, forced_backend())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,16 +74,14 @@ def _plan(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
-    autocast: torch.dtype | None,
     device: torch.device,
     aligned: bool,
-    parts: int,
-    block_size: int,
-    scope: Scope,
+    setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
+    parts, block_size, scope, autocast = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    x = given if autocast is None else cast_input(given, autocast, block_size)
+    x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
     block, keep = block_and_keep(stored, block_size, parts)
     copied = not _shares_memory(stored, x)

@@ -14,7 +14,7 @@ from lightning_actprune.kernels import pack as kernels
 from lightning_actprune.ops import linear, plan
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.plan import input_plan
+from lightning_actprune.ops.plan import Setting, input_plan
 from tests.ops.test_plan import VIEWS
 
 CAST_BY_KERNELS = {"rows", "vector", "plain", "tokens", "features", "channels-first", "unaligned"}
@@ -76,7 +76,7 @@ def test_all_is_as_if_the_input_had_been_cast_before(kernel_device, plans, kind,
     weight = torch.randn(5, x.shape[-1], device=kernel_device, requires_grad=True)
     bias = torch.randn(5, device=kernel_device, requires_grad=True)
     with force_backend("triton"):
-        found = input_plan(x, dtype, HALF, 11, scope)
+        found = input_plan(x, Setting(HALF, 11, scope, dtype))
         by_kernels = kind in CAST_BY_KERNELS or (kind in GAPS and scope == "sample")
         assert (found is not None and found.new_cast is not None) == by_kernels
         found, expected = run(x, weight, bias, dtype, scope), run(x.to(dtype), weight, bias, dtype, scope)
@@ -89,7 +89,7 @@ def test_copy_lies_as_torchs_cast_does(kernel_device):
     for kind in CAST_BY_KERNELS | GAPS:
         x = view(kind, torch.float16, kernel_device)
         with force_backend("triton"):
-            copy = input_plan(x, torch.float16, HALF, 11, "sample").new_cast()
+            copy = input_plan(x, Setting(HALF, 11, "sample", torch.float16)).new_cast()
         assert (copy.stride(), copy.dtype, copy.device) == (x.half().stride(), torch.float16, x.device)
 
 
@@ -98,15 +98,15 @@ def test_copy_lies_as_torchs_cast_does(kernel_device):
 def test_input_of_16_bits_is_cast_by_torch_if_at_all(given, dtype):
     x = torch.randn(2, 8, 32).to(given)
     with force_backend("triton"):
-        assert input_plan(x, dtype, HALF, 8, "sample").new_cast is None
-        assert input_plan(x.float(), None, HALF, 8, "sample").new_cast is None
+        assert input_plan(x, Setting(HALF, 8, "sample", dtype)).new_cast is None
+        assert input_plan(x.float(), Setting(HALF, 8, "sample", None)).new_cast is None
 
 
 @dtypes
 def test_fp64_is_not_cast(dtype):
     x, weight = torch.randn(2, 8, 32, dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     with force_backend("triton"), pytest.raises(RuntimeError, match="float64"):
-        input_plan(x, dtype, HALF, 8, "sample")
+        input_plan(x, Setting(HALF, 8, "sample", dtype))
     with torch.autocast("cpu", dtype):
         assert functional.linear(x, weight, sparsity=0.5, block_size=8).dtype == torch.float64
 

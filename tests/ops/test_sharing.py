@@ -1,0 +1,201 @@
+"""Layers that read one tensor keep one packed input, and nobody else's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_actprune import convert, functional
+from lightning_actprune.footprint import SavedTensorMeter
+from lightning_actprune.ops import sharing
+from lightning_actprune.ops.dispatch import force_backend
+from tests import oracle
+
+
+def saved_storages(*outputs):
+    """Return the storages of the packed values that the graphs of ``outputs`` hold."""
+    return [y.grad_fn.saved_tensors[1].untyped_storage()._cdata for y in outputs]
+
+
+def layer(x, sparsity=0.5, block_size=8, scope="sample", outputs=6):
+    weight = torch.randn(outputs, x.shape[-1], device=x.device, requires_grad=True)
+    return weight, functional.linear(x, weight, sparsity=sparsity, block_size=block_size, scope=scope)
+
+
+def distinct(*outputs):
+    return len(set(saved_storages(*outputs)))
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    gc.collect()
+    yield
+    gc.collect()
+    assert not sharing._inputs
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "turned"])
+def test_three_layers_keep_one_packed_input_and_get_the_gradients_of_their_own(device, autocast, turned):
+    x = oracle.integers(3, 20, 24, device=device)
+    x = (x.transpose(1, 2) if turned else x).detach().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        shared = [layer(x) for _ in range(3)]
+        alone = [functional.linear(x.view_as(x), w, sparsity=0.5, block_size=8) for w, _ in shared]
+    assert distinct(*(y for _, y in shared)) == 1
+    assert distinct(*alone) == 3
+    for (weight, y), other in zip(shared, alone, strict=True):
+        assert torch.equal(y, other)
+        grad_y = torch.randn_like(y)
+        found, expected = (torch.autograd.grad(out, (x, weight), grad_y) for out in (y, other))
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
+def test_other_settings_share_nothing():
+    x = torch.randn(2, 6, 16)
+    settings = ({}, {"sparsity": 0.25}, {"block_size": 4}, {"scope": "token"})
+    assert distinct(*(layer(x, **one)[1] for one in settings)) == 4
+    with torch.autocast("cpu", torch.bfloat16):
+        _, y = layer(x)
+    assert distinct(y, layer(x)[1]) == 2
+    with force_backend("reference"):
+        _, y = layer(x)
+    assert distinct(y, layer(x)[1]) == 2
+
+
+def test_views_copies_and_tensors_at_the_same_address_share_nothing():
+    x = torch.randn(2, 6, 16)
+    outputs = [layer(one)[1] for one in (x, x.view_as(x), x.clone(), x.detach())]
+    assert distinct(*outputs) == 4
+
+
+def test_a_tensor_modified_between_two_layers_is_packed_again():
+    x = oracle.integers(2, 6, 16)
+    first, y = layer(x)
+    before = x.clone()
+    x.mul_(2)
+    second, z = layer(x)
+    assert distinct(y, z) == 2
+    assert torch.equal(torch.autograd.grad(y.sum(), first)[0], gradient(before))
+    assert torch.equal(torch.autograd.grad(z.sum(), second)[0], 2 * gradient(before))
+
+
+def gradient(x):
+    """Return the weight gradient for a loss that is the sum of the outputs."""
+    weight = torch.zeros(6, x.shape[-1], requires_grad=True)
+    return torch.autograd.grad(functional.linear(x.clone(), weight, sparsity=0.5, block_size=8).sum(), weight)[0]
+
+
+def test_modifying_the_tensor_later_changes_no_gradient():
+    x = oracle.integers(2, 6, 16)
+    expected = gradient(x)
+    weights, outputs = zip(*(layer(x) for _ in range(2)), strict=True)
+    x.zero_()
+    for weight, y in zip(weights, outputs, strict=True):
+        assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected)
+
+
+def test_the_packed_input_goes_with_the_last_backward():
+    x = torch.randn(2, 6, 16)
+    (_, y), (_, z) = layer(x), layer(x)
+    packed = weakref.ref(y.grad_fn.saved_tensors[1].untyped_storage())
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert packed() is not None
+    z.sum().backward()
+    assert packed() is None
+    _, again = layer(x)
+    again.sum().backward()  # the input lives on, and is packed again
+
+
+def test_retained_graphs_give_the_same_gradient_twice():
+    x = oracle.integers(2, 6, 16)
+    (first, y), (second, z) = layer(x), layer(x)
+    expected = [torch.autograd.grad(out.sum(), w, retain_graph=True)[0] for w, out in ((first, y), (second, z))]
+    for (weight, out), grad in zip(((first, y), (second, z)), expected, strict=True):
+        assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], grad)
+
+
+def test_hooks_that_move_saved_tensors_away_end_the_sharing():
+    x = oracle.integers(2, 6, 16)
+    expected = gradient(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        (first, y), (second, z) = layer(x), layer(x)
+    for weight, out in ((first, y), (second, z)):
+        assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], expected)
+
+
+def test_an_inference_tensor_is_packed_each_time():
+    with torch.inference_mode():
+        x = torch.randn(2, 6, 16)
+    with pytest.raises(RuntimeError, match="version"):
+        _ = x._version
+    assert distinct(layer(x)[1], layer(x)[1]) == 2
+
+
+class Attention(nn.Module):
+    """Query, key and value of one normalised input, as separate layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        return x + self.out(torch.nn.functional.gelu(q * k + v))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_what_is_shared_counts_once(autocast):
+    model, x = Attention(), torch.randn(4, 16, 64)
+    convert(model, sparsity=0.5, block_size=8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), SavedTensorMeter(model, x) as meter:
+        y = model(x)
+    rows = {row.fqn: row for row in meter.report().rows}
+    assert rows["q"].stored_bytes == rows["out"].stored_bytes > 0
+    assert rows["k"].stored_bytes == rows["v"].stored_bytes == 0
+    assert all(row.accounted_bytes == row.stored_bytes for row in rows.values())
+    # Autocast makes a copy for each of the three dense layers.
+    assert rows["k"].dense_bytes == (rows["q"].dense_bytes if autocast else 0)
+    y.float().sum().backward()
+
+
+def test_a_thousand_steps_leave_nothing_behind():
+    model, x = Attention(), torch.randn(2, 4, 64)
+    convert(model, sparsity=0.5, block_size=8)
+    counts = []
+    for step in range(1000):
+        model(x).sum().backward()
+        if step in (10, 999):
+            gc.collect()
+            counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+            assert len(sharing._inputs) == 0
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+def test_streams_and_recordings_share_nothing():
+    x = torch.randn(64, 49, 64, device="cuda")
+    _, y = layer(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        weight, z = layer(x)
+        assert distinct(y, z) == 2
+        assert distinct(z, functional.linear(x, weight, sparsity=0.5, block_size=8)) == 1
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        recorded = functional.linear(x, weight, sparsity=0.5, block_size=8)
+        assert distinct(z, recorded) == 2
+        (grad,) = torch.autograd.grad(recorded.sum(), weight)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    (expected,) = torch.autograd.grad(functional.linear(x, weight, sparsity=0.5, block_size=8).sum(), weight)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-4)
