@@ -112,6 +112,7 @@ class SavedTensorMeter(SavedTensorRecorder):
         batch: Whatever holds the step's input tensors; they are alive anyway and do not count.
 
     Example:
+        >>> import torch
         >>> from lightning_actprune import convert
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
         >>> _ = convert(model, sparsity=0.5)
@@ -153,7 +154,7 @@ def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Sav
     if call.sparsity > 0:
         return True
     if call.dense_key is not None:
-        return bool(saved.key == call.dense_key)
+        return call.keeps(saved.key)
     return not packed and saved.nbytes == call.dense_bytes
 
 

@@ -56,6 +56,10 @@ class LinearCall:
     sparsity: float = 0.0
     saved: bool = False
 
+    def keeps(self, key: StorageWeakRef) -> bool:
+        """Return whether the dense layer would keep that very storage as its input."""
+        return self.dense_key is not None and bool(key == self.dense_key)
+
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
         return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
