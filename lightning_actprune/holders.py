@@ -36,6 +36,9 @@ from lightning_actprune.saved import LinearCall, Saved, SavedTensorRecorder, Sha
 
 __all__ = ["HolderProbe"]
 
+_dense_for_now: dict[nn.Linear, float] = {}
+"""Pruned layers that a probe lets run dense in their current call, with the sparsity that they have otherwise."""
+
 _DENSE_LAYER = "is kept for backward by {!r} (a linear layer that is not pruned)"
 
 
@@ -82,7 +85,6 @@ class HolderProbe(SavedTensorRecorder):
         self._holders: dict[StorageWeakRef, str] = {}
         self._own: dict[StorageWeakRef, list[weakref.ref[Tensor]]] = {}
         self._packs: dict[StorageWeakRef, set[LinearCall]] = {}
-        self._dense_for_now: dict[nn.Linear, float] = {}
         self._names = {module: WRAPPERS.sub("", fqn).removeprefix(".") for fqn, module in model.named_modules()}
         self._operators: _OperatorNames | None = None
 
@@ -126,8 +128,8 @@ class HolderProbe(SavedTensorRecorder):
         """Stop without looking for references in Python."""
         if self._active:
             super().close()
-            for layer in list(self._dense_for_now):  # of forwards that an interrupt has cut short
-                self._prune_again(layer)
+            for layer in [layer for layer in _dense_for_now if layer in self._names]:  # cut short by an interrupt
+                _prune_again(layer)
             self._operators = None
             _watching.leave()
 
@@ -155,7 +157,7 @@ class HolderProbe(SavedTensorRecorder):
         # One that was built pruned stays as it is.
         if not isinstance(layer, ActivationPrunedLinear) or layer.owner is None or call.shape.numel() == 0:
             return
-        sparsity = max(layer.sparsity, self._sparsity)
+        sparsity = max(_dense_for_now.get(layer, layer.sparsity), self._sparsity)
         if sparsity == 0:
             return
         self._calls[call] = sparsity
@@ -166,17 +168,12 @@ class HolderProbe(SavedTensorRecorder):
             self._holders[key] = "is part of the batch" if key in self._batch else "is a parameter or buffer"
         # What runs dense inside a checkpoint would have to run dense again in its backward.
         if key in self._holders and layer.sparsity > 0 and hooks_are_innermost():
-            self._dense_for_now[layer] = layer.sparsity
+            _dense_for_now[layer] = layer.sparsity
             layer.sparsity = 0.0
 
     def _on_return(self, call: LinearCall) -> None:
-        if call.layer in self._dense_for_now:
-            self._prune_again(call.layer)
-
-    def _prune_again(self, layer: nn.Linear) -> None:
-        sparsity = self._dense_for_now.pop(layer)
-        if isinstance(layer, ActivationPrunedLinear):  # not reverted meanwhile
-            layer.sparsity = sparsity
+        if call.layer in _dense_for_now:
+            _prune_again(call.layer)
 
     def _on_saved(self, saved: Saved) -> None:
         call = saved.call
@@ -195,6 +192,12 @@ class HolderProbe(SavedTensorRecorder):
         if not name:
             return f"is kept for backward by {operator or 'the step itself'}"
         return f"is kept for backward by {name!r}" + (f" ({operator})" if operator else "")
+
+
+def _prune_again(layer: nn.Linear) -> None:
+    sparsity = _dense_for_now.pop(layer)
+    if isinstance(layer, ActivationPrunedLinear):  # not reverted meanwhile
+        layer.sparsity = sparsity
 
 
 class _Ledger:

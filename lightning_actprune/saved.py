@@ -155,9 +155,9 @@ class SavedTensorRecorder:
         for module in self._followed():
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 continue
-            self._handles.append(module.register_forward_pre_hook(_Hook(self, "_enter_module"), with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(_Hook(self._enter_module), with_kwargs=True))
             # Always: a forward may raise and its caller go on without it.
-            self._handles.append(module.register_forward_hook(_Hook(self, "_leave_module"), always_call=True))
+            self._handles.append(module.register_forward_hook(_Hook(self._leave_module), always_call=True))
         _saving.enter()
         _open.recorders.append(self)
         self._active = True
@@ -219,24 +219,18 @@ class SavedTensorRecorder:
 
 
 class _Hook:
-    """A forward hook that a copy of the module, or a pickled one, does not take along."""
+    """A forward hook that does nothing in a copied or pickled module."""
 
-    def __init__(self, recorder: SavedTensorRecorder, method: str) -> None:
-        self._method = getattr(recorder, method)
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # one that a compiled graph has taken in must do nothing
+        # One that a compiled graph has taken in must do nothing either.
+        if self._method is not None and not torch.compiler.is_compiling():
             self._method(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _no_hook
-
-    def __reduce__(self) -> str:
-        return "_no_hook"
-
-
-def _no_hook(*args: Any) -> None:
-    """Stand in a copied or pickled module for the hook of a recorder."""
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def _linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
