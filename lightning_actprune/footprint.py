@@ -17,8 +17,9 @@ from typing import Any
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_actprune.calls import LinearCall
 from lightning_actprune.conversion import linear_layers
-from lightning_actprune.saved import LinearCall, Saved, SavedTensorRecorder
+from lightning_actprune.saved import Saved, SavedTensorRecorder
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 

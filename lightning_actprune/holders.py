@@ -30,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from lightning_actprune.arguments import check_sparsity
+from lightning_actprune.calls import LinearCall
 from lightning_actprune.conversion import WRAPPERS, ConversionReport, SkippedLayer, linear_layers, revert
 from lightning_actprune.nn.linear import ActivationPrunedLinear
-from lightning_actprune.saved import LinearCall, Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
+from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
 
 __all__ = ["HolderProbe"]
 
@@ -95,11 +96,6 @@ class HolderProbe(SavedTensorRecorder):
     def __exit__(self, *exc_info: Any) -> None:
         self.check_alive()
         self.close()
-
-    @property
-    def judged(self) -> bool:
-        """Whether a pruned layer was called."""
-        return bool(self._calls)
 
     @property
     def held(self) -> list[SkippedLayer]:

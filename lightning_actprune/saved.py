@@ -23,46 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.arguments import Scope
-from lightning_actprune.nn.linear import ActivationPrunedLinear
-from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.linear import compute_dtype
-
-
-@dataclass(eq=False)
-class LinearCall:
-    """One forward of a linear layer that keeps its input, whole or pruned.
-
-    Args:
-        layer: The layer.
-        shape: A tensor without memory that has the shape and strides of the input.
-        itemsize: Bytes of a value as the layer would keep it.
-        dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
-            copy of its own, as it does under autocast.
-        dense_bytes: Bytes of what the dense layer would keep.
-        block_size: Values per block of a pruned layer, 0 of any other.
-        scope: Within what blocks compete.
-        sparsity: Fraction of blocks dropped in this call, known once it has saved something.
-        saved: Whether autograd saved anything: not so inside an activation checkpoint.
-    """
-
-    layer: nn.Linear
-    shape: Tensor
-    itemsize: int
-    dense_key: StorageWeakRef | None
-    dense_bytes: int
-    block_size: int = 0
-    scope: Scope = "sample"
-    sparsity: float = 0.0
-    saved: bool = False
-
-    def keeps(self, key: StorageWeakRef) -> bool:
-        """Return whether the dense layer would keep that very storage as its input."""
-        return self.dense_key is not None and bool(key == self.dense_key)
-
-    def packed_bytes(self, sparsity: float) -> int:
-        """Return the bytes of the packed input by formula; the layer must be a pruned one."""
-        return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
+from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
 
 
 @dataclass(frozen=True)
@@ -149,18 +110,20 @@ class SavedTensorRecorder:
         self._running: list[tuple[nn.Module, LinearCall | None]] = []
         self._handles: list[RemovableHandle] = []
         self._active = False
+        self.ran = False
+        """Whether a module was called or something saved."""
 
     def __enter__(self) -> Self:
-        self._add_parameters((*self._model.parameters(), *self._model.buffers()))
-        for module in self._followed():
-            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                continue
-            self._handles.append(module.register_forward_pre_hook(_Hook(self._enter_module), with_kwargs=True))
-            # Always: a forward may raise and its caller go on without it.
-            self._handles.append(module.register_forward_hook(_Hook(self._leave_module), always_call=True))
         _saving.enter()
         _open.recorders.append(self)
         self._active = True
+        try:
+            self._add_parameters((*self._model.parameters(), *self._model.buffers()))
+            for module in self._followed():
+                self._follow(module)
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -180,11 +143,19 @@ class SavedTensorRecorder:
 
     def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor) -> None:
         """Take note of a tensor that autograd saves: its storages, and what the graph holds in its place."""
+        self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
-            call.saved, call.sparsity = True, _sparsity(call.layer)
+            call.saved, call.sparsity = True, sparsity_of(call.layer)
         for key, nbytes in entries:
             self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held)))
+
+    def _follow(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            return
+        self._handles.append(module.register_forward_pre_hook(_Hook(self._enter_module), with_kwargs=True))
+        # Always: a forward may raise and its caller go on without it.
+        self._handles.append(module.register_forward_hook(_Hook(self._leave_module), always_call=True))
 
     def _followed(self) -> Iterable[nn.Module]:
         """Return the modules whose calls are followed: those that Python sees."""
@@ -200,10 +171,11 @@ class SavedTensorRecorder:
         """Act on a storage that autograd saves."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.ran = True
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
         inputs = (*args, *kwargs.values())
-        call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
+        call = linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
         self._running.append((module, call))
         if call is not None:
             self._on_call(call)
@@ -233,54 +205,9 @@ class _Hook:
         return _Hook, ()
 
 
-def _linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
-    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
-    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
-        return None
-    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
-        return None
-    itemsize = compute_dtype(x).itemsize
-    dense_key, dense_bytes = None, x.numel() * itemsize
-    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
-        [(dense_key, dense_bytes)] = storages(x)
-    shape = torch.empty_strided(x.shape, x.stride(), device="meta")
-    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
-    if isinstance(layer, ActivationPrunedLinear):
-        call.block_size, call.scope = layer.block_size, layer.scope
-    return call
-
-
-def _sparsity(layer: nn.Linear) -> float:
-    return layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
-
-
-def _flattens_without_copy(x: Tensor) -> bool:
-    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
-    if x.dim() <= 2 or x.is_contiguous():
-        return True
-    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return meta.flatten(0, -2)._is_view()
-
-
-def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
-    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
-    if isinstance(value, Tensor) and _is_wrapper(value):
-        inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [entry for name in inner for entry in storages(getattr(value, name))]
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return []
-    storage = value.untyped_storage()
-    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
-
-
 def hooks_are_innermost() -> bool:
     """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) == (_pack, _unpack)
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
-    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _eager_modules(module: nn.Module) -> set[nn.Module]:

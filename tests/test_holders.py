@@ -336,7 +336,8 @@ def test_nothing_is_kept_alive():
     batch = weakref.ref(x)
     del x
     assert batch() is None
-    assert probe.judged
+    assert probe.ran
+    assert [layer.fqn for layer in probe.held] == ["in_"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -356,6 +357,19 @@ def test_an_exception_in_a_layer_leaves_all_as_it_was(error: type[BaseException]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         model(x).sum().backward()
     assert packed
+
+
+def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
+    class Refusing(nn.Identity):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise RuntimeError("no hooks")
+
+    model, _, x = made(Step)
+    model.refusing = Refusing()
+    with pytest.raises(RuntimeError, match="no hooks"):
+        HolderProbe(model, x).__enter__()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.overrides._get_current_function_mode() is None
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

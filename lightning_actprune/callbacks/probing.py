@@ -12,7 +12,7 @@ from lightning_actprune.holders import HolderProbe
 
 
 class FirstBatchProbe:
-    """Decides once in a fit, in the first training batch that runs a pruned layer, which layers are left dense."""
+    """Decides once in a fit, in the first training batch that runs a forward, which layers are left dense."""
 
     def __init__(self) -> None:
         self._sparsity = 0.0
@@ -49,7 +49,7 @@ class FirstBatchProbe:
             return []
         probe.check_alive()
         self.stop()
-        if probe.judged:
+        if probe.ran:
             self._sparsity = 0.0
         held = probe.apply(report)
         if held and not report.converted:

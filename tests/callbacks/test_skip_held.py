@@ -164,7 +164,7 @@ def test_a_closure_that_runs_several_forwards():
     assert outcome(callback) == {"head": RELU}
 
 
-def test_the_first_batch_that_runs_a_layer_decides():
+def test_the_first_batch_with_a_forward_decides():
     class Late(Held):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.current_epoch == 0 else None
@@ -177,6 +177,18 @@ def test_the_first_batch_that_runs_a_layer_decides():
     trainer(callback, max_epochs=2).fit(model)
     assert model.seen == [PRUNED] * 2 + [LEFT] * 2
     assert outcome(callback) == {"head": RELU}
+
+
+def test_frozen_layers_do_not_put_the_decision_off():
+    model, callback = Held(), ActivationPruning()
+    model.requires_grad_(False)
+    model.bias = nn.Parameter(torch.zeros(FEATURES))
+    forward = model.forward
+    model.forward = lambda x: forward(x + model.bias)
+    model.watch = lambda m: bool(m.head._forward_hooks)
+    trainer(callback).fit(model)
+    assert model.seen == [True] + [False] * (BATCHES - 1)
+    assert callback.skipped == []
 
 
 def test_every_fit_decides_anew_and_a_resumed_one_too(tmp_path, recwarn):
