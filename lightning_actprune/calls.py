@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.linear import compute_dtype
 
 
 @dataclass(eq=False)

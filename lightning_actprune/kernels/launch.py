@@ -8,6 +8,7 @@ device, the dtypes and the 16-byte alignment of its tensors never change (all ar
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
@@ -31,34 +32,74 @@ class Launch:
         options: Launch options, such as ``num_warps``.
     """
 
-    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars", "_stream")
+    __slots__ = ("_grid", "_kernel", "_options", "_run", "_scalars")
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *scalars: Any, **options: int) -> None:
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._grid = (*grid, 1, 1)[:3]
-        self._run: Callable[..., None] | None = None
-        self._stream: Callable[[], int]
+        self._run: Callable[[tuple[Tensor, ...]], None] | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the current device."""
         if self._run is not None:
-            # Addresses, since the launcher would ask each tensor for its own and the driver whether it is one.
-            self._run(self._stream(), *[tensor.data_ptr() for tensor in tensors], *self._scalars)
+            self._run(tensors)
             return
         compiled = self._kernel[self._grid](*tensors, *self._scalars, **self._options)
         if not INTERPRETED:
-            self._stream = functools.partial(triton.runtime.driver.active.get_current_stream, tensors[0].device.index)
-            self._run = _runner(compiled, self._grid)  # last: another thread may be waiting to see it
+            stream = functools.partial(triton.runtime.driver.active.get_current_stream, tensors[0].device.index)
+            fixed = (compiled.function, compiled.packed_metadata, None, None, None)  # no profiling hooks
+            self._run = runner(compiled.run, self._grid, stream, fixed, self._scalars)  # last: a thread may wait for it
 
 
-def _runner(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Return ``run(stream, *arguments)``: Triton's own launcher without its profiling hooks (Triton 3.4 to 3.9)."""
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+def runner(
+    launcher: Any, grid: tuple[int, ...], stream: Callable[[], int], fixed: tuple[Any, ...], scalars: tuple[Any, ...]
+) -> Callable[[tuple[Tensor, ...]], None]:
+    """Return ``run(tensors)``: Triton's launcher of one kernel with all but the tensors filled in.
 
-    def launch(stream: int, *arguments: Any) -> None:
-        run(*grid, stream, function, packed, None, None, None, *arguments)
+    It gets addresses, since it would ask each tensor for its own and the driver whether it is one. A launcher in Python
+    that ends in one call of a native function, its ``launch`` (Triton 3.4 to 3.9), is spared: what it passes on is
+    recorded once, and the native function called with that. On a slow host this was a third of a launch.
+    """
+    native = _native_call(launcher, grid, fixed)
+    if native is None:
 
-    return launch
+        def run(tensors: tuple[Tensor, ...]) -> None:
+            launcher(*grid, stream(), *fixed, *[tensor.data_ptr() for tensor in tensors], *scalars)
+
+        return run
+    launch, before, after, in_tuple = native
+
+    def run_flat(tensors: tuple[Tensor, ...]) -> None:
+        launch(*before, stream(), *after, *[tensor.data_ptr() for tensor in tensors], *scalars)
+
+    def run_tuple(tensors: tuple[Tensor, ...]) -> None:
+        launch(*before, stream(), *after, (*[tensor.data_ptr() for tensor in tensors], *scalars))
+
+    return run_tuple if in_tuple else run_flat
+
+
+def _native_call(
+    launcher: Any, grid: tuple[int, ...], fixed: tuple[Any, ...]
+) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool] | None:
+    """Return a launcher's native function and what it gets before and after the stream.
+
+    The last entry says whether the kernel's arguments follow in one tuple. ``None`` for a launcher that does more than
+    to pass its arguments on (memory for the kernel, a sanitizer), or in a way not known here.
+    """
+    scratch = [getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+    if not callable(getattr(launcher, "launch", None)) or any(scratch) or getattr(launcher, "gsan_enabled", False):
+        return None
+    recorder, calls = copy.copy(launcher), []
+    recorder.launch = lambda *arguments: calls.append(arguments)
+    stream, arguments = object(), (object(), object())
+    recorder(*grid, stream, *fixed, *arguments)
+    if len(calls) != 1 or stream not in calls[0]:
+        return None
+    place = calls[0].index(stream)
+    before, after = calls[0][:place], calls[0][place + 1 :]
+    if after[-2:] == arguments:
+        return launcher.launch, before, after[:-2], False
+    return (launcher.launch, before, after[:-1], True) if after[-1:] == (arguments,) else None
 
 
 def aligned(*tensors: Tensor) -> tuple[bool, ...]:

@@ -2,7 +2,8 @@
 
 One launch with one program per sample where that is faster (``pack_sample``), otherwise three:
 
-1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
+1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``), and, if the
+                          plan casts, the 16-bit copy of ``x`` that all else reads;
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
 3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places.
 
@@ -48,7 +49,9 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
         s, n = first + lane * 0, run * RUN + lane
     else:
         first, run = tl.program_id(0) * (RUN // LANES), 0
-        s, n = first + lane // LANES, lane % LANES
+        # Not `lane % LANES`: of a remainder of a remainder (see `column` below), Triton up to 3.6 believes that all
+        # values are multiples, and then masks a group of up to 8 values by the first one alone.
+        s, n = first + lane // LANES, lane & (LANES - 1)
     exists = (s < samples) & (n < blocks)
     word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
     kept = (word >> (n % WORD)) & 1
@@ -82,10 +85,17 @@ class PackPlan:
         block_size: Values per block.
         keep: Blocks kept per sample.
         device: Where the kernels run.
+        casts: Whether a copy in another dtype is written and packed.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, keep: int, device: torch.device
+        self,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int],
+        block_size: int,
+        keep: int,
+        device: torch.device,
+        casts: bool = False,
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
@@ -96,27 +106,29 @@ class PackPlan:
         self.keys = samples * blocks
         parts = _parts(samples, blocks, device)
         self.control = samples * CONTROL_WORDS if parts else 0
-        self._keys = _keys(shape, strides, block_size, self.control)
+        self._keys = _keys(shape, strides, block_size, self.control, casts)
         self._select = _select(samples, blocks, keep, parts)
         grid, tile, options = run_tile(samples, blocks, block_size)
-        unit = stride_unit(*strides)
-        scalars = (strides[0] // unit, strides[1] // unit, samples, blocks, words, runs)
+        gathered = (rows * length, length) if casts else strides
+        unit = stride_unit(*gathered)
+        scalars = (gathered[0] // unit, gathered[1] // unit, samples, blocks, words, runs)
         self._gather = Launch(gather_kernel, grid, *scalars, length, columns, unit, *tile, **options)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(values, bitmap, offsets)``."""
+    def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
+        source = x if copy is None else copy
         keys = x.new_empty(self.keys, dtype=torch.int32)
         bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
         offsets = x.new_empty(*self.offsets, dtype=torch.int32)
-        values = x.new_empty(*self.values)
+        values = source.new_empty(*self.values)
         if self.control:
             control = x.new_empty(self.control, dtype=torch.int32)
-            self._keys(x, keys, control)
+            self._keys(x, source, keys, control)
             self._select(keys, bitmap, offsets, control)
         else:
-            self._keys(x, keys, keys)
+            self._keys(x, source, keys, keys)
             self._select(keys, bitmap, offsets)
-        self._gather(x, bitmap, offsets, values)
+        self._gather(source, bitmap, offsets, values)
         return values, bitmap, offsets
 
 
@@ -128,8 +140,8 @@ def run_tile(samples: int, blocks: int, block_size: int) -> tuple[tuple[int], tu
     return (programs,), (block_size, block, lanes), {"num_warps": 4}
 
 
-def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int) -> Launch:
-    """Return the launch that writes the keys and zeroes so many words of control."""
+def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int, casts: bool) -> Launch:
+    """Return the launch that writes the keys, and the copy if it casts, and zeroes so many words of control."""
     samples, rows, length = shape
     columns, block = ceil_div(length, block_size), triton.next_power_of_2(block_size)
     # 4096 values a program, 32 a thread at 4 warps: whole rows first, so that a warp reads along memory.
@@ -139,7 +151,7 @@ def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int
     zeros = triton.next_power_of_2(ceil_div(control, grid[0] * grid[1])) if control else 0
     unit = stride_unit(*strides)
     scalars = (strides[0] // unit, strides[1] // unit, samples * rows, rows, control)
-    tile = (length, columns, unit, block_size, block, tile_rows, cols, zeros)
+    tile = (length, columns, unit, casts, block_size, block, tile_rows, cols, zeros)
     return Launch(block_keys_kernel, grid, *scalars, *tile, num_warps=4)
 
 
@@ -177,12 +189,16 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     aligned: bool,
+    cast: torch.dtype | None = None,
 ) -> PackPlan | SamplePlan:
-    """Return the plan for an input; alignment matters only to the compiled kernels that the plan keeps."""
+    """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``.
+
+    Alignment matters only to the compiled kernels that the plan keeps; memory for the copy is new, hence aligned.
+    """
     samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
     if takes_one_launch(samples, blocks, device):
-        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, choose_config(blocks))
-    return PackPlan(shape, strides[:2], block_size, keep, device)
+        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, choose_config(blocks), cast)
+    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None)
 
 
 def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:

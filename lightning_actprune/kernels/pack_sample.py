@@ -4,7 +4,8 @@ With about as many samples as multiprocessors this saves two launches and what l
 ``x`` comes from the L2 cache. The three parts:
 
 1. Keys, tile by tile, into the sample's scratch. A program waits for its own loads, so a tile is large: what is in
-   flight on a multiprocessor decides about bandwidth.
+   flight on a multiprocessor decides about bandwidth. A plan that casts (see ``keys``) writes the copy here, and packs
+   that.
 2. All keys are read into registers, and selection writes bitmap and offsets. The numbers of the kept blocks replace the
    keys in the scratch.
 3. Tiles of kept blocks, all lanes busy, are copied to where the sample's values start, the last tile first: these
@@ -33,16 +34,16 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 @triton.jit
-def _load_blocks(
+def _values_of(
     x_ptr, n, exist, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the blocks ``n`` of a sample, ``[len(n), BLOCK]``, zeros where there is nothing."""
+    """Return pointers to the values of the blocks ``n`` of a sample, ``[len(n), BLOCK]``, and which there are."""
     e = tl.arange(0, BLOCK)
     start = (n // columns).to(tl.int64) * stride_row * UNIT
     column = (n % columns)[:, None] * B + e[None, :]
     inside = exist[:, None] & ((column < length) & (e < B)[None, :])
-    return tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0)
+    return x_ptr + start[:, None] + column, inside
 
 
 @triton.jit
@@ -53,7 +54,8 @@ def _copy_blocks(
     """Copy the blocks ``n`` to the places from ``first`` on, as long as these are below ``keep``."""
     e = tl.arange(0, BLOCK)
     p = first + tl.arange(0, TILE)
-    x = _load_blocks(x_ptr, n, p < keep, stride_row, length, columns, UNIT, B, BLOCK)
+    pointers, inside = _values_of(x_ptr, n, p < keep, stride_row, length, columns, UNIT, B, BLOCK)
+    x = tl.load(pointers, mask=inside, other=0.0)
     target = values_ptr + p.to(tl.int64)[:, None] * B + e[None, :]
     tl.store(target, x, mask=(p < keep)[:, None] & (e < B)[None, :])
 
@@ -82,23 +84,35 @@ def _list_kept(scratch_ptr, bitmap_ptr, offsets_ptr, first, low, cut, blocks, wo
 
 @triton.jit
 def pack_sample_kernel(
-    x_ptr, values_ptr, bitmap_ptr, offsets_ptr, scratch_ptr, stride_sample, stride_row, stride_scratch, blocks, keep,
-    words, runs, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr, KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr,
-    COPY_STAGES: tl.constexpr,
+    x_ptr, copy_ptr, values_ptr, bitmap_ptr, offsets_ptr, scratch_ptr, stride_sample, stride_row, stride_scratch,
+    blocks, keep, words, runs, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
+    KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr, COPY_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pack one sample of ``blocks <= BLOCKS``, by tiles of ``KEYS`` and ``COPIES`` blocks."""
+    """Pack one sample of ``blocks <= BLOCKS``, by tiles of ``KEYS`` and ``COPIES`` blocks.
+
+    ``CAST``: the values are rounded to the contiguous ``copy [S, T, L]`` for the keys, and packed from there.
+    """
     s = tl.program_id(0)
     x_ptr += s.to(tl.int64) * stride_sample * UNIT
     values_ptr += s.to(tl.int64) * keep * B
     scratch_ptr += s.to(tl.int64) * stride_scratch
     scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
+    if CAST:
+        copy_ptr += s.to(tl.int64) * (blocks // columns) * length
+
     for start in tl.range(0, blocks, KEYS, num_stages=KEYS_STAGES):
         n = start + tl.arange(0, KEYS)
-        x = _load_blocks(x_ptr, n, n < blocks, stride_row, length, columns, UNIT, B, BLOCK).to(tl.float32)
+        pointers, inside = _values_of(x_ptr, n, n < blocks, stride_row, length, columns, UNIT, B, BLOCK)
+        x = tl.load(pointers, mask=inside, other=0.0)
+        if CAST:
+            x = x.to(copy_ptr.dtype.element_ty)
+            pointers, _ = _values_of(copy_ptr, n, n < blocks, 1, length, columns, length, B, BLOCK)
+            tl.store(pointers, x, mask=inside)
+        x = x.to(tl.float32)
         tl.store(scratch_ptr + n, block_keys(x), mask=n < blocks)
-    tl.debug_barrier()
+    tl.debug_barrier()  # also makes the copy visible to the threads that will read it: they are of this program
 
     low, cut = _find_threshold(scratch_ptr, blocks, keep, BLOCKS)
     bitmap_ptr += s.to(tl.int64) * words
@@ -106,6 +120,9 @@ def pack_sample_kernel(
     _list_kept(scratch_ptr, bitmap_ptr, offsets_ptr, s * keep, low, cut, blocks, words, runs, PIECE)
     tl.debug_barrier()
 
+    source = copy_ptr if CAST else x_ptr
+    source_row = 1 if CAST else stride_row
+    SOURCE_UNIT: tl.constexpr = length if CAST else UNIT
     p = tl.arange(0, COPIES)
     tiles = tl.cdiv(keep, COPIES)
     first = tl.maximum(tiles - 1, 0) * COPIES
@@ -114,11 +131,11 @@ def pack_sample_kernel(
         # One tile ahead, so that nothing waits for the numbers and then for the blocks.
         ahead = tl.load(scratch_ptr + (first - COPIES) + p)
         tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
-        _copy_blocks(x_ptr, values_ptr, kept, first, keep, stride_row, length, columns, UNIT, B, BLOCK, COPIES)
+        _copy_blocks(source, values_ptr, kept, first, keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK, COPIES)
         kept = ahead
         first -= COPIES
     tl.debug_barrier()
-    _copy_blocks(x_ptr, values_ptr, kept, 0, keep, stride_row, length, columns, UNIT, B, BLOCK, COPIES)
+    _copy_blocks(source, values_ptr, kept, 0, keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK, COPIES)
 
 
 class SampleConfig(NamedTuple):
@@ -127,7 +144,7 @@ class SampleConfig(NamedTuple):
     Args:
         warps: Warps of a program.
         piece: Blocks that are listed at once.
-        keys_kib: KiB of a tile of which the keys are computed.
+        keys_kib: KiB of a tile of which the keys are computed, as it is read.
         keys_stages: Such tiles in flight, if above 1: they wait in shared memory.
         copy_kib: KiB of a tile that is copied.
         copy_stages: Such tiles in flight, if above 1.
@@ -140,11 +157,12 @@ class SampleConfig(NamedTuple):
     copy_kib: int
     copy_stages: int
 
-    def constants(self, blocks: int, block_size: int, itemsize: int) -> dict[str, int]:
-        """Return the kernel's last constants, in order, for samples of so many blocks."""
+    def constants(self, blocks: int, block_size: int, read: int, packed: int) -> dict[str, int]:
+        """Return the kernel's last constants, in order, for samples of so many blocks: values of so many bytes."""
         block, padded = triton.next_power_of_2(block_size), max(RUN_BLOCKS, triton.next_power_of_2(blocks))
         # Numbers and addresses of more than 1024 blocks would fill the registers.
-        keys, copies = (max(1, min(1024, 1024 * n // (block * itemsize))) for n in (self.keys_kib, self.copy_kib))
+        tiles = (self.keys_kib, read), (self.copy_kib, packed)
+        keys, copies = (max(1, min(1024, 1024 * kib // (block * size))) for kib, size in tiles)
         return {
             "B": block_size, "BLOCK": block, "BLOCKS": padded, "PIECE": min(padded, self.piece), "KEYS": keys,
             "KEYS_STAGES": self.keys_stages, "COPIES": copies, "COPY_STAGES": self.copy_stages,
@@ -178,8 +196,9 @@ class SamplePlan:
         strides: Strides of samples and rows; the last one is 1.
         block_size: Values per block.
         keep: Blocks kept per sample.
-        itemsize: Bytes of a value.
+        itemsize: Bytes of a value of the input.
         config: How a program packs its sample.
+        cast: Type of the copy that is written and packed, ``None`` if the input itself is.
     """
 
     def __init__(
@@ -190,6 +209,7 @@ class SamplePlan:
         keep: int,
         itemsize: int,
         config: SampleConfig,
+        cast: torch.dtype | None = None,
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
@@ -197,22 +217,24 @@ class SamplePlan:
         words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
         self.values = (samples * keep, block_size)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
-        size = keep * block_size * itemsize
+        packed = itemsize if cast is None else cast.itemsize
+        size = keep * block_size * packed
         # Keys are int32, and the list must not be overtaken by the values (see above).
-        in_values = size >= 4 * blocks and size % 4 == 0 and block_size * itemsize >= 8
+        in_values = size >= 4 * blocks and size % 4 == 0 and block_size * packed >= 8
         self.scratch = 0 if in_values else samples * blocks
         stride_scratch = keep * block_size if in_values else blocks
         unit = stride_unit(*strides)
         scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
-        tiles = config.constants(blocks, block_size, itemsize)
-        constants = {"length": length, "columns": columns, "UNIT": unit, **tiles}
+        tiles = config.constants(blocks, block_size, itemsize, packed)
+        constants = {"length": length, "columns": columns, "UNIT": unit, "CAST": cast is not None, **tiles}
         self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants.values(), num_warps=config.warps)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(values, bitmap, offsets)``."""
-        values = x.new_empty(*self.values)
+    def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
+        source = x if copy is None else copy
+        values = source.new_empty(*self.values)
         bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
         offsets = x.new_empty(*self.offsets, dtype=torch.int32)
         scratch = x.new_empty(self.scratch, dtype=torch.int32) if self.scratch else values
-        self._pack(x, values, bitmap, offsets, scratch)
+        self._pack(x, source, values, bitmap, offsets, scratch)
         return values, bitmap, offsets

@@ -25,40 +25,10 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library
+from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import along_tokens, block_and_keep, stored_shape, stored_view
-from lightning_actprune.ops.plan import input_plan
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype of the active autocast for the device of ``x``, ``None`` without one."""
-    device = "cuda" if x.is_cuda else x.device.type  # whose text takes a while to make
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
-    return (autocast_dtype(x) or x.dtype) if x.dtype != torch.float64 else x.dtype
-
-
-def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x.to(dtype)``, which takes a microsecond or two to find out that there is nothing to do."""
-    return x if x.dtype == dtype else x.to(dtype=dtype)
-
-
-def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast to ``dtype`` does: not fp64."""
-    return x if x.dtype == torch.float64 else _as(x, dtype)
-
-
-def _autocast_input(x: Tensor, dtype: torch.dtype, block_size: int) -> Tensor:
-    """Cast as autocast does; what has to be copied along its features anyway lies so at once."""
-    turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
-    if turns and x.dtype not in (dtype, torch.float64):
-        return x.to(dtype=dtype, memory_format=torch.contiguous_format)
-    return _autocast(x, dtype)
+from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.plan import InputPlan, input_plan
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -73,10 +43,11 @@ class PrunedLinearFunction(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         parameters = weight, bias
         dtype = autocast_dtype(x)
+        plan = input_plan(x, dtype, parts, block_size, scope) if eager else None
         if dtype is not None:
-            x = _autocast_input(x, dtype, block_size)
-            parameters = _autocast(weight, dtype), None if bias is None else _autocast(bias, dtype)
-        plan = input_plan(x, parts, block_size, scope) if eager else None
+            parameters = cast(weight, dtype), None if bias is None else cast(bias, dtype)
+            if plan is None or plan.new_cast is None:
+                x = cast_input(x, dtype, block_size)
         if plan is None:
             stored, ctx.transposed = stored_view(x, block_size, scope)
             ctx.stored_shape = stored_shape(x, ctx.transposed)
@@ -85,10 +56,7 @@ class PrunedLinearFunction(torch.autograd.Function):
             packed = library.pack(stored, *block_and_keep(stored, block_size, parts), eager)
         else:
             ctx.transposed, ctx.stored_shape = plan.transposed, plan.shape
-            rows = x.contiguous() if plan.copied else x
-            y = _dense(x, rows, *parameters)
-            with on_device_of(rows):
-                packed = plan.launch(rows)
+            y, packed = _dense_and_pack(x, parameters, plan)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *packed)
         return y
 
@@ -119,6 +87,21 @@ def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, bl
     return y
 
 
+def _dense_and_pack(
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], plan: InputPlan
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return ``F.linear(x, *parameters)`` and ``x`` packed, cast on the way if ``plan`` does that."""
+    if plan.new_cast is None:
+        rows = x.contiguous() if plan.copied else x
+        y = _dense(x, rows, *parameters)
+        with on_device_of(rows):
+            return y, plan.launch(rows)
+    rows = plan.new_cast()
+    with on_device_of(x):
+        packed = plan.launch(x, rows)
+    return _dense(rows, rows, *parameters), packed
+
+
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, of a transposed ``x`` by one product over ``rows``, or over a copy of them.
 
@@ -137,11 +120,11 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     grad_x = grad_w = grad_b = None
     flat = _flat(grad_y)
     if needs_x:
-        weight = _as(weight, flat.dtype)
+        weight = as_dtype(weight, flat.dtype)
         # The same product: `matmul` flattens a contiguous gradient itself, in less time than a view takes from here.
         whole = grad_y.is_contiguous()
         grad_x = torch.matmul(grad_y, weight) if whole else torch.mm(flat, weight).view(*ctx.x_shape)
-        grad_x = _as(grad_x, ctx.x_dtype)
+        grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
         grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
     if needs_bias:

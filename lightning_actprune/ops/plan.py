@@ -3,6 +3,9 @@
 The step of a small model waits for Python. What follows from shapes, strides and settings alone is therefore one
 look-up in plain eager mode: which way blocks run, how many are kept, whether kernels take them and with which launches.
 Only there: a compiler's symbolic sizes cannot be hashed, and a size that served as a key would be fixed.
+
+Under autocast the kernels that pack an fp32 input also write the 16-bit copy of it that the product needs, wherever
+``x.to(dtype)`` would lie in memory as it is stored, without gaps. Other inputs are cast first.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import Scope
+from lightning_actprune.ops.autocast import cast_input
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
 from lightning_actprune.ops.geometry import block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
@@ -27,21 +31,26 @@ class InputPlan(NamedTuple):
         copied: Whether the kernels read a contiguous copy, which the product reads too if it needs one.
         shape: ``[batch, rows, length]`` as stored, whatever the scope.
         transposed: Whether the rows are the features.
-        launch: Packs the input or its copy.
+        launch: Packs the input or its copy, or, given memory for its cast too, writes and packs that.
+        new_cast: Returns that memory, laid out as ``x.to(dtype)`` is; ``None`` if what is packed is there already.
     """
 
     copied: bool
     shape: tuple[int, int, int]
     transposed: bool
-    launch: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    launch: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    new_cast: Callable[[], Tensor] | None
 
 
-def input_plan(x: Tensor, parts: int, block_size: int, scope: Scope) -> InputPlan | None:
-    """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do."""
+def input_plan(x: Tensor, autocast: torch.dtype | None, parts: int, block_size: int, scope: Scope) -> InputPlan | None:
+    """Return how the kernels pack ``x`` as ``autocast``, or ``None`` if that is not for them, or not for a plan, to do.
+
+    Unless the plan has a ``new_cast``, its input is ``cast_input(x, autocast, block_size)``.
+    """
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
     aligned = x.data_ptr() % 16 == 0
-    return _plan(x.shape, x.stride(), x.dtype, x.device, aligned, parts, block_size, scope, forced_backend())
+    return _plan(x.shape, x.stride(), x.dtype, autocast, x.device, aligned, parts, block_size, scope, forced_backend())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -49,6 +58,7 @@ def _plan(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
+    autocast: torch.dtype | None,
     device: torch.device,
     aligned: bool,
     parts: int,
@@ -56,15 +66,37 @@ def _plan(
     scope: Scope,
     forced: Backend | None,
 ) -> InputPlan | None:
-    x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    x = given if autocast is None else cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
     block, keep = block_and_keep(stored, block_size, parts)
-    copied = stored.untyped_storage()._cdata != x.untyped_storage()._cdata
+    copied = not _shares_memory(stored, x)
     if stored.numel() == 0 or stored.shape[0] * keep > MAX_KEPT_BLOCKS or (copied and transposed):
         return None
-    if choose_backend(stored.shape, dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
+    if choose_backend(stored.shape, x.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
         return None
     from lightning_actprune.kernels import pack as kernels
 
-    launch = kernels.plan(stored.shape, stored.stride(), block, keep, dtype, device, aligned or copied)
-    return InputPlan(copied, stored_shape(x, transposed), transposed, launch)
+    source = _castable(given, x, stored, transposed, block_size, scope)
+    if source is not None:
+        launch = kernels.plan(source.shape, source.stride(), block, keep, dtype, device, aligned, x.dtype)
+        new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
+        return InputPlan(False, stored_shape(x, transposed), transposed, launch, new_cast)
+    aligned = aligned or copied or x is not given
+    launch = kernels.plan(stored.shape, stored.stride(), block, keep, x.dtype, device, aligned)
+    return InputPlan(copied, stored_shape(x, transposed), transposed, launch, None)
+
+
+def _castable(
+    x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, scope: Scope
+) -> Tensor | None:
+    """Return the view of ``x`` that kernels can cast to ``stored``, a view of ``cast``, or ``None`` without one."""
+    if cast is x or x.dtype != torch.float32:
+        return None
+    source, alike = stored_view(x, block_size, scope)
+    views = _shares_memory(source, x) and _shares_memory(stored, cast)
+    return source if views and alike == transposed and stored.is_contiguous() else None
+
+
+def _shares_memory(view: Tensor, x: Tensor) -> bool:
+    return bool(view.untyped_storage()._cdata == x.untyped_storage()._cdata)

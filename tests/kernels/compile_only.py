@@ -27,9 +27,9 @@ from lightning_actprune.ops.geometry import ceil_div
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
-    "x_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}", "keys_ptr": "*i32",
-    "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32", "work_ptr": "*i32", "scratch_ptr": "*{v}",
-    "partial_ptr": "*fp32",
+    "x_ptr": "*{x}", "copy_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}",
+    "scratch_ptr": "*{v}", "keys_ptr": "*i32", "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
+    "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "size", "counts")
@@ -49,6 +49,9 @@ PACK_SAMPLES = [
     ("pack_sample", 2352, 384, 32, "bf16"), ("pack_sample", 9408, 1536, 32, "fp32"),
     ("pack_sample", 18816, 1536, 16, "bf16"), ("pack_sample", 600, 144, 24, "bf16"),
     ("pack_sample_narrow", 2688, NARROW_ROW, 32, "bf16"),
+    ("pack_sample_cast", 2352, 384, 32, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "bf16"),
+    ("pack_sample_cast", 18816, 1536, 16, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "fp16"),
+    ("pack_sample_cast_narrow", 2688, NARROW_ROW, 32, "bf16"),
 ]  # fmt: skip
 """Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread."""
 
@@ -58,12 +61,15 @@ Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 
 def specimens(target: int) -> list[Specimen]:
     """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    tile = {"B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4} | rows(1536, 32)
-    narrow = {"B": 32, "BLOCK": 32, "ROWS": 16, "COLS": 8, "ZEROS": 4} | rows(NARROW_ROW, 32)
+    tile = {"CAST": False, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4} | rows(1536, 32)
+    narrow = {"CAST": False, "B": 32, "BLOCK": 32, "ROWS": 16, "COLS": 8, "ZEROS": 4} | rows(NARROW_ROW, 32)
     found = [
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
         ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
+        ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
+        ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
+        ("keys_cast_narrow", keys.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
         ("select", select.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("select", select.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
@@ -80,7 +86,9 @@ def specimens(target: int) -> list[Specimen]:
             "WIDE": False,
             "STAGES": column_sums.STAGES,
         }
-        found.append(("column_sums", column_sums.column_sums_kernel, tile, value, {"num_warps": 4}))
+        for parts in (0, column_sums.MOST_PARTS):
+            constants = tile | {"PARTS": parts}
+            found.append(("column_sums", column_sums.column_sums_kernel, constants, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
@@ -98,8 +106,8 @@ def specimens(target: int) -> list[Specimen]:
 
 def pack_sample_specimen(label: str, blocks: int, length: int, size: int, value: str) -> Specimen:
     """Return the kernel that packs a sample of ``blocks`` in one launch, the keys in the values."""
-    config = pack_sample.choose_config(blocks)
-    constants = config.constants(blocks, size, 4 if value == "fp32" else 2) | rows(length, size)
+    config, casts, packed = pack_sample.choose_config(blocks), "cast" in label, 4 if value == "fp32" else 2
+    constants = config.constants(blocks, size, 4 if casts else packed, packed) | rows(length, size) | {"CAST": casts}
     return label, pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
 
 
@@ -123,9 +131,9 @@ def compile_kernel(
     kernel: Any, constants: dict[str, Any], value: str, options: dict[str, int], capability: int
 ) -> dict[str, Any]:
     """Return what the compiled kernel uses."""
-    signature, attrs = {}, {}
+    signature, attrs, x = {}, {}, "fp32" if constants.get("CAST") else value
     for index, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32").format(v=value)
+        signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32").format(v=value, x=x)
         if name not in constants and name.endswith(ALIGNED):
             attrs[(index,)] = [["tt.divisibility", 16]]
     if "out_ptr" in signature and "grad_ptr" in signature:

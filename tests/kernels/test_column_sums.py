@@ -30,6 +30,46 @@ def test_parts_end_where_the_rows_end(kernel_device, monkeypatch):
     assert torch.equal(plan(grad_y), grad_y.sum(0))
 
 
+def test_counters_serve_launches_of_any_shape_one_after_another(kernel_device, monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 100)
+    monkeypatch.setattr(kernels, "COUNTERS", 2)
+    monkeypatch.setattr(kernels, "_counters", {})
+    for rows, outputs in ((300, 40), (257, 300), (500, 64), (300, 40)):
+        plan = ColumnSumsPlan(rows, outputs, outputs, 4, torch.float32, kernel_device)
+        assert plan.parts > 1
+        for _ in range(2):
+            grad_y = oracle.integers(rows, outputs, device=kernel_device)
+            assert torch.equal(plan(grad_y), grad_y.sum(0))
+            (counters,) = kernels._counters.values()
+            assert not counters.any()
+    assert counters.numel() == 8  # 300 columns in groups of 64, in place of 2
+
+
+@pytest.mark.gpu
+def test_streams_have_counters_of_their_own_and_recorded_graphs_none(monkeypatch):
+    monkeypatch.setattr(kernels, "_counters", {})
+    grads = [oracle.integers(25088, 384, device=torch.device("cuda")) for _ in range(4)]
+    streams = [torch.cuda.Stream() for _ in grads]
+    torch.cuda.synchronize()
+    found = [[] for _ in grads]
+    for _ in range(20):
+        for grad_y, stream, sums in zip(grads, streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                sums.append(column_sums(grad_y, torch.float32))
+    torch.cuda.synchronize()
+    assert len(kernels._counters) == len(streams)
+    for grad_y, sums in zip(grads, found, strict=True):
+        assert all(torch.equal(one, grad_y.sum(0)) for one in sums)
+    graph, before = torch.cuda.CUDAGraph(), dict(kernels._counters)
+    with torch.cuda.graph(graph):
+        recorded = column_sums(grads[0], torch.float32)
+    assert kernels._counters.keys() == before.keys()
+    for grad_y in grads[1:]:
+        grads[0].copy_(grad_y)
+        graph.replay()
+        assert torch.equal(recorded, grad_y.sum(0))
+
+
 def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
     base = oracle.integers(90, 70, device=kernel_device)
     for grad_y in (base[::2, 3:60], base[1:, 1:], base[:1].expand(90, 70)):

@@ -90,6 +90,16 @@ def check_pack_and_unpack(x: Tensor, block_size: int, sparsity: float = 0.6) -> 
     return packed
 
 
+def check_cast(x: Tensor, block_size: int, dtype: torch.dtype, keep: int) -> None:
+    """Pack ``x [S, T, L]`` as ``dtype``, and compare the copy made on the way too."""
+    copy = torch.empty(x.shape, dtype=dtype, device=x.device)
+    plan = packs.plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, x.data_ptr() % 16 == 0, dtype)
+    expected = (x.cpu().to(dtype), *reference.pack(x.cpu().to(dtype), block_size, keep))
+    packed = plan(x, copy)
+    for actual, right in zip((copy, *packed), expected, strict=True):
+        assert torch.equal(actual.cpu(), right), (x.shape, dtype, block_size)
+
+
 def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int]) -> None:
     """Compute the weight gradient from packed integers, whole and in parts: its sums are exact in fp32."""
     samples, rows, length = shape
@@ -124,6 +134,10 @@ def run_all(device: torch.device) -> list[str]:
                     check_weight_grad(packed, shape)
         for dtype in DTYPES:
             check_column_sums(oracle.integers(1031, 150, dtype=dtype, device=device))
+        for wanted, dtype in itertools.product((True, False), (torch.bfloat16, torch.float16)):
+            with one_launch(wanted):
+                check_cast(oracle.integers(2, 122, 130, device=device), 16, dtype, 400)
+                check_cast(oracle.integers(3, 42, 103, device=device)[:, 1:, 3:], 7, dtype, 400)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":

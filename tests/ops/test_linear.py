@@ -208,6 +208,8 @@ def test_second_derivative_is_a_clear_error(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_packs_in_compute_dtype_and_returns_parameter_dtype(device, dtype):
     x, weight, bias = setup(device, 2, 40, 64)
+    if device.type == "cpu":
+        x.data = x.detach().to(dtype).float()  # Triton's interpreter cuts fp32 off to bf16 where a GPU rounds
     saved = []
     with (
         torch.autocast(device.type, dtype=dtype),

@@ -31,6 +31,11 @@ def packed(x, sparsity, block_size, scope="sample"):
         ((1, 1, 1), 1, 0.0),
         ((4, 4, 8), 64, 0.99),
         ((35, 41, 100), 16, 0.5),
+        # Few blocks a sample, an even number of them a row, the last one cut off in the middle of 4 values.
+        ((3, 9, 40), 11, 0.5),
+        ((40, 3, 12), 11, 0.4),
+        ((9, 7, 40), 7, 0.3),
+        ((5, 60), 9, 0.2),
     ],
     ids=str,
 )

@@ -92,20 +92,22 @@ def test_product_and_kernels_read_the_same_copy(autocast):
 def test_a_plan_is_one_object_per_layout_and_setting():
     x = torch.randn(2, 8, 32)
     with force_backend("triton"):
-        first = input_plan(x, 5 * 10**8, 8, "sample")
-        assert input_plan(torch.randn(2, 8, 32), 5 * 10**8, 8, "sample") is first
+        first = input_plan(x, None, 5 * 10**8, 8, "sample")
+        assert input_plan(torch.randn(2, 8, 32), None, 5 * 10**8, 8, "sample") is first
         others = [
-            input_plan(x, 6 * 10**8, 8, "sample"),
-            input_plan(x, 5 * 10**8, 16, "sample"),
-            input_plan(x, 5 * 10**8, 8, "token"),
-            input_plan(x.half(), 5 * 10**8, 8, "sample"),
-            input_plan(torch.randn(2, 32, 8).transpose(1, 2), 5 * 10**8, 8, "sample"),
-            input_plan(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), 5 * 10**8, 8, "sample"),
+            input_plan(x, None, 6 * 10**8, 8, "sample"),
+            input_plan(x, None, 5 * 10**8, 16, "sample"),
+            input_plan(x, None, 5 * 10**8, 8, "token"),
+            input_plan(x.half(), None, 5 * 10**8, 8, "sample"),
+            input_plan(x, torch.float16, 5 * 10**8, 8, "sample"),
+            input_plan(x, torch.bfloat16, 5 * 10**8, 8, "sample"),
+            input_plan(torch.randn(2, 32, 8).transpose(1, 2), None, 5 * 10**8, 8, "sample"),
+            input_plan(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), None, 5 * 10**8, 8, "sample"),
         ]
-    assert all(other is not first for other in others)
+    assert len({id(plan) for plan in [first, *others]}) == len(others) + 1
     with force_backend("reference"):
-        assert input_plan(x, 5 * 10**8, 8, "sample") is None
-    assert input_plan(x, 5 * 10**8, 8, "sample") is None  # on a CPU the reference is the automatic choice
+        assert input_plan(x, None, 5 * 10**8, 8, "sample") is None
+    assert input_plan(x, None, 5 * 10**8, 8, "sample") is None  # on a CPU the reference is the automatic choice
 
 
 def test_a_forced_backend_that_cannot_be_is_refused_as_before():
