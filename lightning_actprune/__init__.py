@@ -16,6 +16,7 @@ from lightning_actprune.conversion import (
     convert,
     revert,
 )
+from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
 from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
 
@@ -29,6 +30,7 @@ __all__ = [
     "ConversionReport",
     "ConvertedLayer",
     "CubicSchedule",
+    "HolderProbe",
     "LinearSchedule",
     "SkippedLayer",
     "SparsitySchedule",

@@ -28,7 +28,7 @@ MIN_FEATURES = 64
 """Default of ``min_features``. Packing takes about as long for 16 as for 256 features (launches dominate), so each MiB
 saved costs 2.7 ms of eager step time at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
 
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
+WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Linear]]:
     names: dict[nn.Linear, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
-            names.setdefault(module, []).append(_WRAPPERS.sub("", fqn).removeprefix(".") or "(root)")
+            names.setdefault(module, []).append(WRAPPERS.sub("", fqn).removeprefix(".") or "(root)")
     for layer, fqns in names.items():
         yield fqns, layer
 

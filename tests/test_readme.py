@@ -35,6 +35,18 @@ def test_python_blocks_run_in_order_and_print_the_shown_table(tmp_path, monkeypa
     assert type(namespace["model"][0]).__name__ == "Linear"
 
 
+def test_the_shown_held_layer_is_found_in_the_network_with_a_relu(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    code = blocks("python")[0]
+    assert "nn.GELU()" in code
+    exec(compile(code.replace("nn.GELU()", "nn.ReLU()"), "README.md", "exec"), {"__name__": "readme"})
+    printed = {" ".join(line.split()) for line in "".join(capfd.readouterr()).splitlines()}
+    shown = [" ".join(line.split()) for line in blocks("text")[1].splitlines() if line[0] not in "┏┡└"]
+    assert len(shown) == 5
+    for line in shown:
+        assert line in printed
+
+
 def test_yaml_block_names_importable_classes():
     (text,) = blocks("yaml")
     import lightning_actprune

@@ -88,6 +88,15 @@ def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: i
     return Group(*parts)
 
 
+def held_summary(held: Sequence[SkippedLayer], remaining: int) -> RenderableType:
+    """Return the layers that were turned dense after the first batch, and how many stay pruned."""
+    text = (
+        f"Activation pruning: {len(held)} linear layers stay dense, since packing their inputs would add memory "
+        f"(skip_held=False prunes them all the same); {remaining} are pruned."
+    )
+    return Group(text, _skipped_table(held))
+
+
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
     shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
     geometry = BlockGeometry.of(*shape, layer.in_features, layer.block_size, sparsity)

@@ -31,8 +31,8 @@ class ActivationMemoryMonitor(pl.Callback):
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 
     "Kept anyway" in the table means that something else holds the layer's input too, such as a ReLU before it, a sister
-    layer or the batch itself: the dense layer costs nothing there, and pruning it adds what it stores. Exclude such a
-    layer; of sister layers that share one input (query, key and value), exclude all.
+    layer or the batch itself: the dense layer costs nothing there, and pruning it adds what it stores.
+    ``ActivationPruning`` leaves such layers dense unless told otherwise.
 
     The forward ends for the monitor where gradients are zeroed or backward begins, whichever comes first. A step that
     applies ``torch.func`` transforms cannot be measured, since they forbid the hooks that count saved tensors.

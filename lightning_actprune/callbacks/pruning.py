@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +11,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_actprune.arguments import Scope, check_sparsity
-from lightning_actprune.callbacks.display import conversion_summary, show
+from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
+from lightning_actprune.callbacks.display import conversion_summary, held_summary, show
+from lightning_actprune.callbacks.probing import FirstBatchProbe
 from lightning_actprune.conversion import (
     MIN_FEATURES,
     ConversionOptions,
@@ -32,9 +34,6 @@ from lightning_actprune.conversion import (
 from lightning_actprune.nn.linear import ActivationPrunedLinear
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
 
-_REPLACED = "_actprune_replaced"
-"""Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
-
 
 class ActivationPruning(pl.Callback):
     """Cut training memory by keeping only the largest blocks of every linear layer's input for backward.
@@ -48,6 +47,10 @@ class ActivationPruning(pl.Callback):
     made in ``LightningModule.setup`` of a module without ``configure_model`` are converted after the tuners have run,
     which therefore measure them dense.
 
+    The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
+    (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
+    eagerly in that batch.
+
     Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
 
     Args:
@@ -60,12 +63,15 @@ class ActivationPruning(pl.Callback):
         schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
             schedule's progress is 1; by default the Trainer's estimate of the whole training.
-        verbose: Whether to print the converted and the skipped layers when the fit begins.
+        skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
+            the same.
+        verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
+            be held.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
             pattern matches no linear layer, a layer is claimed twice, the precision plugin replaces linear layers, or
-            the length of the training is needed and unknown.
+            the length of the training is needed and unknown; after the first batch, if every layer is held.
 
     .. note:: Saved state is keyed by ``include`` and ``exclude``: these make instances distinct in a checkpoint.
 
@@ -85,6 +91,7 @@ class ActivationPruning(pl.Callback):
         min_features: int = MIN_FEATURES,
         schedule: SparsitySchedule | None = None,
         total_steps: int | None = None,
+        skip_held: bool = True,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -96,14 +103,17 @@ class ActivationPruning(pl.Callback):
         self.min_features = min_features
         self.schedule = schedule
         self.total_steps = total_steps
+        self.skip_held = skip_held
         self.verbose = verbose
         self._options = self._checked_options()
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
+        self._claimed: list[str] = []
         self._layers: list[ActivationPrunedLinear] = []
         self._horizon: float | None = None
         self._restored: dict[str, Any] | None = None
+        self._probe = FirstBatchProbe()
 
     @property
     def converted(self) -> list[ConvertedLayer]:
@@ -127,7 +137,7 @@ class ActivationPruning(pl.Callback):
             self._restored = None
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
-                _call_after_configure_model(pl_module, self._convert)
+                call_after_configure_model(pl_module, self._convert)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -142,12 +152,28 @@ class ActivationPruning(pl.Callback):
         self._horizon = self._find_horizon(trainer)
         self._warn_of_changes()
         self._follow_schedule(trainer)
+        self._probe.fit_starts(self._highest_sparsity() if self.skip_held else 0.0)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._follow_schedule(trainer)
+        self._probe.batch_starts(pl_module, batch)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        self._probe.backward_starts()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        held = self._probe.batch_ends(self._report)
+        if held:
+            self._find_layers(pl_module)
+            if self.verbose:
+                show(trainer, held_summary(held, len(self.converted)))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -164,7 +190,7 @@ class ActivationPruning(pl.Callback):
             "block_size": self._options.block_size,
             "scope": self._options.scope,
             "total_steps": self.total_steps,
-            "layers": [layer.fqn for layer in self.converted],
+            "layers": self._claimed,
         }
 
     @override
@@ -195,6 +221,10 @@ class ActivationPruning(pl.Callback):
             self._report = convert_layers(pl_module, self._options, self._owner)
         except LayerClaimedError as error:
             raise MisconfigurationException(str(error)) from error
+        self._claimed = [layer.fqn for layer in self.converted]
+        self._find_layers(pl_module)
+
+    def _find_layers(self, pl_module: pl.LightningModule) -> None:
         layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, ActivationPrunedLinear)]
         self._layers = [layer for layer in layers if layer.owner == self._owner]
 
@@ -205,10 +235,11 @@ class ActivationPruning(pl.Callback):
             raise MisconfigurationException(str(error)) from error
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
+        self._probe.stop()
         self._layers = []
         self._horizon = None
         if pl_module is not None:  # None if the fit failed before it had a module
-            _restore_configure_model(pl_module)
+            restore_configure_model(pl_module)
             revert(pl_module, self._owner)
 
     def _find_horizon(self, trainer: pl.Trainer) -> float | None:
@@ -241,6 +272,9 @@ class ActivationPruning(pl.Callback):
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(str(error)) from error
 
+    def _highest_sparsity(self) -> float:
+        return max(self._sparsity_at(tenths / 10) for tenths in range(11))
+
     def _warn_of_changes(self) -> None:
         """Warn if the checkpoint that the run continues was made with other settings; the new ones are used."""
         then, now = self._restored or {}, self.state_dict()
@@ -262,29 +296,3 @@ def _check_precision(trainer: pl.Trainer) -> None:
             f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces the linear layers by its own. "
             'HINT: use another `precision`, such as "bf16-mixed".'
         )
-
-
-def _call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
-    """Let the next ``pl_module.configure_model()`` end with ``action``; later ones are the user's own again.
-
-    No hook runs between ``configure_model`` and the tuners, and calling it early would leave the strategy's context.
-    """
-    original = pl_module.configure_model
-
-    @functools.wraps(original)
-    def configure_model() -> None:
-        _restore_configure_model(pl_module)
-        original()
-        action(pl_module)
-
-    vars(configure_model)[_REPLACED] = vars(pl_module).get("configure_model")
-    vars(pl_module)["configure_model"] = configure_model
-
-
-def _restore_configure_model(pl_module: pl.LightningModule) -> None:
-    """Undo every ``_call_after_configure_model``."""
-    attributes = vars(pl_module)
-    while _REPLACED in getattr(attributes.get("configure_model"), "__dict__", {}):
-        replaced = vars(attributes.pop("configure_model"))[_REPLACED]
-        if replaced is not None:
-            attributes["configure_model"] = replaced

@@ -51,6 +51,7 @@ def test_arguments_are_stored_as_given():
         "min_features": 32,
         "schedule": LinearSchedule(0.5),
         "total_steps": 10,
+        "skip_held": False,
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()

@@ -1,0 +1,102 @@
+"""One call of a linear layer: what it keeps for backward, and what the dense layer would keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_actprune.arguments import Scope
+from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.ops.autocast import compute_dtype
+from lightning_actprune.ops.geometry import input_geometry
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """One forward of a linear layer that keeps its input, whole or pruned.
+
+    Args:
+        layer: The layer.
+        shape: A tensor without memory that has the shape and strides of the input.
+        itemsize: Bytes of a value as the layer would keep it.
+        dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
+            copy of its own, as it does under autocast.
+        dense_bytes: Bytes of what the dense layer would keep.
+        block_size: Values per block of a pruned layer, 0 of any other.
+        scope: Within what blocks compete.
+        sparsity: Fraction of blocks dropped in this call, known once it has saved something.
+        saved: Whether autograd saved anything: not so inside an activation checkpoint.
+    """
+
+    layer: nn.Linear
+    shape: Tensor
+    itemsize: int
+    dense_key: StorageWeakRef | None
+    dense_bytes: int
+    block_size: int = 0
+    scope: Scope = "sample"
+    sparsity: float = 0.0
+    saved: bool = False
+
+    def keeps(self, key: StorageWeakRef) -> bool:
+        """Return whether the dense layer would keep that very storage as its input."""
+        return self.dense_key is not None and bool(key == self.dense_key)
+
+    @property
+    def reads(self) -> tuple[Any, ...]:
+        """What calls have in common that read one tensor and would pack it alike."""
+        return self.dense_key, self.shape.shape, self.shape.stride(), self.block_size, self.scope
+
+    def packed_bytes(self, sparsity: float) -> int:
+        """Return the bytes of the packed input by formula; the layer must be a pruned one."""
+        return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
+
+
+def linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
+    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
+    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+        return None
+    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
+        return None
+    itemsize = compute_dtype(x).itemsize
+    dense_key, dense_bytes = None, x.numel() * itemsize
+    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
+        [(dense_key, dense_bytes)] = storages(x)
+    shape = torch.empty_strided(x.shape, x.stride(), device="meta")
+    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
+    if isinstance(layer, ActivationPrunedLinear):
+        call.block_size, call.scope = layer.block_size, layer.scope
+    return call
+
+
+def sparsity_of(layer: nn.Linear) -> float:
+    """Return the fraction of blocks that ``layer`` drops, 0 if it is not pruned."""
+    return layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
+
+
+def _flattens_without_copy(x: Tensor) -> bool:
+    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
+    if x.dim() <= 2 or x.is_contiguous():
+        return True
+    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return meta.flatten(0, -2)._is_view()
+
+
+def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
+    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
+    if isinstance(value, Tensor) and _is_wrapper(value):
+        inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [entry for name in inner for entry in storages(getattr(value, name))]
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return []
+    storage = value.untyped_storage()
+    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
+    return hasattr(tensor, "__tensor_flatten__")

@@ -1,0 +1,226 @@
+"""What autograd saves during forwards: which storage, by which module, in which call of a linear layer.
+
+Autograd hands every tensor that it saves to the innermost pair of saved-tensor hooks alone. All recorders of a thread
+therefore share one pair, entered with the first and left with the last of them, in whatever order they close.
+
+Storages are known by weak references, which keep nothing alive and keep an address from being mistaken for that of a
+later tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage that autograd saved.
+
+    Args:
+        key: The storage.
+        nbytes: Its bytes, those outside a saved view included.
+        module: The innermost running module, ``None`` outside of all.
+        call: The call of a linear layer, if that is what is running.
+        handle: What the graph holds; gone once the graph is.
+    """
+
+    key: StorageWeakRef
+    nbytes: int
+    module: nn.Module | None
+    call: LinearCall | None
+    handle: weakref.ref[Tensor]
+
+
+class SharedContext(threading.local):
+    """A context that several users of a thread hold open: entered with the first, left with the last, in any order."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._users = 0
+        self._context: AbstractContextManager[Any] | None = None
+        self._value: Any = None
+
+    def enter(self) -> Any:
+        """Return what the context gave when it was entered."""
+        if self._context is None:
+            context = self._make()
+            self._value = context.__enter__()
+            self._context = context
+        self._users += 1
+        return self._value
+
+    def leave(self) -> None:
+        """Undo one ``enter``."""
+        self._users -= 1
+        if self._users == 0 and self._context is not None:
+            context, self._context, self._value = self._context, None, None
+            context.__exit__(None, None, None)
+
+
+class _Open(threading.local):
+    """The open recorders of a thread."""
+
+    def __init__(self) -> None:
+        self.recorders: list[SavedTensorRecorder] = []
+
+
+_open = _Open()
+_saving = SharedContext(lambda: torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    recorders = tuple(_open.recorders)
+    # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input is
+    # none, and other layers share it only as long as it is this object.
+    packed = not tensor.requires_grad and any(recorder.runs_pruned for recorder in recorders)
+    held = tensor if packed else tensor.detach()
+    entries = storages(tensor)
+    for recorder in recorders:
+        recorder.see(entries, held)
+    return held
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class SavedTensorRecorder:
+    """Follow the forwards run inside this context; a subclass says what to do with what is saved.
+
+    Args:
+        model: The module whose calls are followed.
+        batch: Whatever holds the step's input tensors, which are alive anyway.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any = None) -> None:
+        self._model = model
+        self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
+        self._parameters: set[StorageWeakRef] = set()
+        self._running: list[tuple[nn.Module, LinearCall | None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._active = False
+        self.ran = False
+        """Whether a module was called or something saved."""
+
+    def __enter__(self) -> Self:
+        _saving.enter()
+        _open.recorders.append(self)
+        self._active = True
+        try:
+            self._add_parameters((*self._model.parameters(), *self._model.buffers()))
+            for module in self._followed():
+                self._follow(module)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop following; what was recorded stays. Closing twice does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        _open.recorders.remove(self)
+        _saving.leave()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running.clear()
+
+    @property
+    def runs_pruned(self) -> bool:
+        """Whether a layer that prunes its input is what is running."""
+        _, call = self._running[-1] if self._running else (None, None)
+        return call is not None and sparsity_of(call.layer) > 0
+
+    def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor) -> None:
+        """Take note of a tensor that autograd saves: its storages, and what the graph holds in its place."""
+        self.ran = True
+        module, call = self._running[-1] if self._running else (None, None)
+        if call is not None and not call.saved:
+            call.saved, call.sparsity = True, sparsity_of(call.layer)
+        for key, nbytes in entries:
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held)))
+
+    def _follow(self, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            return
+        self._handles.append(module.register_forward_pre_hook(_Hook(self._enter_module), with_kwargs=True))
+        # Always: a forward may raise and its caller go on without it.
+        self._handles.append(module.register_forward_hook(_Hook(self._leave_module), always_call=True))
+
+    def _followed(self) -> Iterable[nn.Module]:
+        """Return the modules whose calls are followed: those that Python sees."""
+        return _eager_modules(self._model)
+
+    def _on_call(self, call: LinearCall) -> None:
+        """Act on a linear layer that is about to run."""
+
+    def _on_return(self, call: LinearCall) -> None:
+        """Act on a linear layer that has run."""
+
+    def _on_saved(self, saved: Saved) -> None:
+        """Act on a storage that autograd saves."""
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.ran = True
+        # Sharded parameters are gathered into new storages just before the forward.
+        self._add_parameters(module.parameters(recurse=False))
+        inputs = (*args, *kwargs.values())
+        call = linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
+        self._running.append((module, call))
+        if call is not None:
+            self._on_call(call)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1][0] is module:
+            _, call = self._running.pop()
+            if call is not None:
+                self._on_return(call)
+
+    def _add_parameters(self, tensors: Iterable[Tensor]) -> None:
+        self._parameters.update(key for tensor in tensors for key, _ in storages(tensor))
+
+
+class _Hook:
+    """A forward hook that does nothing in a copied or pickled module."""
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        # One that a compiled graph has taken in must do nothing either.
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+def hooks_are_innermost() -> bool:
+    """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) == (_pack, _unpack)
+
+
+def _eager_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the modules whose calls Python sees: not those inside a compiled one."""
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return set()
+    return {module}.union(*(_eager_modules(child) for child in module.children()))
