@@ -164,7 +164,7 @@ def models(records: Records) -> Summary:
 def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
     left = f"{pruned['skipped']} ({'; '.join(pruned['reasons'])})" if pruned["skipped"] else "0"
     memory = [f"{dense[name]:.0f} / {pruned[name]:.0f}" for name in ("activations_mib", "peak_mib")]
-    saved = f"{pruned['saved_mib']:.1f} ({pruned['saved_mib'] / dense['activations_mib']:.0%})"
+    saved = f"{pruned['saved_mib']:.1f} ({100 * pruned['saved_mib'] / dense['activations_mib']:.0f} %)"
     return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{announced_mib(pruned):.1f}"]
 
 

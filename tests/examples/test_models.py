@@ -145,7 +145,7 @@ def test_table_has_a_row_per_model_also_if_it_failed():
     failed = [{**record, "model": "broken", "version": None} for record in pair()]
     failed[1]["error"] = "no memory"
     text = tables.models(pair() + failed)
-    row = "| net | library 1.2 | 8 | 8 of 9 | 3 (is small; is unused) | 200 / 140 | 300 / 250 | 60.0 (30%) | 60.0 |"
+    row = "| net | library 1.2 | 8 | 8 of 9 | 3 (is small; is unused) | 200 / 140 | 300 / 250 | 60.0 (30 %) | 60.0 |"
     assert row in text
     assert "| broken | library (not installed) | 8 | pruned failed: no memory | - | - | - | - | - |" in text
     assert "s = 0.6, b = 32" in text
