@@ -130,10 +130,7 @@ def products_kernel(
     k = tl.arange(0, BK)
     grad = tl.load(grad_ptr + (k[:, None] * stride_grad + o[None, :]))
     values = tl.load(values_ptr + (k[:, None] * B + e[None, :]))
-    if VALUES_FIRST:
-        acc = tl.zeros([B, BM], tl.float32)
-    else:
-        acc = tl.zeros([BM, B], tl.float32)
+    acc = tl.zeros([B, BM], tl.float32) if VALUES_FIRST else tl.zeros([BM, B], tl.float32)
     for _ in range(low, high, BK):
         if VALUES_FIRST:
             acc = tl.dot(tl.trans(values), grad, acc, input_precision="ieee")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -134,3 +134,39 @@ def _time(record: dict[str, Any] | None, dense: dict[str, Any] | None) -> str:
         return "-"
     time = f"{record['ms_median']:.2f}"
     return time if dense is None or record is dense else f"{time} ({record['ms_median'] / dense['ms_median']:.2f})"
+
+
+def measured_pairs(records: Records) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the dense and the pruned record of each model of which both were measured."""
+    for group in groups(records, "model").values():
+        by_method = {r["method"]: r for r in group if "error" not in r}
+        if {"dense", "pruned"} <= by_method.keys():
+            yield by_method["dense"], by_method["pruned"]
+
+
+def announced_mib(record: dict[str, Any]) -> float:
+    """Return what a pruned model was announced to save: of inputs, and of autocast's copies of weights."""
+    return float(record["announced_mib"] + record["weight_copies_mib"])
+
+
+def models(records: Records) -> Summary:
+    """Third-party models, one row each: how many layers pack of those converted, memory as dense / pruned, savings."""
+    found = {dense["model"]: (dense, pruned) for dense, pruned in measured_pairs(records)}
+    rows = []
+    for (name,), group in groups(records, "model").items():
+        source = f"{group[0]['source']} {group[0]['version'] or '(not installed)'}"
+        cells = _model_cells(*found[name]) if name in found else [_failures(group), *["-"] * 5]
+        rows.append([name, source, str(group[0]["batch"]), *cells])
+    memory = ("activations MiB", "peak MiB", "saved MiB", "announced MiB")
+    return Summary("Third-party models", ("model", "library", "batch", "pruned layers", "left dense", *memory), rows)
+
+
+def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
+    left = f"{pruned['skipped']} ({'; '.join(pruned['reasons'])})" if pruned["skipped"] else "0"
+    memory = [f"{dense[name]:.0f} / {pruned[name]:.0f}" for name in ("activations_mib", "peak_mib")]
+    saved = f"{pruned['saved_mib']:.1f} ({100 * pruned['saved_mib'] / dense['activations_mib']:.0f} %)"
+    return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{announced_mib(pruned):.1f}"]
+
+
+def _failures(group: Records) -> str:
+    return "; ".join(f"{r['method']} failed: {r['error']}" for r in group if "error" in r)

@@ -110,6 +110,20 @@ def step(records: Records) -> str:
     return STEP_TEXT + "\n\n" + summarised(summaries.steps(records), records)
 
 
+MODELS_TEXT = """\
+Models as their libraries build them, bf16 autocast, AdamW; every linear layer that `convert` takes is pruned at
+s = {sparsity}, b = {block_size}. Memory as dense / pruned, by the CUDA allocator, each case in a fresh process; "saved"
+is measured, "announced" is what the package says the layers save, with the 16-bit copies of weights that autocast makes
+and only dense layers keep. "Pruned layers" are those that pack of those converted: frozen ones do not, nor those whose
+weight the model uses without calling the layer."""
+
+
+def models(records: Records) -> str:
+    """Which third-party models are pruned as they come, and what it saves."""
+    settings = next(r for r in records if r["method"] == "pruned")
+    return MODELS_TEXT.format_map(settings) + "\n\n" + summarised(summaries.models(records), records)
+
+
 TABLES = {
     "memory": ("memory", memory),
     "accuracy": ("accuracy", accuracy),
