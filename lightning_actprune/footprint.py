@@ -1,7 +1,7 @@
 """What one training forward keeps for backward: bytes per layer, counted and by formula, on any device.
 
-Autograd hands every tensor that it saves to a hook; ``SavedTensorMeter`` counts the distinct storages behind them and
-credits each to the module that was running. That is exact, costs no memory and needs no GPU.
+Autograd hands every tensor that it saves to a hook (``saved``); ``SavedTensorMeter`` counts the distinct storages
+behind them and credits each to the module that was running. That is exact, costs no memory and needs no GPU.
 
 A row's ``dense_bytes`` is what the layer would hold *alone* if it were not pruned. A layer whose input is kept by
 something else too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so such
@@ -14,17 +14,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
 
 from lightning_actprune.conversion import linear_layers
-from lightning_actprune.nn.linear import ActivationPrunedLinear
-from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.linear import compute_dtype
+from lightning_actprune.saved import LinearCall, Saved, SavedTensorRecorder
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
@@ -36,7 +30,7 @@ class LayerFootprint:
     Args:
         fqn: Fully qualified name of the layer.
         kind: Name of its class.
-        sparsity: Fraction of blocks dropped; 0 for a layer that is not pruned.
+        sparsity: Fraction of blocks dropped, the largest of its calls; 0 for a layer that is not pruned.
         calls: How often the layer kept something.
         dense_bytes: Bytes of the inputs that the layer alone would keep if it were not pruned.
         stored_bytes: Bytes of the distinct storages it did keep, its parameters aside.
@@ -104,34 +98,10 @@ class MemoryReport:
         return asdict(self) | {name: getattr(self, name) for name in totals}
 
 
-@dataclass
-class _Call:
-    """One forward of a linear layer that keeps its input, whole or pruned."""
-
-    layer: nn.Linear
-    sparsity: float
-    dense_key: StorageWeakRef | None
-    """Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a copy."""
-    dense_bytes: int
-    accounted_bytes: int
-    saved: bool = False
-    """Whether autograd saved anything: not so inside an activation checkpoint."""
-    packed: dict[StorageWeakRef, int] = field(default_factory=dict)
-
-    def holds_input(self, key: StorageWeakRef, nbytes: int) -> bool:
-        """Return whether a storage packed during the call holds the input, not, say, autocast's copy of the weight."""
-        if self.sparsity > 0:
-            return True
-        if self.dense_key is not None:
-            return bool(key == self.dense_key)
-        return not self.packed and nbytes == self.dense_bytes
-
-
-class SavedTensorMeter:
+class SavedTensorMeter(SavedTensorRecorder):
     """Count what the forward passes run inside this context keep for backward.
 
-    Every distinct storage counts once, in full, for the first module that saved it. Nothing is kept alive: storages are
-    known by weak references, which also keep an address from being mistaken for that of a later tensor.
+    Every distinct storage counts once, in full, for the first module that saved it. Nothing is kept alive.
 
     Modules called inside a ``torch.compile``d one are not seen one by one; what the compiled graph saves is in
     ``other_bytes`` and ``rows`` may be empty. What happens inside an activation checkpoint is not kept, so it is not
@@ -153,148 +123,51 @@ class SavedTensorMeter:
     """
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
-        self._model = model
-        self._running: list[tuple[nn.Module, _Call | None]] = []
-        self._calls: list[_Call] = []
+        super().__init__(model, batch)
+        self._packed: dict[LinearCall, dict[StorageWeakRef, int]] = {}
         self._other: dict[StorageWeakRef, int] = {}
         self._seen: set[StorageWeakRef] = set()
-        self._ignored = {key for tensor in tree_leaves(batch) for key, _ in _storages(tensor)}
-        self._handles: list[RemovableHandle] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._active = False
-
-    def __enter__(self) -> Self:
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            self._ignore(tensor)
-        for module in _eager_modules(self._model):
-            self._handles.append(module.register_forward_pre_hook(self._enter_module, with_kwargs=True))
-            # Always: a forward may raise and its caller go on without it.
-            self._handles.append(module.register_forward_hook(self._leave_module, always_call=True))
-        self._hooks.__enter__()
-        self._active = True
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        if not self._active:
-            return
-        self._active = False
-        self._hooks.__exit__()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._running.clear()
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
-        calls = [call for call in self._calls if call.saved]
-        elsewhere = self._ignored | self._other.keys()
-        elsewhere |= {key for call in calls if not call.sparsity for key in call.packed}
-        rows: dict[nn.Module, LayerFootprint] = {}
-        for fqns, layer in linear_layers(self._model):
-            sparsity = layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
-            rows[layer] = LayerFootprint(fqns[0], type(layer).__name__, sparsity)
-        for call in calls:
-            _add(rows[call.layer], call, elsewhere)
+        elsewhere = self._batch | self._parameters | self._other.keys()
+        elsewhere |= {key for call, packed in self._packed.items() if not call.sparsity for key in packed}
+        rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
+        for call, packed in self._packed.items():
+            _add(rows[call.layer], call, sum(packed.values()), elsewhere)
         return MemoryReport([row for row in rows.values() if row.calls], sum(self._other.values()))
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # a hook that a compiled graph has taken in must do nothing
+    def _on_saved(self, saved: Saved) -> None:
+        packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
+        if saved.key in self._seen or saved.key in self._batch or saved.key in self._parameters:
             return
-        # Sharded parameters are gathered into new storages just before the forward.
-        for parameter in module.parameters(recurse=False):
-            self._ignore(parameter)
-        inputs = (*args, *kwargs.values())
-        call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
-        if call is not None:
-            self._calls.append(call)
-        self._running.append((module, call))
-
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running and self._running[-1][0] is module:
-            self._running.pop()
-
-    def _ignore(self, tensor: Tensor) -> None:
-        self._ignored.update(key for key, _ in _storages(tensor))
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if self._active:
-            call = self._running[-1][1] if self._running else None
-            if call is not None:
-                call.saved = True
-            for key, nbytes in _storages(tensor):
-                if key not in self._ignored and key not in self._seen:
-                    self._seen.add(key)
-                    if call is not None and call.holds_input(key, nbytes):
-                        call.packed[key] = nbytes
-                    else:
-                        self._other[key] = nbytes
-        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it.
-        return tensor.detach()
+        self._seen.add(saved.key)
+        if saved.call is not None and _holds_input(saved.call, packed, saved):
+            packed[saved.key] = saved.nbytes
+        else:
+            self._other[saved.key] = saved.nbytes
 
 
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
+def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Saved) -> bool:
+    """Return whether a storage saved during ``call`` holds the input, not, say, autocast's copy of the weight."""
+    if call.sparsity > 0:
+        return True
+    if call.dense_key is not None:
+        return bool(saved.key == call.dense_key)
+    return not packed and saved.nbytes == call.dense_bytes
 
 
-def _add(row: LayerFootprint, call: _Call, elsewhere: set[StorageWeakRef]) -> None:
+def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[StorageWeakRef]) -> None:
     """Add ``call`` to its layer's row; a dense input already in ``elsewhere`` would cost the dense layer nothing."""
-    stored = sum(call.packed.values())
     row.calls += 1
+    row.sparsity = max(row.sparsity, call.sparsity)
     row.stored_bytes += stored
     if not call.sparsity:
         row.dense_bytes += stored
         row.accounted_bytes += stored
         return
-    row.accounted_bytes += call.accounted_bytes
+    row.accounted_bytes += call.packed_bytes(call.sparsity)
     if call.dense_key is None or call.dense_key not in elsewhere:
         row.dense_bytes += call.dense_bytes
     if call.dense_key is not None:
         elsewhere.add(call.dense_key)
-
-
-def _linear_call(layer: nn.Linear, x: Any) -> _Call | None:
-    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
-    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
-        return None
-    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
-        return None
-    itemsize = compute_dtype(x).itemsize
-    dense_key, dense_bytes = None, x.numel() * itemsize
-    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
-        [(dense_key, dense_bytes)] = _storages(x)
-    sparsity, accounted = 0.0, 0
-    if isinstance(layer, ActivationPrunedLinear) and layer.sparsity > 0:
-        sparsity = layer.sparsity
-        accounted = input_geometry(x, layer.block_size, sparsity, layer.scope).stored_bytes(itemsize)
-    return _Call(layer, sparsity, dense_key, dense_bytes, accounted)
-
-
-def _flattens_without_copy(x: Tensor) -> bool:
-    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
-    if x.dim() <= 2 or x.is_contiguous():
-        return True
-    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return meta.flatten(0, -2)._is_view()
-
-
-def _storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
-    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
-    if isinstance(value, Tensor) and _is_wrapper(value):
-        inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [entry for name in inner for entry in _storages(getattr(value, name))]
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return []
-    storage = value.untyped_storage()
-    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
-    return hasattr(tensor, "__tensor_flatten__")
-
-
-def _eager_modules(module: nn.Module) -> set[nn.Module]:
-    """Return the modules whose calls Python sees: not those inside a compiled one."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        return set()
-    return {module}.union(*(_eager_modules(child) for child in module.children()))

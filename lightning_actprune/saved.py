@@ -1,0 +1,292 @@
+"""What autograd saves during forwards: which storage, by which module, in which call of a linear layer.
+
+Autograd hands every tensor that it saves to the innermost pair of saved-tensor hooks alone. All recorders of a thread
+therefore share one pair, entered with the first and left with the last of them, in whatever order they close.
+
+Storages are known by weak references, which keep nothing alive and keep an address from being mistaken for that of a
+later tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_actprune.arguments import Scope
+from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.ops.linear import compute_dtype
+
+
+@dataclass(eq=False)
+class LinearCall:
+    """One forward of a linear layer that keeps its input, whole or pruned.
+
+    Args:
+        layer: The layer.
+        shape: A tensor without memory that has the shape and strides of the input.
+        itemsize: Bytes of a value as the layer would keep it.
+        dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
+            copy of its own, as it does under autocast.
+        dense_bytes: Bytes of what the dense layer would keep.
+        block_size: Values per block of a pruned layer, 0 of any other.
+        scope: Within what blocks compete.
+        sparsity: Fraction of blocks dropped in this call, known once it has saved something.
+        saved: Whether autograd saved anything: not so inside an activation checkpoint.
+    """
+
+    layer: nn.Linear
+    shape: Tensor
+    itemsize: int
+    dense_key: StorageWeakRef | None
+    dense_bytes: int
+    block_size: int = 0
+    scope: Scope = "sample"
+    sparsity: float = 0.0
+    saved: bool = False
+
+    def packed_bytes(self, sparsity: float) -> int:
+        """Return the bytes of the packed input by formula; the layer must be a pruned one."""
+        return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage that autograd saved.
+
+    Args:
+        key: The storage.
+        nbytes: Its bytes, those outside a saved view included.
+        module: The innermost running module, ``None`` outside of all.
+        call: The call of a linear layer, if that is what is running.
+        handle: What the graph holds; gone once the graph is.
+    """
+
+    key: StorageWeakRef
+    nbytes: int
+    module: nn.Module | None
+    call: LinearCall | None
+    handle: weakref.ref[Tensor]
+
+
+class SharedContext(threading.local):
+    """A context that several users of a thread hold open: entered with the first, left with the last, in any order."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._users = 0
+        self._context: AbstractContextManager[Any] | None = None
+        self._value: Any = None
+
+    def enter(self) -> Any:
+        """Return what the context gave when it was entered."""
+        if self._context is None:
+            context = self._make()
+            self._value = context.__enter__()
+            self._context = context
+        self._users += 1
+        return self._value
+
+    def leave(self) -> None:
+        """Undo one ``enter``."""
+        self._users -= 1
+        if self._users == 0 and self._context is not None:
+            context, self._context, self._value = self._context, None, None
+            context.__exit__(None, None, None)
+
+
+class _Open(threading.local):
+    """The open recorders of a thread."""
+
+    def __init__(self) -> None:
+        self.recorders: list[SavedTensorRecorder] = []
+
+
+_open = _Open()
+_saving = SharedContext(lambda: torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
+
+
+def _pack(tensor: Tensor) -> Tensor:
+    # Holding the tensor itself would be a cycle if it is the result of the operation that saves it.
+    held = tensor.detach()
+    entries = storages(tensor)
+    for recorder in tuple(_open.recorders):
+        recorder.see(entries, held)
+    return held
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class SavedTensorRecorder:
+    """Follow the forwards run inside this context; a subclass says what to do with what is saved.
+
+    Args:
+        model: The module whose calls are followed.
+        batch: Whatever holds the step's input tensors, which are alive anyway.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any = None) -> None:
+        self._model = model
+        self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
+        self._parameters: set[StorageWeakRef] = set()
+        self._running: list[tuple[nn.Module, LinearCall | None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._active = False
+
+    def __enter__(self) -> Self:
+        self._add_parameters((*self._model.parameters(), *self._model.buffers()))
+        for module in self._followed():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
+            self._handles.append(module.register_forward_pre_hook(_Hook(self, "_enter_module"), with_kwargs=True))
+            # Always: a forward may raise and its caller go on without it.
+            self._handles.append(module.register_forward_hook(_Hook(self, "_leave_module"), always_call=True))
+        _saving.enter()
+        _open.recorders.append(self)
+        self._active = True
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop following; what was recorded stays. Closing twice does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        _open.recorders.remove(self)
+        _saving.leave()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._running.clear()
+
+    def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor) -> None:
+        """Take note of a tensor that autograd saves: its storages, and what the graph holds in its place."""
+        module, call = self._running[-1] if self._running else (None, None)
+        if call is not None and not call.saved:
+            call.saved, call.sparsity = True, _sparsity(call.layer)
+        for key, nbytes in entries:
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held)))
+
+    def _followed(self) -> Iterable[nn.Module]:
+        """Return the modules whose calls are followed: those that Python sees."""
+        return _eager_modules(self._model)
+
+    def _on_call(self, call: LinearCall) -> None:
+        """Act on a linear layer that is about to run."""
+
+    def _on_return(self, call: LinearCall) -> None:
+        """Act on a linear layer that has run."""
+
+    def _on_saved(self, saved: Saved) -> None:
+        """Act on a storage that autograd saves."""
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Sharded parameters are gathered into new storages just before the forward.
+        self._add_parameters(module.parameters(recurse=False))
+        inputs = (*args, *kwargs.values())
+        call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
+        self._running.append((module, call))
+        if call is not None:
+            self._on_call(call)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1][0] is module:
+            _, call = self._running.pop()
+            if call is not None:
+                self._on_return(call)
+
+    def _add_parameters(self, tensors: Iterable[Tensor]) -> None:
+        self._parameters.update(key for tensor in tensors for key, _ in storages(tensor))
+
+
+class _Hook:
+    """A forward hook that a copy of the module, or a pickled one, does not take along."""
+
+    def __init__(self, recorder: SavedTensorRecorder, method: str) -> None:
+        self._method = getattr(recorder, method)
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():  # one that a compiled graph has taken in must do nothing
+            self._method(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _no_hook
+
+    def __reduce__(self) -> str:
+        return "_no_hook"
+
+
+def _no_hook(*args: Any) -> None:
+    """Stand in a copied or pickled module for the hook of a recorder."""
+
+
+def _linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
+    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
+    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+        return None
+    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
+        return None
+    itemsize = compute_dtype(x).itemsize
+    dense_key, dense_bytes = None, x.numel() * itemsize
+    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
+        [(dense_key, dense_bytes)] = storages(x)
+    shape = torch.empty_strided(x.shape, x.stride(), device="meta")
+    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
+    if isinstance(layer, ActivationPrunedLinear):
+        call.block_size, call.scope = layer.block_size, layer.scope
+    return call
+
+
+def _sparsity(layer: nn.Linear) -> float:
+    return layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
+
+
+def _flattens_without_copy(x: Tensor) -> bool:
+    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
+    if x.dim() <= 2 or x.is_contiguous():
+        return True
+    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return meta.flatten(0, -2)._is_view()
+
+
+def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
+    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
+    if isinstance(value, Tensor) and _is_wrapper(value):
+        inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [entry for name in inner for entry in storages(getattr(value, name))]
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return []
+    storage = value.untyped_storage()
+    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
+
+
+def hooks_are_innermost() -> bool:
+    """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) == (_pack, _unpack)
+
+
+def _is_wrapper(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def _eager_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the modules whose calls Python sees: not those inside a compiled one."""
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return set()
+    return {module}.union(*(_eager_modules(child) for child in module.children()))
