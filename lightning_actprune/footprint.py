@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_actprune.conversion import linear_layers
 from lightning_actprune.saved import LinearCall, Saved, SavedTensorRecorder
+from lightning_actprune.selection import linear_layers
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 

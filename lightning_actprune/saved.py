@@ -23,10 +23,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.arguments import Scope
-from lightning_actprune.nn.linear import ActivationPrunedLinear
-from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.nn.attention import Projection, watchers
+from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.ops.geometry import AnyScope, input_geometry
 from lightning_actprune.ops.linear import compute_dtype
+from lightning_actprune.selection import Layer, linear_layers
+from lightning_actprune.storages import flattens_without_copy, is_wrapper, storages
 
 
 @dataclass(eq=False)
@@ -46,13 +48,13 @@ class LinearCall:
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
     """
 
-    layer: nn.Linear
+    layer: Layer
     shape: Tensor
     itemsize: int
     dense_key: StorageWeakRef | None
     dense_bytes: int
     block_size: int = 0
-    scope: Scope = "sample"
+    scope: AnyScope = "sample"
     sparsity: float = 0.0
     saved: bool = False
 
@@ -145,6 +147,7 @@ class SavedTensorRecorder:
         self._running: list[tuple[nn.Module, LinearCall | None]] = []
         self._handles: list[RemovableHandle] = []
         self._active = False
+        self._layers = {layer for _, layer in linear_layers(model)}
 
     def __enter__(self) -> Self:
         self._add_parameters((*self._model.parameters(), *self._model.buffers()))
@@ -154,6 +157,7 @@ class SavedTensorRecorder:
             self._handles.append(module.register_forward_pre_hook(_Hook(self, "_enter_module"), with_kwargs=True))
             # Always: a forward may raise and its caller go on without it.
             self._handles.append(module.register_forward_hook(_Hook(self, "_leave_module"), always_call=True))
+        watchers.append(self)
         _saving.enter()
         _open.recorders.append(self)
         self._active = True
@@ -169,6 +173,7 @@ class SavedTensorRecorder:
         self._active = False
         _open.recorders.remove(self)
         _saving.leave()
+        watchers.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -178,7 +183,7 @@ class SavedTensorRecorder:
         """Take note of a tensor that autograd saves: its storages, and what the graph holds in its place."""
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
-            call.saved, call.sparsity = True, _sparsity(call.layer)
+            call.saved, call.sparsity = True, call.layer.sparsity if isinstance(call.layer, PrunedLayer) else 0.0
         for key, nbytes in entries:
             self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held)))
 
@@ -196,10 +201,24 @@ class SavedTensorRecorder:
         """Act on a storage that autograd saves."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs, call = (*args, *kwargs.values()), None
+        if inputs and isinstance(module, nn.Linear):
+            call = _linear_call(module, module.weight, inputs[0])
+        self._enter(module, call)
+
+    def enter_projection(self, projection: Projection, x: Tensor) -> None:
+        """Follow a projection inside an attention module as the call of a layer, which it is not."""
+        layer, weight = projection.layer, projection.weight
+        if layer in self._layers:
+            self._enter(layer, _linear_call(layer, weight, projection.with_samples(x), projection.scope))
+
+    def leave_projection(self, projection: Projection) -> None:
+        """Note that what ``enter_projection`` announced is over, also by an exception."""
+        self._leave_module(projection.layer, None, None)
+
+    def _enter(self, module: nn.Module, call: LinearCall | None) -> None:
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
-        inputs = (*args, *kwargs.values())
-        call = _linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
         self._running.append((module, call))
         if call is not None:
             self._on_call(call)
@@ -235,54 +254,24 @@ def _no_hook(*args: Any) -> None:
     """Stand in a copied or pickled module for the hook of a recorder."""
 
 
-def _linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
+def _linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = None) -> LinearCall | None:
     """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
-    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+    if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
-    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
+    if not isinstance(x, Tensor) or is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
         return None
     itemsize = compute_dtype(x).itemsize
     dense_key, dense_bytes = None, x.numel() * itemsize
-    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
+    if compute_dtype(x) == x.dtype and flattens_without_copy(x):
         [(dense_key, dense_bytes)] = storages(x)
     shape = torch.empty_strided(x.shape, x.stride(), device="meta")
-    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
-    if isinstance(layer, ActivationPrunedLinear):
-        call.block_size, call.scope = layer.block_size, layer.scope
-    return call
-
-
-def _sparsity(layer: nn.Linear) -> float:
-    return layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
-
-
-def _flattens_without_copy(x: Tensor) -> bool:
-    """Return whether ``F.linear`` can keep a view of ``x``: only shape and strides are looked at."""
-    if x.dim() <= 2 or x.is_contiguous():
-        return True
-    meta = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return meta.flatten(0, -2)._is_view()
-
-
-def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
-    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
-    if isinstance(value, Tensor) and _is_wrapper(value):
-        inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [entry for name in inner for entry in storages(getattr(value, name))]
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return []
-    storage = value.untyped_storage()
-    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
+    block_size, own = (layer.block_size, layer.scope) if isinstance(layer, PrunedLayer) else (0, "sample")
+    return LinearCall(layer, shape, itemsize, dense_key, dense_bytes, block_size, scope or own)
 
 
 def hooks_are_innermost() -> bool:
     """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) == (_pack, _unpack)
-
-
-def _is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
-    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _eager_modules(module: nn.Module) -> set[nn.Module]:

@@ -17,20 +17,17 @@ from typing_extensions import override
 from lightning_actprune.arguments import Scope, check_sparsity
 from lightning_actprune.callbacks.display import conversion_summary, show
 from lightning_actprune.conversion import (
-    MIN_FEATURES,
-    ConversionOptions,
     ConversionReport,
     ConvertedLayer,
-    LayerClaimedError,
     SkippedLayer,
     check_conversion,
     convert_layers,
-    linear_layers,
     new_owner,
     revert,
 )
-from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
+from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, LayerClaimedError, linear_layers
 
 _REPLACED = "_actprune_replaced"
 """Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
@@ -101,7 +98,7 @@ class ActivationPruning(pl.Callback):
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
-        self._layers: list[ActivationPrunedLinear] = []
+        self._layers: list[PrunedLayer] = []
         self._horizon: float | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -195,7 +192,7 @@ class ActivationPruning(pl.Callback):
             self._report = convert_layers(pl_module, self._options, self._owner)
         except LayerClaimedError as error:
             raise MisconfigurationException(str(error)) from error
-        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, ActivationPrunedLinear)]
+        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, PrunedLayer)]
         self._layers = [layer for layer in layers if layer.owner == self._owner]
 
     def _check_conversion(self, pl_module: pl.LightningModule) -> None:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_actprune.arguments import Scope
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
-from lightning_actprune.ops.geometry import block_and_keep, ceil_div, stored_shape, stored_view
+from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 
 
@@ -36,7 +35,7 @@ class InputPlan(NamedTuple):
     launch: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def input_plan(x: Tensor, parts: int, block_size: int, scope: Scope) -> InputPlan | None:
+def input_plan(x: Tensor, parts: int, block_size: int, scope: AnyScope) -> InputPlan | None:
     """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do."""
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
@@ -53,7 +52,7 @@ def _plan(
     aligned: bool,
     parts: int,
     block_size: int,
-    scope: Scope,
+    scope: AnyScope,
     forced: Backend | None,
 ) -> InputPlan | None:
     x = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
