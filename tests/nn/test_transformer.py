@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightning_actprune import convert, revert
 from lightning_actprune.nn.settings import PrunedLayer
 from tests import oracle
-from tests.attention import Case, pruned_copy
+from tests.attention import BLOCK, Case, pruned_copy
 
 N, T, E, HEADS = 3, 6, 72, 4
 PADDING = torch.arange(T) >= torch.tensor([[T], [4], [2]])
@@ -22,7 +22,8 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(T)
 
 def encoder(**options: object) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(E, HEADS, 96, **options)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not options.get("norm_first"))
+    nested = options.get("batch_first", False) and not options.get("norm_first")  # else torch warns
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
 
 
 def run(model: nn.Module, *inputs: Tensor, **call: object) -> tuple[Tensor, list[Tensor]]:
@@ -135,6 +136,8 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("name", COMPILED)
+# Else the compiler takes what it finds inside torch.nn's own transformer layers for constants (see the README).
+@torch._dynamo.config.patch(force_nn_module_property_static_shapes=False)
 def test_schedule_compiles_twice_and_equals_eager(name: str):
     torch._dynamo.reset()
     make, inputs = COMPILED[name]
@@ -149,3 +152,28 @@ def test_schedule_compiles_twice_and_equals_eager(name: str):
         found, wanted = gradients(compiled, model, tensors), gradients(model, model, tensors)
         assert all(oracle.relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
     assert counter.frame_count <= 2
+
+
+def test_attention_in_a_module_of_the_user_needs_no_setting():
+    torch._dynamo.reset()
+    model = pruned_copy(Attending(Case()))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for sparsity in (0.2, 0.4, 0.6):
+        model.attention.sparsity = model.attention.out_proj.sparsity = sparsity
+        compiled(*(torch.randn(T, N, E) for _ in range(3)))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_attention_saves_what_eager_attention_saves():
+    torch._dynamo.reset()
+    case = Case("three")
+    model, inputs = pruned_copy(case.make()), case.tensors()
+    counts = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.append(t) or t, lambda t: t):
+            call(*inputs)
+        counts.append(sorted(t.shape for t in saved if t.dtype == torch.int32 or t.shape[-1] == BLOCK))
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 3 * 4
