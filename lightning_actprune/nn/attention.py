@@ -63,7 +63,7 @@ class Projection:
 
     def with_samples(self, x: Tensor) -> Tensor:
         """Return ``x`` as ``[T, N, E]``."""
-        return x if x.dim() == 3 else x.view(-1, self.samples, x.shape[-1])
+        return x if x.dim() == 3 else x.view(x.shape[0] // max(self.samples, 1), self.samples, x.shape[-1])
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""

@@ -240,6 +240,17 @@ def test_modes_of_torch_see_one_call_of_attention():
     assert len([t for t in saved_by(pruned, inputs) if t.dtype == torch.int32]) == 6
 
 
+@pytest.mark.parametrize(("samples", "length"), [(0, L), (1, L), (N, 1)])
+def test_odd_sizes(samples: int, length: int):
+    dense, x = Case().make(), torch.randn(length, samples, E)
+    pruned = pruned_copy(dense)
+    for need_weights in (True, False):
+        found, wanted = (m(x, x, x, need_weights=need_weights)[0] for m in (pruned, dense))
+        assert torch.equal(found, wanted)
+        found.sum().backward()
+    assert pruned.in_proj_weight.grad.shape == dense.in_proj_weight.shape
+
+
 def test_errors_are_torchs_own():
     pruned, x = pruned_copy(Case().make()), torch.randn(L, N, E)
     with pytest.raises(AssertionError, match="key shape"):
