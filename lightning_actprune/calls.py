@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class LinearCall:
 
     Args:
         layer: The layer.
+        given: The input.
         shape: A tensor without memory that has the shape and strides of the input.
         itemsize: Bytes of a value as the layer would keep it.
         dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
@@ -33,6 +35,7 @@ class LinearCall:
     """
 
     layer: Layer
+    given: weakref.ref[Tensor]
     shape: Tensor
     itemsize: int
     dense_key: StorageWeakRef | None
@@ -48,8 +51,11 @@ class LinearCall:
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """What calls have in common that read one tensor and would pack it alike."""
-        return self.dense_key, self.shape.shape, self.shape.stride(), self.block_size, self.scope
+        """What calls have in common that would share one pack: they read one tensor object, and pack it alike.
+
+        There is one plain weak reference to an object, which the calls keep, so its number is no other's.
+        """
+        return id(self.given), self.block_size, self.scope
 
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
@@ -74,7 +80,7 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
     if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
         [(dense_key, dense_bytes)] = storages(x)
     shape = torch.empty_strided(x.shape, x.stride(), device="meta")
-    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
+    call = LinearCall(layer, weakref.ref(x), shape, itemsize, dense_key, dense_bytes)
     if isinstance(layer, PrunedLayer):
         call.block_size, call.scope = layer.block_size, scope or layer.scope
     return call

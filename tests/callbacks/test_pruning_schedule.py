@@ -108,7 +108,7 @@ def test_schedule_reaches_both_projections_of_attention():
 
     model = AttentionNet()
     model.watch = lambda m: (m.body.self_attn.sparsity, m.body.self_attn.out_proj.sparsity)
-    callback = ActivationPruning(schedule=LinearSchedule(end=0.8), include="body.self_attn*")
+    callback = ActivationPruning(schedule=LinearSchedule(end=0.8), include="body.self_attn*", skip_held=False)
     trainer(callback).fit(model)
     assert model.seen == [pytest.approx((0.8 * step / BATCHES,) * 2) for step in range(BATCHES)]
     assert [layer.fqn for layer in callback.converted] == ["body.self_attn", "body.self_attn.out_proj"]

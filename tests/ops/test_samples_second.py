@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,3 +55,14 @@ def test_storage_is_a_view_with_the_samples_first():
     assert view.data_ptr() == x.data_ptr()
     assert not transposed
     assert input_geometry(x, 16, 0.5, "sample_second") == input_geometry(torch.empty(3, 9, 40), 16, 0.5, "sample")
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_one_feature_may_have_any_stride(eager):
+    x = torch.randn(1, 5, 3).permute(1, 2, 0)  # [T, N, 1], contiguous
+    assert x.is_contiguous()
+    assert x.stride(2) != 1
+    weight = torch.randn(4, 1, requires_grad=True)
+    with nullcontext() if eager else Watched():
+        y = functional.linear_unchecked(x, weight, None, sparsity_parts(0.5), 16, "sample_second")
+    torch.testing.assert_close(y, x @ weight.t())
