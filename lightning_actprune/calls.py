@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_actprune.arguments import Scope
-from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
-from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.ops.geometry import AnyScope, input_geometry
+from lightning_actprune.selection import Layer
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class LinearCall:
 
     Args:
         layer: The layer.
+        given: The input.
         shape: A tensor without memory that has the shape and strides of the input.
         itemsize: Bytes of a value as the layer would keep it.
         dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
@@ -32,13 +34,14 @@ class LinearCall:
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
     """
 
-    layer: nn.Linear
+    layer: Layer
+    given: weakref.ref[Tensor]
     shape: Tensor
     itemsize: int
     dense_key: StorageWeakRef | None
     dense_bytes: int
     block_size: int = 0
-    scope: Scope = "sample"
+    scope: AnyScope = "sample"
     sparsity: float = 0.0
     saved: bool = False
 
@@ -48,17 +51,27 @@ class LinearCall:
 
     @property
     def reads(self) -> tuple[Any, ...]:
-        """What calls have in common that read one tensor and would pack it alike."""
-        return self.dense_key, self.shape.shape, self.shape.stride(), self.block_size, self.scope
+        """What calls have in common that would share one pack: they read one tensor object, and pack it alike.
+
+        There is one plain weak reference to an object, which the calls keep, so its number is no other's.
+        """
+        return id(self.given), self.block_size, self.scope
 
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
         return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
 
 
-def linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
-    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing."""
-    if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = None) -> LinearCall | None:
+    """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing.
+
+    Args:
+        layer: The layer.
+        weight: What ``x`` is multiplied with: the layer's weight, or some rows of that of an in-projection.
+        x: The first argument, whatever it is.
+        scope: Within what blocks of ``x`` compete if it does not lie as the layer's setting means it.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
     if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
         return None
@@ -67,15 +80,15 @@ def linear_call(layer: nn.Linear, x: Any) -> LinearCall | None:
     if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
         [(dense_key, dense_bytes)] = storages(x)
     shape = torch.empty_strided(x.shape, x.stride(), device="meta")
-    call = LinearCall(layer, shape, itemsize, dense_key, dense_bytes)
-    if isinstance(layer, ActivationPrunedLinear):
-        call.block_size, call.scope = layer.block_size, layer.scope
+    call = LinearCall(layer, weakref.ref(x), shape, itemsize, dense_key, dense_bytes)
+    if isinstance(layer, PrunedLayer):
+        call.block_size, call.scope = layer.block_size, scope or layer.scope
     return call
 
 
-def sparsity_of(layer: nn.Linear) -> float:
+def sparsity_of(layer: Layer) -> float:
     """Return the fraction of blocks that ``layer`` drops, 0 if it is not pruned."""
-    return layer.sparsity if isinstance(layer, ActivationPrunedLinear) else 0.0
+    return layer.sparsity if isinstance(layer, PrunedLayer) else 0.0
 
 
 def _flattens_without_copy(x: Tensor) -> bool:

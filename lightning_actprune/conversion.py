@@ -5,70 +5,31 @@ and ``state_dict`` stay the very same objects, which replacing the module cannot
 dense layer, hooks would be lost, and ``fully_shard`` would be left with the old module). Settings are plain attributes;
 nothing is registered, so no buffer or parameter appears.
 
-Only ``type(layer) is nn.Linear`` is converted: a subclass may do anything in its forward. Every linear layer that is
-not converted is listed with its reason.
+An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
+of either (see ``nn.attention``). Which layers are converted is decided in ``selection``.
 """
 
 from __future__ import annotations
 
-import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from lightning_actprune.arguments import Scope, check_block_size, check_patterns, check_scope, check_sparsity
-from lightning_actprune.nn.linear import ActivationPrunedLinear, PruningSettings
-
-MIN_FEATURES = 64
-"""Default of ``min_features``. Packing takes about as long for 16 as for 256 features (launches dominate), so each MiB
-saved costs 2.7 ms of eager step time at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
-
-WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Which layers to convert, and with what settings.
-
-    Args:
-        sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Values per block, positive.
-        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
-        include: Glob patterns on fully qualified names; a layer must match one.
-        exclude: Glob patterns on fully qualified names; a layer must match none.
-        min_features: Layers with fewer input features stay dense.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
-    """
-
-    sparsity: float = 0.6
-    block_size: int = 32
-    scope: Scope = "sample"
-    include: Sequence[str] | str = ("*",)
-    exclude: Sequence[str] | str = ()
-    min_features: int = MIN_FEATURES
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
-        object.__setattr__(self, "block_size", check_block_size(self.block_size))
-        object.__setattr__(self, "scope", check_scope(self.scope))
-        object.__setattr__(self, "include", check_patterns(self.include, "include"))
-        object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
-        if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):
-            raise TypeError(
-                f"`min_features` must be an int >= 0, got {self.min_features!r}. HINT: 0 converts every size."
-            )
-        if self.min_features < 0:
-            raise ValueError(
-                f"`min_features` must be an int >= 0, got {self.min_features}. HINT: 0 converts every size."
-            )
+from lightning_actprune.arguments import Scope
+from lightning_actprune.nn.attention import RoutedMultiheadAttention
+from lightning_actprune.nn.settings import Converted, PrunedLayer, PruningSettings
+from lightning_actprune.selection import (
+    MIN_FEATURES,
+    PRUNED_CLASSES,
+    Candidate,
+    ConversionOptions,
+    candidates,
+    linear_layers,
+    refusal,
+)
 
 
 @dataclass(frozen=True)
@@ -103,10 +64,6 @@ class ConversionReport:
     def describe_skipped(self) -> str:
         """Return the skipped layers with their reasons, one a line."""
         return "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in self.skipped)
-
-
-class LayerClaimedError(ValueError):
-    """A layer is already converted by somebody else."""
 
 
 def convert(
@@ -165,12 +122,20 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
         owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
             built as ``ActivationPrunedLinear`` stay.
     """
+    return revert_layers(model, lambda layer: owner in (None, layer.owner))
+
+
+def revert_layers(model: nn.Module, chosen: Callable[[PrunedLayer], bool]) -> list[str]:
+    """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
     names = []
     for fqns, layer in linear_layers(model):
-        if isinstance(layer, ActivationPrunedLinear) and layer.owner is not None and owner in (None, layer.owner):
+        if isinstance(layer, PrunedLayer) and layer.owner is not None and chosen(layer):
             del layer.__dict__["_pruning"]
             layer.__class__ = _dense_class(type(layer))  # type: ignore[assignment]
             names.append(fqns[0])
+    for module in model.modules():
+        if isinstance(module, RoutedMultiheadAttention) and not _prunes(module):
+            module.__class__ = _dense_class(type(module))  # type: ignore[assignment]
     return names
 
 
@@ -186,19 +151,17 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
         LayerClaimedError: If another owner has converted a selected layer; nothing is converted then.
     """
     report = ConversionReport()
-    chosen: list[tuple[str, nn.Linear]] = []
-    sharded = _fsdp_sharded(model)
-    for fqns, layer in linear_layers(model):
-        kind = type(layer).__name__
-        reason = _refusal(fqns, layer, options, owner, id(layer) in sharded)
+    chosen: list[Candidate] = []
+    for candidate in candidates(model):
+        reason = refusal(candidate, options, owner)
         if reason is not None:
-            report.skipped.append(SkippedLayer(fqns[0], kind, reason))
+            report.skipped.append(SkippedLayer(candidate.fqns[0], type(candidate.layer).__name__, reason))
         else:
-            chosen.append((fqns[0], layer))
-    for fqn, layer in chosen:
-        _convert_layer(layer, options, owner)
-        size, settings = (layer.in_features, layer.out_features), (options.sparsity, options.block_size)
-        report.converted.append(ConvertedLayer(fqn, "Linear", *size, *settings, options.scope))
+            chosen.append(candidate)
+    for candidate in chosen:
+        _convert_layer(candidate, options, owner)
+        kind, settings = torch_class(type(candidate.layer)).__name__, (options.sparsity, options.block_size)
+        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, *candidate.features, *settings, options.scope))
     return report
 
 
@@ -226,75 +189,38 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
         )
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Linear]]:
-    """Yield every linear layer once, with all its fully qualified names (wrapper prefixes removed)."""
-    names: dict[nn.Linear, list[str]] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            names.setdefault(module, []).append(WRAPPERS.sub("", fqn).removeprefix(".") or "(root)")
-    for layer, fqns in names.items():
-        yield fqns, layer
+def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str) -> None:
+    layer, attention = candidate.layer, candidate.attention
+    if not isinstance(layer, PrunedLayer):
+        layer.__class__ = PRUNED_CLASSES[type(layer)]  # type: ignore[assignment]
+    settings = PruningSettings(options.sparsity, options.block_size, options.scope, owner)
+    layer._pruning = settings  # type: ignore[assignment]
+    if type(attention) is nn.MultiheadAttention:
+        attention.__class__ = RoutedMultiheadAttention
 
 
-def _convert_layer(layer: nn.Linear, options: ConversionOptions, owner: str) -> None:
-    layer.__class__ = ActivationPrunedLinear
-    layer._pruning = PruningSettings(options.sparsity, options.block_size, options.scope, owner)  # type: ignore[assignment]
+def _prunes(attention: RoutedMultiheadAttention) -> bool:
+    """Return whether a projection of ``attention`` is a pruned layer."""
+    return isinstance(attention, PrunedLayer) or isinstance(attention.out_proj, PrunedLayer)
+
+
+def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return what ``cls`` was before anything was converted."""
+    while issubclass(cls, Converted):
+        cls = cls.dense_class
+    return cls
 
 
 def _dense_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``cls`` with ``nn.Linear`` in place of the pruned class.
+    """Return ``cls`` with the dense class in place of the pruned one.
 
     ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
     """
-    if cls is ActivationPrunedLinear:
-        return nn.Linear
-    bases = tuple(_dense_class(base) if issubclass(base, ActivationPrunedLinear) else base for base in cls.__bases__)
+    if not issubclass(cls, Converted):
+        return cls
+    if "dense_class" in vars(cls):
+        return cls.dense_class
+    bases = tuple(_dense_class(base) for base in cls.__bases__)
     namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__.replace("ActivationPrunedLinear", "Linear"), bases, namespace)
-
-
-def _fsdp_sharded(model: nn.Module) -> set[int]:
-    """Return the ids of modules whose parameters ``fully_shard`` gathers to plain tensors before their forward."""
-    return {id(inner) for outer in model.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
-
-
-def _refusal(fqns: list[str], layer: nn.Linear, options: ConversionOptions, owner: str, sharded: bool) -> str | None:
-    """Return why ``layer`` is not converted, or ``None`` if it is."""
-    if isinstance(layer, ActivationPrunedLinear) and layer.owner is None:
-        return "was built as ActivationPrunedLinear and keeps its own settings"
-    if not any(fnmatchcase(fqn, pattern) for fqn in fqns for pattern in options.include):
-        return f"matches no `include` pattern ({', '.join(options.include)})"
-    for pattern in options.exclude:
-        if any(fnmatchcase(fqn, pattern) for fqn in fqns):
-            return f"matches the `exclude` pattern {pattern!r}"
-    if isinstance(layer, ActivationPrunedLinear):
-        if layer.owner != owner:
-            raise LayerClaimedError(
-                f"Layer {fqns[0]!r} is already pruned by {layer.owner}, and {owner} claims it too. HINT: give each its "
-                "own layers with `include` and `exclude`, or revert the first."
-            )
-        return None
-    return _type_refusal(layer, options, sharded)
-
-
-def _type_refusal(layer: nn.Linear, options: ConversionOptions, sharded: bool) -> str | None:
-    if type(layer) is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention uses its weight without calling its forward, so pruning it would save nothing"
-    if isinstance(layer, nn.LazyLinear):
-        return "is not initialised yet; convert after the first forward"
-    if isinstance(layer, FSDPModule):
-        return "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
-    if type(layer) is not nn.Linear:
-        return f"is a {type(layer).__module__}.{type(layer).__qualname__}, whose forward is not known to be nn.Linear's"
-    if isinstance(layer.weight, DTensor) and not (sharded and layer.weight.device_mesh.ndim == 1):
-        return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"
-    if "forward" in layer.__dict__:
-        return "its forward was replaced on the instance, so the pruned one would never run"
-    if not layer.weight.is_floating_point():
-        return f"its weight is {layer.weight.dtype}; only floating-point layers can be pruned"
-    if layer.in_features < options.min_features:
-        return (
-            f"in_features={layer.in_features} is below min_features={options.min_features}: below 64, each MiB "
-            "saved cost over 1 ms of step time (H200, eager)"
-        )
-    return None
+    pruned = next(base for base in cls.__mro__ if "dense_class" in vars(base))
+    return type(cls.__name__.replace(pruned.__name__, cls.dense_class.__name__), bases, namespace)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.calls import LinearCall
-from lightning_actprune.conversion import linear_layers
 from lightning_actprune.saved import Saved, SavedTensorRecorder
+from lightning_actprune.selection import linear_layers
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
-from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
+from lightning_actprune.ops.geometry import AnyScope, BlockGeometry, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 
@@ -62,13 +62,18 @@ def linear(
 
 
 def linear_unchecked(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: AnyScope
 ) -> Tensor:
     """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
-    if parts == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
+    if not prunes(weight, parts):
         return F.linear(x, weight, bias)
     check_input(x, weight)
     return pruned_linear(x, weight, bias, parts, block_size, scope)
+
+
+def prunes(weight: Tensor, parts: int) -> bool:
+    """Return whether an input is kept for the gradient of ``weight``, and pruned."""
+    return parts != 0 and torch.is_grad_enabled() and weight.requires_grad
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:

@@ -31,13 +31,14 @@ from typing_extensions import Self
 
 from lightning_actprune.arguments import check_sparsity
 from lightning_actprune.calls import LinearCall
-from lightning_actprune.conversion import WRAPPERS, ConversionReport, SkippedLayer, linear_layers, revert
-from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.conversion import ConversionReport, SkippedLayer, revert_layers, torch_class
+from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
+from lightning_actprune.selection import WRAPPERS, Layer, linear_layers
 
 __all__ = ["HolderProbe"]
 
-_dense_for_now: dict[nn.Linear, float] = {}
+_dense_for_now: dict[Layer, float] = {}
 """Pruned layers that a probe lets run dense in their current call, with the sparsity that they have otherwise."""
 
 _DENSE_LAYER = "is kept for backward by {!r} (a linear layer that is not pruned)"
@@ -100,9 +101,16 @@ class HolderProbe(SavedTensorRecorder):
     @property
     def held(self) -> list[SkippedLayer]:
         """The layers that are better left dense, with the reason, in the order of the model."""
+        return list(self._held().values())
+
+    def _held(self) -> dict[Layer, SkippedLayer]:
         names = {layer: fqns[0] for fqns, layer in linear_layers(self._model)}
         reasons = _Ledger(self._calls, self._packs).reasons(self._holders, names)
-        return [SkippedLayer(name, "Linear", reasons[layer]) for layer, name in names.items() if layer in reasons]
+        return {
+            layer: SkippedLayer(name, torch_class(type(layer)).__name__, reasons[layer])
+            for layer, name in names.items()
+            if layer in reasons
+        }
 
     def check_alive(self) -> None:
         """Look for references in Python; leaving the context does it too.
@@ -136,14 +144,12 @@ class HolderProbe(SavedTensorRecorder):
             These layers, which are now in ``report.skipped`` with the reason.
         """
         converted = {layer.fqn for layer in report.converted}
-        held = [layer for layer in self.held if layer.fqn in converted]
-        names = {layer.fqn for layer in held}
-        for fqns, layer in linear_layers(self._model):
-            if fqns[0] in names:
-                revert(layer)
+        held = {layer: skipped for layer, skipped in self._held().items() if skipped.fqn in converted}
+        names = {skipped.fqn for skipped in held.values()}
+        revert_layers(self._model, held.__contains__)
         report.converted[:] = [layer for layer in report.converted if layer.fqn not in names]
-        report.skipped.extend(held)
-        return held
+        report.skipped.extend(held.values())
+        return list(held.values())
 
     def _followed(self) -> Iterable[nn.Module]:
         return self._model.modules()
@@ -151,7 +157,7 @@ class HolderProbe(SavedTensorRecorder):
     def _on_call(self, call: LinearCall) -> None:
         layer, key = call.layer, call.dense_key
         # One that was built pruned stays as it is.
-        if not isinstance(layer, ActivationPrunedLinear) or layer.owner is None or call.shape.numel() == 0:
+        if not isinstance(layer, PrunedLayer) or layer.owner is None or call.shape.numel() == 0:
             return
         sparsity = max(_dense_for_now.get(layer, layer.sparsity), self._sparsity)
         if sparsity == 0:
@@ -190,9 +196,9 @@ class HolderProbe(SavedTensorRecorder):
         return f"is kept for backward by {name!r}" + (f" ({operator})" if operator else "")
 
 
-def _prune_again(layer: nn.Linear) -> None:
+def _prune_again(layer: Layer) -> None:
     sparsity = _dense_for_now.pop(layer)
-    if isinstance(layer, ActivationPrunedLinear):  # not reverted meanwhile
+    if isinstance(layer, PrunedLayer):  # not reverted meanwhile
         layer.sparsity = sparsity
 
 
@@ -206,7 +212,7 @@ class _Ledger:
 
     def __init__(self, calls: Mapping[LinearCall, float], packs: Mapping[StorageWeakRef, set[LinearCall]]) -> None:
         self._sparsity = calls
-        self._layers: dict[nn.Linear, list[LinearCall]] = {}
+        self._layers: dict[Layer, list[LinearCall]] = {}
         for call in calls:
             self._layers.setdefault(call.layer, []).append(call)
         for layer in [call.layer for call in calls if not call.saved]:  # run inside a checkpoint
@@ -222,11 +228,11 @@ class _Ledger:
             for call in sharers:
                 self._sharers[call] = max(len(sharers), self._sharers.get(call, 1))
 
-    def reasons(self, holders: Mapping[StorageWeakRef, str], names: Mapping[nn.Linear, str]) -> dict[nn.Linear, str]:
+    def reasons(self, holders: Mapping[StorageWeakRef, str], names: Mapping[Layer, str]) -> dict[Layer, str]:
         """Return the layers that are not worth pruning, each with the reason."""
         layers = dict(self._layers)
         known: dict[StorageWeakRef | None, str] = dict(holders.items())
-        reasons: dict[nn.Linear, str] = {}
+        reasons: dict[Layer, str] = {}
         while turned := [layer for layer, calls in layers.items() if self._freed(calls, known) <= self._added(calls)]:
             reasons |= {layer: self._reason(layers[layer], known) for layer in turned}
             for layer in turned:

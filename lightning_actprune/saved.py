@@ -24,6 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
+from lightning_actprune.nn.attention import Projection, watchers
+from lightning_actprune.selection import linear_layers
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class SavedTensorRecorder:
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         self._model = model
+        self._layers = {layer for _, layer in linear_layers(model)}
         self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
         self._parameters: set[StorageWeakRef] = set()
         self._running: list[tuple[nn.Module, LinearCall | None]] = []
@@ -119,6 +122,7 @@ class SavedTensorRecorder:
     def __enter__(self) -> Self:
         _saving.enter()
         _open.recorders.append(self)
+        watchers.append(self)
         self._active = True
         try:
             self._add_parameters((*self._model.parameters(), *self._model.buffers()))
@@ -137,6 +141,7 @@ class SavedTensorRecorder:
         if not self._active:
             return
         self._active = False
+        watchers.remove(self)
         _open.recorders.remove(self)
         _saving.leave()
         for handle in self._handles:
@@ -180,11 +185,25 @@ class SavedTensorRecorder:
         """Act on a storage that autograd saves."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs, call = (*args, *kwargs.values()), None
+        if inputs and isinstance(module, nn.Linear):
+            call = linear_call(module, module.weight, inputs[0])
+        self._enter(module, call)
+
+    def enter_projection(self, projection: Projection, x: Tensor) -> None:
+        """Follow a projection inside an attention module as the call of a layer, which it is not."""
+        layer = projection.layer
+        if layer in self._layers:
+            self._enter(layer, linear_call(layer, projection.weight, projection.with_samples(x), projection.scope))
+
+    def leave_projection(self, projection: Projection) -> None:
+        """Note that what ``enter_projection`` announced is over, also by an exception."""
+        self._leave_module(projection.layer, None, None)
+
+    def _enter(self, module: nn.Module, call: LinearCall | None) -> None:
         self.ran = True
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
-        inputs = (*args, *kwargs.values())
-        call = linear_call(module, inputs[0]) if inputs and isinstance(module, nn.Linear) else None
         self._running.append((module, call))
         if call is not None:
             self._on_call(call)

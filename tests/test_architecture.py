@@ -28,6 +28,7 @@ MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
 BELOW_CALLBACKS = {"arguments", "conversion", "footprint", "functional", "holders", "nn", "ops", "schedules"}
+BELOW_CALLBACKS |= {"selection"}
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
@@ -36,11 +37,12 @@ ALLOWED = {
     "ops": {"arguments", "kernels"},
     "functional": {"arguments", "ops"},
     "nn": {"arguments", "functional", "ops.geometry"},
-    "conversion": {"arguments", "nn"},
-    "calls": {"arguments", "nn", "ops"},
-    "saved": {"calls"},
-    "footprint": {"calls", "conversion", "saved"},
-    "holders": {"arguments", "calls", "conversion", "nn", "saved"},
+    "selection": {"arguments", "nn"},
+    "conversion": {"arguments", "nn", "selection"},
+    "calls": {"nn.settings", "ops", "selection"},
+    "saved": {"calls", "nn.attention", "selection"},
+    "footprint": {"calls", "saved", "selection"},
+    "holders": {"arguments", "calls", "conversion", "nn.settings", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
     "__init__": BELOW_CALLBACKS | {"callbacks"},
     "__main__": BELOW_CALLBACKS | {NAME},

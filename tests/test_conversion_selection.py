@@ -29,7 +29,7 @@ def own_forward() -> nn.Linear:
 
 ODD_LAYERS = {
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(65, 33)), "ParametrizedLinear, whose forward is"),
-    "attention": (lambda: nn.MultiheadAttention(66, 3), "uses its weight without calling its forward"),
+    "output_projection": (lambda: nn.MultiheadAttention(66, 3).out_proj, "uses its weight without calling its forward"),
     "lazy": (lambda: nn.LazyLinear(33), "is not initialised yet"),
     "subclass": (lambda: TimesTwo(65, 33), "TimesTwo, whose forward is not known to be nn.Linear's"),
     "built": (lambda: ActivationPrunedLinear(65, 33, sparsity=0.25), "was built as ActivationPrunedLinear"),
@@ -46,9 +46,9 @@ def test_layer_that_is_not_exactly_linear_is_skipped_with_a_reason(kind):
     classes = [type(m) for m in model["odd"].modules()]
     report = convert(model)
     assert [layer.fqn for layer in report.converted] == ["plain"]
-    assert [layer.fqn for layer in report.skipped] == ["odd.out_proj" if kind == "attention" else "odd"]
+    assert [layer.fqn for layer in report.skipped] == ["odd"]
     assert reason in report.skipped[0].reason
-    assert report.skipped[0].kind == classes[-1 if kind == "attention" else 0].__name__
+    assert report.skipped[0].kind == classes[0].__name__
     assert f"{report.skipped[0].fqn} ({report.skipped[0].kind}): " in report.describe_skipped()
     assert revert(model) == ["plain"]
     assert [type(m) for m in model["odd"].modules()] == classes
@@ -103,8 +103,10 @@ def test_every_linear_layer_is_in_exactly_one_list():
     model["transformer"] = nn.TransformerEncoderLayer(66, 3, 99)
     report = convert(model, exclude="deep.blocks.0.*")
     listed = [layer.fqn for layer in (*report.converted, *report.skipped)]
-    assert sorted(listed) == sorted(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    assert {"transformer.linear1", "transformer.linear2"} <= {layer.fqn for layer in report.converted}
+    linear = nn.Linear, nn.MultiheadAttention
+    assert sorted(listed) == sorted(name for name, m in model.named_modules() if isinstance(m, linear))
+    names = ("linear1", "linear2", "self_attn", "self_attn.out_proj")
+    assert {f"transformer.{name}" for name in names} <= {layer.fqn for layer in report.converted}
 
 
 def test_reasons_name_the_pattern():

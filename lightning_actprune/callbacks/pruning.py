@@ -19,20 +19,17 @@ from lightning_actprune.callbacks.configure import call_after_configure_model, r
 from lightning_actprune.callbacks.display import conversion_summary, held_summary, show
 from lightning_actprune.callbacks.probing import FirstBatchProbe
 from lightning_actprune.conversion import (
-    MIN_FEATURES,
-    ConversionOptions,
     ConversionReport,
     ConvertedLayer,
-    LayerClaimedError,
     SkippedLayer,
     check_conversion,
     convert_layers,
-    linear_layers,
     new_owner,
     revert,
 )
-from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
+from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, LayerClaimedError, linear_layers
 
 
 class ActivationPruning(pl.Callback):
@@ -110,7 +107,7 @@ class ActivationPruning(pl.Callback):
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
         self._claimed: list[str] = []
-        self._layers: list[ActivationPrunedLinear] = []
+        self._layers: list[PrunedLayer] = []
         self._horizon: float | None = None
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe()
@@ -225,7 +222,7 @@ class ActivationPruning(pl.Callback):
         self._find_layers(pl_module)
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
-        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, ActivationPrunedLinear)]
+        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, PrunedLayer)]
         self._layers = [layer for layer in layers if layer.owner == self._owner]
 
     def _check_conversion(self, pl_module: pl.LightningModule) -> None:

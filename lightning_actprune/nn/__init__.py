@@ -1,3 +1,4 @@
 """Drop-in modules."""
 
+from lightning_actprune.nn.attention import ActivationPrunedMultiheadAttention as ActivationPrunedMultiheadAttention
 from lightning_actprune.nn.linear import ActivationPrunedLinear as ActivationPrunedLinear

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
 from lightning_actprune.functional import linear_unchecked
-from lightning_actprune.ops.geometry import sparsity_parts
+from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 
 
-@dataclass(frozen=True, eq=False)
-class PruningSettings:
-    """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing.
-
-    ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
-    tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
-    one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
-    anew.
-    """
-
-    sparsity: float
-    block_size: int
-    scope: Scope
-    owner: str | None = None
-    parts: Tensor = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
-        object.__setattr__(self, "parts", parts)
-
-
-class ActivationPrunedLinear(nn.Linear):
+class ActivationPrunedLinear(PrunedLayer, nn.Linear):
     """A linear layer with dense, exact forward and a block-pruned saved input.
 
     Same parameters, ``state_dict`` and output as ``nn.Linear``; input and bias gradients are exact, the weight gradient
@@ -62,7 +39,7 @@ class ActivationPrunedLinear(nn.Linear):
         torch.Size([8, 10, 32])
     """
 
-    _pruning: PruningSettings
+    dense_class = nn.Linear
 
     def __init__(
         self,
@@ -80,30 +57,6 @@ class ActivationPrunedLinear(nn.Linear):
         settings = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
         self._pruning = PruningSettings(*settings)
 
-    @property
-    def sparsity(self) -> float:
-        """Fraction of blocks dropped, in [0, 1)."""
-        return self._pruning.sparsity
-
-    @sparsity.setter
-    def sparsity(self, value: float) -> None:
-        self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
-
-    @property
-    def block_size(self) -> int:
-        """Values per block."""
-        return self._pruning.block_size
-
-    @property
-    def scope(self) -> Scope:
-        """Within what blocks compete."""
-        return self._pruning.scope
-
-    @property
-    def owner(self) -> str | None:
-        """Who converted the layer from ``nn.Linear``; ``None`` if it was built as it is."""
-        return self._pruning.owner
-
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
@@ -113,5 +66,4 @@ class ActivationPrunedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Show the pruning settings in the printed module."""
-        settings = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
-        return f"{super().extra_repr()}, {settings}"
+        return f"{super().extra_repr()}, {self.describe_settings()}"

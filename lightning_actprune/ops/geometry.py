@@ -20,12 +20,15 @@ quarter of the bitmap and spare every reader a count over the blocks before its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import Scope
 
+AnyScope = Scope | Literal["sample_second"]
+"""A user's ``Scope``, or that the blocks of ``x[:, i]`` compete: inside attention, samples are the second dimension."""
 WORD_BLOCKS = 32
 """Blocks per bitmap word."""
 RUN_BLOCKS = 128
@@ -151,19 +154,22 @@ def along_tokens(x: Tensor, block_size: int) -> bool:
     return _filled_up(features, tokens, block_size) < _filled_up(tokens, features, block_size)
 
 
-def stored_view(x: Tensor, block_size: int, scope: Scope) -> tuple[Tensor, bool]:
+def stored_view(x: Tensor, block_size: int, scope: AnyScope) -> tuple[Tensor, bool]:
     """Return ``x`` as ``[samples, rows, length]`` in its stored layout, and whether that is transposed.
 
     Args:
         x: Layer input of shape ``[..., features]`` with one dimension or more.
         block_size: Values per block, not yet cut to a row.
-        scope: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row.
+        scope: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row;
+            ``"sample_second"``: ``x[:, i]`` of a contiguous 3-D ``x``.
 
     Returns:
         A tensor with stride 1 in its last dimension, and ``True`` if that is not the feature dimension. A transposed
         view ``[B, T, D]`` comes back as ``[B, D, T]`` with ``True`` if its blocks run along the tokens. Otherwise they
         run along the features: a view if the features lie side by side in memory, else a contiguous copy.
     """
+    if scope == "sample_second":
+        return x.transpose(0, 1), False
     if x.dim() <= 2:
         rows = x.reshape(x.shape[0] if x.dim() == 2 else 1, 1, x.shape[-1])
         return (rows if _innermost_contiguous(rows) else rows.contiguous()), False
@@ -197,7 +203,7 @@ def _innermost_contiguous(x: Tensor) -> bool:
     return x.stride(-1) == 1 or x.shape[-1] <= 1
 
 
-def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: Scope) -> BlockGeometry:
+def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: AnyScope) -> BlockGeometry:
     """Return the geometry that packing ``x`` has; only its shape and strides are looked at."""
     meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), block_size, scope)
     return BlockGeometry.of_stored(meta, block_size, sparsity)

@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from lightning_actprune.arguments import Scope
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.geometry import AnyScope, block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import Setting, input_plan
 from lightning_actprune.ops.sharing import Shared
 
@@ -38,11 +37,19 @@ class PrunedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope, eager: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parts: int,
+        block_size: int,
+        scope: AnyScope,
+        eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.samples_second = scope == "sample_second"
         setting = Setting(parts, block_size, scope, autocast_dtype(x))
         parameters = weight, bias
         if setting.autocast is not None:
@@ -79,7 +86,9 @@ _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
 is this very method."""
 
 
-def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: Scope) -> Tensor:
+def pruned_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: AnyScope
+) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
@@ -105,7 +114,7 @@ def _dense_and_pack(
             return y, Shared(plan.launch(rows), plan.shape, plan.transposed)
     stored, transposed = stored_view(x, setting.block_size, setting.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
-    y = _dense(x, x if transposed else stored, *parameters)
+    y = _dense(x, x if transposed or setting.scope == "sample_second" else stored, *parameters)
     packed = library.pack(stored, *block_and_keep(stored, setting.block_size, setting.parts), eager)
     return y, Shared(packed, stored_shape(x, transposed), transposed)
 
@@ -134,7 +143,8 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = torch.matmul(grad_y, weight) if whole else torch.mm(flat, weight).view(*ctx.x_shape)
         grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
-        grad_w = library.weight_grad(flat, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
+        rows = _flat(grad_y.transpose(0, 1)) if ctx.samples_second else flat  # in the order of the packed samples
+        grad_w = library.weight_grad(rows, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
     if needs_bias:
         grad_b = _column_sums(flat, ctx.bias_dtype, eager)
     return grad_x, grad_w, grad_b

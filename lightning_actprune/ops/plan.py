@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_actprune.arguments import Scope
 from lightning_actprune.ops.autocast import cast_input
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
-from lightning_actprune.ops.geometry import block_and_keep, ceil_div, stored_shape, stored_view
+from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 
 
@@ -36,7 +35,7 @@ class Setting(NamedTuple):
 
     parts: int
     block_size: int
-    scope: Scope
+    scope: AnyScope
     autocast: torch.dtype | None
 
 
@@ -102,7 +101,7 @@ def _plan(
 
 
 def _castable(
-    x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, scope: Scope
+    x: Tensor, cast: Tensor, stored: Tensor, transposed: bool, block_size: int, scope: AnyScope
 ) -> Tensor | None:
     """Return the view of ``x`` that kernels can cast to ``stored``, a view of ``cast``, or ``None`` without one."""
     if cast is x or x.dtype != torch.float32:

@@ -98,3 +98,19 @@ def test_a_schedule_of_ones_own_is_checked():
         trainer(ActivationPruning(schedule=Percent(), verbose=False)).fit(model)
     assert_plain(model)
     assert model.seen == []  # the highest sparsity is needed, and so known, before the first step
+
+
+def test_schedule_reaches_both_projections_of_attention():
+    class AttentionNet(Net):
+        def make(self) -> None:
+            self.body = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(64, 4)
+
+    model = AttentionNet()
+    model.watch = lambda m: (m.body.self_attn.sparsity, m.body.self_attn.out_proj.sparsity)
+    callback = ActivationPruning(schedule=LinearSchedule(end=0.8), include="body.self_attn*", skip_held=False)
+    trainer(callback).fit(model)
+    assert model.seen == [pytest.approx((0.8 * step / BATCHES,) * 2) for step in range(BATCHES)]
+    assert [layer.fqn for layer in callback.converted] == ["body.self_attn", "body.self_attn.out_proj"]
+    assert type(model.body.self_attn) is nn.MultiheadAttention
+    assert "_pruning" not in vars(model.body.self_attn)

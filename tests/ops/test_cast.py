@@ -13,7 +13,7 @@ from lightning_actprune import functional
 from lightning_actprune.kernels import pack as kernels
 from lightning_actprune.ops import linear, plan
 from lightning_actprune.ops.dispatch import force_backend
-from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.ops.geometry import input_geometry, sparsity_parts
 from lightning_actprune.ops.plan import Setting, input_plan
 from tests.ops.test_plan import VIEWS
 
@@ -49,6 +49,10 @@ def view(kind, dtype, device):
     return x
 
 
+ONE = {"one-sample": lambda x: x.flatten(0, 1).unsqueeze(1), "one-token": lambda x: x.flatten(0, 1).unsqueeze(0)}
+"""Tensors ``[T, N, E]`` whose samples, the second dimension, lie one behind the other."""
+
+
 def run(x, weight, bias, dtype, scope="sample"):
     """Return output, what is saved for backward, and gradients."""
     saved = []
@@ -57,7 +61,7 @@ def run(x, weight, bias, dtype, scope="sample"):
         torch.autocast(x.device.type, dtype),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
-        y = functional.linear(x, weight, bias, sparsity=0.6, block_size=11, scope=scope)
+        y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.6), 11, scope)
     torch.manual_seed(1)
     grads = torch.autograd.grad(y, (x, weight, bias), torch.randn_like(y))
     return [y, *saved, grads[0].float(), *grads[1:]]
@@ -80,6 +84,26 @@ def test_all_is_as_if_the_input_had_been_cast_before(kernel_device, plans, kind,
         by_kernels = kind in CAST_BY_KERNELS or (kind in GAPS and scope == "sample")
         assert (found is not None and found.new_cast is not None) == by_kernels
         found, expected = run(x, weight, bias, dtype, scope), run(x.to(dtype), weight, bias, dtype, scope)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["plain", "unaligned", *ONE])
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_samples_that_are_second_lie_as_they_are_stored_only_if_there_is_one(kernel_device, plans, kind, one_launch):
+    plans(one_launch)
+    x = (
+        ONE[kind](view("plain", torch.bfloat16, kernel_device))
+        if kind in ONE
+        else view(kind, torch.bfloat16, kernel_device)
+    )
+    weight, bias = (torch.randn(*shape, device=kernel_device, requires_grad=True) for shape in ((5, x.shape[-1]), (5,)))
+    with force_backend("triton"):
+        found = input_plan(x, Setting(HALF, 11, "sample_second", torch.bfloat16))
+        assert (found.new_cast is not None) == (kind in ONE)
+        found = run(x, weight, bias, torch.bfloat16, "sample_second")
+        expected = run(x.bfloat16(), weight, bias, torch.bfloat16, "sample_second")
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)

@@ -1,0 +1,74 @@
+"""What a pruned layer carries beside its parameters, and how it is read and set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.arguments import Scope, check_sparsity
+from lightning_actprune.ops.geometry import sparsity_parts
+
+
+@dataclass(frozen=True, eq=False)
+class PruningSettings:
+    """What a pruned layer carries beside its parameters: one plain attribute, so that reverting leaves nothing.
+
+    ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
+    tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
+    one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
+    anew.
+    """
+
+    sparsity: float
+    block_size: int
+    scope: Scope
+    owner: str | None = None
+    parts: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
+        object.__setattr__(self, "parts", parts)
+
+
+class Converted:
+    """Mixin of the classes that ``convert`` gives to modules."""
+
+    dense_class: ClassVar[type[nn.Module]]
+    """What the module is without pruning."""
+
+
+class PrunedLayer(Converted):
+    """Mixin of modules that prune what they keep of their input; an attention module stands for its in-projection."""
+
+    _pruning: PruningSettings
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of blocks dropped, in [0, 1)."""
+        return self._pruning.sparsity
+
+    @sparsity.setter
+    def sparsity(self, value: float) -> None:
+        self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
+
+    @property
+    def block_size(self) -> int:
+        """Values per block."""
+        return self._pruning.block_size
+
+    @property
+    def scope(self) -> Scope:
+        """Within what blocks compete."""
+        return self._pruning.scope
+
+    @property
+    def owner(self) -> str | None:
+        """Who converted the layer from its dense class; ``None`` if it was built as it is."""
+        return self._pruning.owner
+
+    def describe_settings(self) -> str:
+        """Return the settings as they are shown in a printed module."""
+        return f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
