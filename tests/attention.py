@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,20 @@ def projections(module: nn.MultiheadAttention) -> dict[str, Tensor]:
     """Return the weights whose gradients are pruned."""
     names = "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"
     return {name: parameter for name, parameter in module.named_parameters() if name in names}
+
+
+@contextmanager
+def saved_tensors() -> Iterator[list[Tensor]]:
+    """Yield a list of what autograd saves inside this context."""
+    saved: list[Tensor] = []
+
+    def hold(tensor: Tensor) -> Tensor:
+        # A result held by the operation that saves it is a cycle, and never freed.
+        saved.append(tensor.detach() if tensor.requires_grad else tensor)
+        return saved[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
+        yield saved
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, sparsity: float, scope: str) -> Tensor:

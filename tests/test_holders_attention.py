@@ -18,7 +18,7 @@ from lightning_actprune.nn.attention import (
     watchers,
 )
 from lightning_actprune.nn.settings import PrunedLayer
-from tests.attention import BLOCK, SPARSITY, Case
+from tests.attention import BLOCK, SPARSITY, Case, saved_tensors
 
 BATCH = "its input is part of the batch"
 BY_ATTENTION = "its input is kept for backward by 'attn' (multi_head_attention_forward)"
@@ -48,8 +48,7 @@ def probed(model: nn.Module, x: Tensor, sparsity: float = 0.6):
 
 def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
     """Return the bytes of all distinct storages that a forward saves beside parameters and inputs."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         model(*args, **kwargs)
     own = {t.untyped_storage().data_ptr() for t in (*args, *model.parameters())}
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}

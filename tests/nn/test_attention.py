@@ -12,7 +12,21 @@ from torch import Tensor, nn
 from lightning_actprune import revert
 from lightning_actprune.nn import ActivationPrunedMultiheadAttention
 from tests import oracle
-from tests.attention import BLOCK, SPARSITY, Case, E, L, N, S, copies, distinct, expected, projections, pruned_copy
+from tests.attention import (
+    BLOCK,
+    SPARSITY,
+    Case,
+    E,
+    L,
+    N,
+    S,
+    copies,
+    distinct,
+    expected,
+    projections,
+    pruned_copy,
+    saved_tensors,
+)
 
 CAUSAL = torch.triu(torch.full((L, L), -math.inf), 1)
 PADDING = torch.arange(S) >= torch.tensor([[S], [4], [2]])
@@ -92,8 +106,7 @@ def test_weight_gradients_are_those_of_the_pruned_inputs(name: str, need_weights
 
 def saved_by(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """Return what autograd saves in a forward, without parameters."""
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         module(*inputs)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     return [t for t in saved if t.untyped_storage().data_ptr() not in own]

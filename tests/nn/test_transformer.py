@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from lightning_actprune import convert, revert
 from lightning_actprune.nn.settings import PrunedLayer
 from tests import oracle
-from tests.attention import BLOCK, Case, pruned_copy
+from tests.attention import BLOCK, Case, pruned_copy, saved_tensors
 
 N, T, E, HEADS = 3, 6, 72, 4
 PADDING = torch.arange(T) >= torch.tensor([[T], [4], [2]])
@@ -171,8 +171,7 @@ def test_compiled_attention_saves_what_eager_attention_saves():
     model, inputs = pruned_copy(case.make()), case.tensors()
     counts = []
     for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        saved: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: s.append(t) or t, lambda t: t):
+        with saved_tensors() as saved:
             call(*inputs)
         counts.append(sorted(t.shape for t in saved if t.dtype == torch.int32 or t.shape[-1] == BLOCK))
     assert counts[0] == counts[1]
