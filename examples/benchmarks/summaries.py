@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -162,7 +163,9 @@ def models(records: Records) -> Summary:
 
 
 def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
-    left = f"{pruned['skipped']} ({'; '.join(pruned['reasons'])})" if pruned["skipped"] else "0"
+    # Layers of one kind, numbered by their block, have one reason.
+    reasons = dict.fromkeys(re.sub(r"(?<=[._])\d+(?=[.'])", "*", reason) for reason in pruned["reasons"])
+    left = f"{pruned['skipped']} ({'; '.join(reasons)})" if pruned["skipped"] else "0"
     memory = [f"{dense[name]:.0f} / {pruned[name]:.0f}" for name in ("activations_mib", "peak_mib")]
     saved = f"{pruned['saved_mib']:.1f} ({100 * pruned['saved_mib'] / dense['activations_mib']:.0f} %)"
     return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{announced_mib(pruned):.1f}"]

@@ -130,6 +130,7 @@ TABLES = {
     "kernels": ("kernels", kernels),
     "pack": ("kernels", pack),
     "step": ("step", step),
+    "models": ("models", models),
 }
 """Tables of the README: the result file and what is made of it."""
 

@@ -156,6 +156,14 @@ def test_a_model_without_skipped_layers_names_no_reason():
     assert summaries.models(pair(skipped=0, reasons=[])).rows[0][4] == "0"
 
 
+def test_layers_of_all_blocks_share_a_reason():
+    reasons = [f"its input is kept by 'blocks.{n}.attn' (sdpa)" for n in range(3)]
+    assert (
+        summaries.models(pair(skipped=3, reasons=reasons)).rows[0][4]
+        == "3 (its input is kept by 'blocks.*.attn' (sdpa))"
+    )
+
+
 def test_reasons_are_cut_to_their_first_clause():
     assert models.shortened("is a torch.nn.Foo, whose forward is not known") == "is a torch.nn.Foo"
     assert models.shortened("in_features=3 is below min_features=64: below 64, each") == (
