@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_actprune.calls import LinearCall
 from lightning_actprune.saved import Saved, SavedTensorRecorder
 from lightning_actprune.selection import linear_layers
+from lightning_actprune.step_memory import StepMemory
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
@@ -61,12 +62,14 @@ class MemoryReport:
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
+        step: Memory over the whole step, if it was recorded.
     """
 
     rows: list[LayerFootprint] = field(default_factory=list)
     other_bytes: int = 0
     measured_activation_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    step: StepMemory | None = None
 
     @property
     def dense_bytes(self) -> int:

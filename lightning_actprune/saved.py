@@ -81,6 +81,8 @@ class _Open(threading.local):
 
 
 _open = _Open()
+unpack_listeners: list[Callable[[Tensor], None]] = []
+"""Told of every tensor that backward takes up, while its node runs; on a GPU in a thread of autograd's own."""
 _saving = SharedContext(lambda: torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
 
 
@@ -97,6 +99,8 @@ def _pack(tensor: Tensor) -> Tensor:
 
 
 def _unpack(tensor: Tensor) -> Tensor:
+    for listener in tuple(unpack_listeners):
+        listener(tensor)
     return tensor
 
 

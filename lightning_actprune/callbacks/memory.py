@@ -1,26 +1,36 @@
-"""``ActivationMemoryMonitor``: what the layers keep for backward, shown and logged once an epoch."""
+"""``ActivationMemoryMonitor``: what the layers keep for backward and where the peak is, shown and logged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from rich.table import Table
+from rich.console import Group, RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.callbacks.display import MIB, mib, percent, shortened, show, table
-from lightning_actprune.footprint import LayerFootprint, MemoryReport, SavedTensorMeter
+from lightning_actprune.callbacks.display import MIB, show
+from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
+from lightning_actprune.footprint import MemoryReport, SavedTensorMeter
+from lightning_actprune.step_recorder import StepMemoryRecorder
 
 
 class ActivationMemoryMonitor(pl.Callback):
-    """Show and log what one training step per epoch keeps for backward, layer by layer.
+    """Show and log what one training step per epoch keeps for backward, layer by layer, and where its peak is.
 
     Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes per layer
     are counted exactly, on any device. On CUDA the allocator is asked too: growth of the requested bytes over the
-    forward, and the peak over the step, for which the peak statistics of the device are reset once an epoch.
+    forward, and the bytes in use over the step, for which the peak statistics of the device are reset again and again
+    in the measured step of an epoch.
+
+    Printed are, once an epoch, what each linear layer keeps and in which part of the step the peak lies: forward,
+    backward or optimizer step, and what it would be with fewer activations. Once a fit there are also the holders of
+    what is kept at the end of the forward, by module and operator, packed or not, and what the bytes in use consist of
+    at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without
+    CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
 
     Logged at the end of each epoch, to every logger and ``callback_metrics`` (so ``ModelCheckpoint`` can monitor them):
 
@@ -65,7 +75,9 @@ class ActivationMemoryMonitor(pl.Callback):
         self._pending: MemoryReport | None = None
         self._to_log = False
         self._epoch: int | None = None
+        self._shown = False
         self._meter: SavedTensorMeter | None = None
+        self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
 
     @property
@@ -76,7 +88,7 @@ class ActivationMemoryMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch = None
-        self._to_log = False
+        self._to_log = self._shown = False
 
     @override
     def on_train_batch_start(
@@ -87,21 +99,30 @@ class ActivationMemoryMonitor(pl.Callback):
             self.measure_batch, trainer.num_training_batches - 1
         ):
             self._epoch = trainer.current_epoch
-            self._begin(pl_module, batch)
+            self._begin(pl_module, batch, trainer.optimizers)
 
     @override
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         self._end_forward(pl_module)
+        if self._recorder is not None:
+            self._recorder.moment()  # while the gradients of the step before are still there
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self._end_forward(pl_module)
+        if self._recorder is not None:
+            self._recorder.mark("backward")
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder is not None:
+            self._recorder.mark("optimizer")
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_step(pl_module)
+        self._end_step()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -110,7 +131,7 @@ class ActivationMemoryMonitor(pl.Callback):
             self._to_log = False
             pl_module.log_dict(_metrics(self._report), sync_dist=True)
             if self.verbose:
-                show(trainer, _memory_table(self._report, trainer.current_epoch))
+                self._show(trainer, self._report)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -120,40 +141,58 @@ class ActivationMemoryMonitor(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._stop()
 
-    def _begin(self, pl_module: pl.LightningModule, batch: Any) -> None:
+    def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
+        epoch, step = trainer.current_epoch, report.step
+        parts: list[RenderableType] = [memory_table(report, epoch)]
+        if step is not None:
+            if not self._shown:  # once a fit: little changes, and it is long
+                parts += [holders_table(step, epoch), step_table(step, epoch)]
+            parts.append(peak_text(step))
+        self._shown = True
+        show(trainer, Group(*parts))
+
+    def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
         if pl_module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
             self._requested_before = _requested_bytes(pl_module.device)
         self._meter = SavedTensorMeter(pl_module, batch)
         self._meter.__enter__()
+        self._recorder = StepMemoryRecorder(pl_module, batch, optimizers, pl_module.device)
+        self._recorder.__enter__()
 
     def _end_forward(self, pl_module: pl.LightningModule) -> None:
         """Read the meter and the allocator while everything that was saved is still there."""
         if self._meter is None:
             return
-        report = self._meter.report()
+        self._pending = self._meter.report()
         if pl_module.device.type == "cuda":
-            report.measured_activation_bytes = _requested_bytes(pl_module.device) - self._requested_before
-        self._stop()
-        self._pending = report
+            self._pending.measured_activation_bytes = _requested_bytes(pl_module.device) - self._requested_before
+        self._close_meter()
 
-    def _end_step(self, pl_module: pl.LightningModule) -> None:
+    def _end_step(self) -> None:
+        if self._recorder is None:
+            return
         if self._meter is not None:  # no hook ran between forward and backward: the allocator was asked too late
             self._pending = self._meter.report()
-            self._meter.__exit__()
-            self._meter = None
-        if self._pending is None:
-            return
-        if pl_module.device.type == "cuda":
-            self._pending.measured_peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
-        self._report, self._pending, self._to_log = self._pending, None, True
+        self._recorder.__exit__()
+        report, step = self._pending, self._recorder.result()
+        self._stop()
+        if report is not None:
+            report.step = step
+            report.measured_peak_bytes = step.peak_bytes if step.measured else None
+            self._report, self._to_log = report, True
 
     def _stop(self) -> None:
-        """Close the meter, whatever happened in the step."""
+        """Stop measuring, whatever happened in the step."""
         self._pending = None
+        self._close_meter()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def _close_meter(self) -> None:
         if self._meter is not None:
-            self._meter.__exit__()
+            self._meter.close()
             self._meter = None
 
 
@@ -174,28 +213,3 @@ def _metrics(report: MemoryReport) -> dict[str, float]:
     if report.measured_peak_bytes is not None:
         metrics["actprune/peak_mib"] = report.measured_peak_bytes / MIB
     return metrics
-
-
-def _memory_table(report: MemoryReport, epoch: int) -> Table:
-    made = table(f"Kept for backward, epoch {epoch}", "Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved")
-    shown, rest = shortened(report.rows)
-    for row in shown:
-        made.add_row(row.fqn, f"{row.sparsity:.2f}", *_byte_cells(row))
-    if rest:
-        made.add_row(f"... and {len(rest)} more", "", *_byte_cells(MemoryReport(list(rest))))
-    made.add_section()
-    made.add_row("Linear layers", "", *_byte_cells(report))
-    made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")
-    if report.measured_activation_bytes is not None:
-        made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")
-    if report.measured_peak_bytes is not None:
-        made.add_row("Measured peak of the step", "", "", mib(report.measured_peak_bytes), "")
-    return made
-
-
-def _byte_cells(part: LayerFootprint | MemoryReport) -> tuple[str, str, str]:
-    if part.dense_bytes:
-        saved = percent(part.saved_bytes / part.dense_bytes)
-    else:
-        saved = "kept anyway" if part.stored_bytes else "-"
-    return mib(part.dense_bytes), mib(part.stored_bytes), saved

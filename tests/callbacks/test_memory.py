@@ -95,7 +95,7 @@ class Counting(ActivationMemoryMonitor):
             self.measured.append((trainer.current_epoch, batch_idx))
 
     def on_after_backward(self, trainer, pl_module):
-        assert not pl_module.head._forward_hooks  # counting ends with the forward
+        assert self._meter is None  # counting ends with the forward
 
     def on_train_batch_end(self, *args):
         super().on_train_batch_end(*args)

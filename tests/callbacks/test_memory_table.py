@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.callbacks import display, memory
+from lightning_actprune.callbacks import display
+from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
 from lightning_actprune.footprint import LayerFootprint, MemoryReport
+from lightning_actprune.step_memory import Holder, Holding, MemoryMoment, StepMemory
 from tests.helpers import BARS, Net, trainer
 
 MIB = 2**20
@@ -22,7 +24,9 @@ def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
     text = capsys.readouterr().out + ("" if bar else caplog.text)
     for epoch in range(2):
         assert text.count(f"Kept for backward, epoch {epoch}") == verbose
-    assert text.count("body.2") == text.count("Other saved tensors") == 2 * verbose
+    assert text.count("Peak of the step") == text.count("│ body.2 ") == 2 * verbose
+    for title in ("Kept at the end of the forward, by holder", "Memory of the step at the peak"):  # once a fit
+        assert text.count(title) == verbose
 
 
 def test_table_text():
@@ -32,7 +36,7 @@ def test_table_text():
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
     report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB)
-    lines = display.as_text(memory._memory_table(report, 7)).splitlines()
+    lines = display.as_text(memory_table(report, 7)).splitlines()
     rules = [line.strip("│┃").replace("┃", "│").split("│") for line in lines if "│" in line or "MiB" in line]
     cells = [[cell.strip() for cell in line] for line in rules]
     assert lines[0].strip() == "Kept for backward, epoch 7"
@@ -51,9 +55,80 @@ def test_table_text():
 @pytest.mark.parametrize(("layers", "shown"), [(40, 40), (41, 41), (42, 40), (200, 40)])
 def test_a_long_table_is_cut_and_summed_up(layers: int, shown: int):
     rows = [LayerFootprint(f"layer.{i}", "Linear", 0.5, 1, 2 * MIB, MIB, MIB) for i in range(layers)]
-    text = display.as_text(memory._memory_table(MemoryReport(rows), 0))
+    text = display.as_text(memory_table(MemoryReport(rows), 0))
     assert text.count("layer.") == shown
     rest = layers - shown
     last = [line for line in text.splitlines() if "more" in line]
     assert len(last) == bool(rest)
     assert all(part in line for line in last for part in (f"... and {rest} more", f" {2 * rest}.00", f" {rest}.00"))
+
+
+def cells(text: str) -> list[list[str]]:
+    rows = [line for line in text.splitlines() if "│" in line or "┃" in line]
+    return [[cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in rows]
+
+
+def step_of(*peaks: int | None) -> StepMemory:
+    """Two blocks that keep 4 MiB packed and 6 MiB as they are, each; parameters 1, gradients 2, state 3, batch 5."""
+    phases = "forward", "forward", "forward", "backward", "backward", "optimizer"
+    names = ("", None), ("block.0", None), ("block.1", None), ("block.1", "gelu"), ("block.0", "gelu"), ("", None)
+    gradients = 0, 0, 0, 0, 1, 2
+    moments = [
+        MemoryMoment(phase, *name, gradient * MIB, 3 * MIB, None if peak is None else peak * MIB, peak and peak * MIB)
+        for phase, name, gradient, peak in zip(phases, names, gradients, peaks, strict=True)
+    ]
+    holdings = []
+    for block in range(2):
+        for nbytes, packed, operator in ((4 * MIB, True, "pruned_linear_function"), (6 * MIB, False, "gelu")):
+            holders = [Holder(f"block.{block}", operator)]
+            holdings.append(Holding(nbytes, packed, 1 + block, 5 - block, holders))
+    return StepMemory(MIB, 5 * MIB, moments, holdings)
+
+
+def test_text_of_the_peak():
+    counted = peak_text(step_of(*[None] * 6))
+    assert counted == (
+        "Peak of the step: 29.00 MiB (counted, without temporary tensors), at the end of the forward (100.0 % of the "
+        "activations are there). With half of the activations gone: 19.00 MiB, at the end of the forward. With all of "
+        "the activations gone: 11.00 MiB, in the optimizer step."
+    )
+    measured = peak_text(step_of(9, 20, 30, 45, 30, 44))
+    assert (
+        "45.00 MiB (measured), in the backward of 'block.1' (gelu) (100.0 % of the activations are there)" in measured
+    )
+    assert measured.count("44.00 MiB, in the optimizer step") == 2
+
+
+def test_table_of_the_step():
+    rows = cells(display.as_text(step_table(step_of(9, 20, 30, 45, 30, 44), 2)))
+    assert rows == [
+        ["", "Forward", "Backward (peak)", "Optimizer step"],
+        ["Parameters", "1.00", "1.00", "1.00"],
+        ["Gradients", "0.00", "0.00", "2.00"],
+        ["Optimizer state", "3.00", "3.00", "3.00"],
+        ["Batch", "5.00", "5.00", "5.00"],
+        ["Packed inputs", "8.00", "8.00", "0.00"],
+        ["Other saved tensors", "12.00", "12.00", "0.00"],
+        ["Temporary and other tensors", "1.00", "16.00", "33.00"],
+        ["In use", "30.00", "45.00", "44.00"],
+    ]
+    assert "Temporary" not in display.as_text(step_table(step_of(*[None] * 6), 2))
+
+
+def test_table_of_the_holders():
+    assert cells(display.as_text(holders_table(step_of(*[None] * 6), 2))) == [
+        ["Holder", "Tensors", "MiB", "Share"],
+        ["block.* (gelu)", "2", "12.00", "60.0 %"],
+        ["block.* (pruned_linear_function), packed", "2", "8.00", "40.0 %"],
+    ]
+    many = StepMemory(
+        0, 0, step_of(*[None] * 6).moments, [Holding(MIB, False, 1, 5, [Holder(f"l{i}", None)]) for i in range(20)]
+    )
+    text = display.as_text(holders_table(many, 0))
+    assert "... and 8 more" in text
+    assert "(mul)" not in text
+    assert display.as_text(holders_table(StepMemory(0, 0, step_of(*[None] * 6).moments), 0)).count("Holder") == 1
+
+
+def test_an_empty_step():
+    assert peak_text(StepMemory(0, 0)) == ""

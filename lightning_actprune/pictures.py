@@ -1,0 +1,114 @@
+"""Pictures of memory over a training step; they need matplotlib, which is not a dependency of the package."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_actprune.step_memory import PHASES, StepMemory
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Panel", "series_picture", "step_picture"]
+
+_MIB = 2**20
+_FIXED = {
+    "parameters": "#4d4d4d",
+    "optimizer state": "#808080",
+    "gradients": "#b3b3b3",
+    "batch": "#d9d9d9",
+    "packed inputs": "#0072B2",
+    "other operations": "#F0F0F0",
+}
+"""Grey is what activations do not change."""
+# Okabe and Ito's, which colour-blind readers can tell apart.
+_COLORS = "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
+
+
+class Panel(NamedTuple):
+    """What one panel shows.
+
+    Args:
+        series: Bytes at each moment by kind, bottom first.
+        phases: Phase of each moment.
+        peaks: Most bytes in use before each moment by the allocator, if there is one.
+    """
+
+    series: Mapping[str, Sequence[int]]
+    phases: Sequence[str]
+    peaks: Sequence[int] | None = None
+
+
+def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
+    """Return a picture of memory over the step, one panel per entry, on a common scale.
+
+    What is counted is stacked: parameters, optimizer state, gradients, batch, packed inputs, and what operations keep
+    for backward. The line above it is the peak by the allocator, where there is one; what lies between is temporary.
+
+    Args:
+        steps: What to show by title, such as ``{"dense": dense.report.step, "pruned": pruned.report.step}``.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    panels = {}
+    for title, step in steps.items():
+        phases = [moment.phase for moment in step.moments]
+        panels[title] = Panel(step.series(), phases, step.interval_bytes if step.measured else None)
+    return series_picture(panels)
+
+
+def series_picture(panels: Mapping[str, Panel]) -> Figure:
+    """Return the picture that ``step_picture`` makes of steps, of figures as they are."""
+    if not panels:
+        raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib. HINT: pip install 'lightning_actprune[plots]'.") from error
+    figure = Figure(figsize=(4.4 * len(panels) + 1.8, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    colors = _color_map(panels.values())
+    legend: dict[str, Artist] = {}
+    for one, (title, panel) in zip(axes, panels.items(), strict=True):
+        _draw(one, panel, colors)
+        one.set_title(title, fontsize=9, pad=14)
+        handles, labels = one.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    axes[0].set_ylabel("MiB", fontsize=8)
+    names = [name for name in (*colors, "in use, at most") if name in legend][::-1]
+    figure.legend([legend[name] for name in names], names, fontsize=7, loc="outside right center", frameon=False)
+    return figure
+
+
+def _color_map(panels: Iterable[Panel]) -> dict[str, str]:
+    names = [name for panel in panels for name in panel.series if any(panel.series[name])]
+    known = {name: color for name, color in _FIXED.items() if name in names and name != "other operations"}
+    others = [name for name in dict.fromkeys(names) if name not in _FIXED]
+    known |= dict(zip(others, itertools.cycle(_COLORS), strict=False))
+    return known | {name: _FIXED[name] for name in _FIXED if name in names}
+
+
+def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
+    lines = {name: [nbytes / _MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
+    x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
+    shown = [colors[name] for name in lines]
+    axes.stackplot(x, *lines.values(), labels=list(lines), colors=shown, edgecolor="white", linewidth=0.2)
+    if panel.peaks is not None:
+        axes.plot(x, [nbytes / _MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
+    for phase in PHASES:
+        if phase in panel.phases:
+            begin = list(panel.phases).index(phase)
+            axes.axvline(begin, color="black", linewidth=0.5, linestyle=":")
+            side = "right" if begin > 0.8 * last else "left"
+            axes.annotate(phase, (begin, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom", ha=side)
+    axes.set_xlim(0, last)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([])
+    axes.set_xlabel("moments of the step", fontsize=8)
+    axes.tick_params(labelsize=7)

@@ -1,0 +1,100 @@
+"""StepMemoryRecorder on a GPU: its peaks are the allocator's, and it changes none of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_actprune import HolderProbe, convert
+from lightning_actprune.step_memory import PHASES
+from lightning_actprune.step_recorder import StepMemoryRecorder
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 256
+
+
+class Mlp(nn.Module):
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(6)
+        )
+        self.head = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def plain_step(model, x, optimizer):
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def recorded_step(model, x, optimizer):
+    with StepMemoryRecorder(model, x, [optimizer]) as recorder:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        recorder.moment()
+        optimizer.zero_grad()
+        recorder.mark("backward")
+        loss.backward()
+        recorder.mark("optimizer")
+        optimizer.step()
+    return recorder.result()
+
+
+@pytest.mark.parametrize("sparsity", [None, 0.6])
+@pytest.mark.parametrize("outputs", [16, 8192])
+def test_peak_and_parts(sparsity: float | None, outputs: int):
+    torch.manual_seed(0)
+    model, x = Mlp(outputs).cuda(), torch.randn(16, 196, WIDTH, device="cuda")
+    report = None if sparsity is None else convert(model, sparsity=sparsity)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if report is not None:
+        with HolderProbe(model, x) as probe:
+            loss = model(x).sum()
+        loss.backward()
+        del loss
+        probe.apply(report)
+    for _ in range(3):
+        plain_step(model, x, optimizer)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    plain_step(model, x, optimizer)
+    plain = torch.cuda.max_memory_allocated()
+    step = recorded_step(model, x, optimizer)
+    assert step.measured
+    assert step.peak_bytes == plain
+    for index, moment in enumerate(step.moments):
+        assert moment.peak_bytes >= moment.used_bytes
+        assert sum(step.parts(index).values()) == step.interval_bytes[index]
+    end = step.moments[step.forward_end]
+    known = sum(n for name, n in step.parts(step.forward_end).items() if name != "other")
+    assert known == pytest.approx(end.used_bytes, rel=0.02)
+    assert step.activation_bytes[-1] == 0
+    assert {phase: step.peak_in(phase) is not None for phase in PHASES} == dict.fromkeys(PHASES, True)
+    # A wide head makes the gradient of its output the peak, which fewer activations move only so far.
+    if outputs == 8192:
+        assert step.moments[step.peak_in()].phase == "backward"
+    assert step.peak_without(1.0) < step.peak_without(0.5) < step.peak_bytes
+
+
+def test_the_peak_of_the_optimizer_step():
+    """With little kept for backward the temporary tensors of a foreach optimizer are the peak."""
+    model, x = Mlp(16).cuda(), torch.randn(1, 8, WIDTH, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        plain_step(model, x, optimizer)
+    step = recorded_step(model, x, optimizer)
+    index = step.peak_in()
+    assert step.moments[index].phase == "optimizer"
+    assert step.parts(index)["other"] > 0
+    assert step.peak_without(1.0) == step.peak_bytes
