@@ -8,6 +8,7 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 """
 
 from lightning_actprune import functional as functional
+from lightning_actprune import pictures as pictures
 from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.conversion import (
     ConversionReport,
@@ -19,6 +20,7 @@ from lightning_actprune.conversion import (
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
 from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+from lightning_actprune.step_recorder import StepMemoryRecorder
 
 __version__ = "0.1.0"
 
@@ -34,7 +36,9 @@ __all__ = [
     "LinearSchedule",
     "SkippedLayer",
     "SparsitySchedule",
+    "StepMemoryRecorder",
     "convert",
     "functional",
+    "pictures",
     "revert",
 ]

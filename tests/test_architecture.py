@@ -28,7 +28,7 @@ MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
 BELOW_CALLBACKS = {"arguments", "conversion", "footprint", "functional", "holders", "nn", "ops", "schedules"}
-BELOW_CALLBACKS |= {"selection"}
+BELOW_CALLBACKS |= {"pictures", "selection", "step_memory", "step_recorder"}
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
@@ -41,7 +41,10 @@ ALLOWED = {
     "conversion": {"arguments", "nn", "selection"},
     "calls": {"nn.settings", "ops", "selection"},
     "saved": {"calls", "nn.attention", "selection"},
-    "footprint": {"calls", "saved", "selection"},
+    "footprint": {"calls", "saved", "selection", "step_memory"},
+    "step_memory": set(),
+    "step_recorder": {"calls", "saved", "selection", "step_memory"},
+    "pictures": {"step_memory"},
     "holders": {"arguments", "calls", "conversion", "nn.settings", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
     "__init__": BELOW_CALLBACKS | {"callbacks"},

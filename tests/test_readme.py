@@ -27,7 +27,9 @@ def test_python_blocks_run_in_order_and_print_the_shown_table(tmp_path, monkeypa
     printed = {" ".join(line.split()) for line in (out + err).splitlines()}
     shown = [" ".join(line.split()) for line in blocks("text")[0].splitlines() if "│" in line]
     assert len(shown) == 4
-    for line in shown:
+    memory = [" ".join(line.split()) for line in blocks("text")[2].splitlines() if line[0] not in "┏┡└├"]
+    assert len(memory) == 15
+    for line in shown + memory:
         assert line in printed
     for block in others:
         exec(compile(block, "README.md", "exec"), namespace)

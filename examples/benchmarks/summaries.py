@@ -171,5 +171,22 @@ def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
     return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{announced_mib(pruned):.1f}"]
 
 
+def timeline(records: Records) -> Summary:
+    """Where the peak of a step is and what it is made of, and the peak with half or all of the activations gone."""
+    rows = []
+    for r in records:
+        parts = r["parts_mib"][r["peak_phase"]]
+        fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer state", "batch"))
+        shares = fixed, parts["packed inputs"], parts["other saved tensors"], parts["other"]
+        phases = " / ".join(f"{sum(part.values()):.0f}" for part in r["parts_mib"].values())
+        without = [f"{mib:.0f} ({phase})" for mib, phase in r["without_mib"].values()]
+        where = r["peak_phase"] + (f" of {r['peak_at']}" if r["peak_at"] else "")
+        cells = [where, phases, *(f"{share:.0f}" for share in shares), *without]
+        rows.append([f"{r['model']}, {r['method']}", f"{r['peak_mib']:.0f}", *cells])
+    made_of = ("parameters, gradients, state", "packed", "other saved", "temporary")
+    header = ("step", "peak MiB", "lies in", "forward / backward / optimizer", *made_of, "half gone", "all gone")
+    return Summary("Where the peak of a step is", header, rows)
+
+
 def _failures(group: Records) -> str:
     return "; ".join(f"{r['method']} failed: {r['error']}" for r in group if "error" in r)

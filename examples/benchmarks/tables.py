@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks import plots, summaries
+from examples.benchmarks import plots, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.summaries import Records, Summary
 
@@ -124,6 +124,23 @@ def models(records: Records) -> str:
     return MODELS_TEXT.format_map(settings) + "\n\n" + summarised(summaries.models(records), records)
 
 
+TIMELINE_TEXT = """\
+The peak of a step, where it lies, and what it consists of there, in MiB; last, what it would be at most with half or
+all of the activations gone. {batch} images, bf16 autocast, AdamW, s = {sparsity}, b = {block_size}."""
+
+
+def peak(records: Records) -> str:
+    """Where the peak of a step is, with a picture per model."""
+    settings = next(r for r in records if r["method"] == "pruned")
+    pictures = [
+        f"![Memory over a step, {name}]({timeline.picture_path(name).relative_to(ROOT).as_posix()})"
+        for name in dict.fromkeys(r["model"] for r in records)
+    ]
+    return "\n\n".join(
+        [TIMELINE_TEXT.format_map(settings), summarised(summaries.timeline(records), records), *pictures]
+    )
+
+
 TABLES = {
     "memory": ("memory", memory),
     "accuracy": ("accuracy", accuracy),
@@ -131,6 +148,7 @@ TABLES = {
     "pack": ("kernels", pack),
     "step": ("step", step),
     "models": ("models", models),
+    "peak": ("timeline", peak),
 }
 """Tables of the README: the result file and what is made of it."""
 
@@ -161,6 +179,9 @@ def main() -> int:
     measured = load("kernels")
     if measured is not None:
         plots.write_pictures(measured, PICTURE)
+    steps = load("timeline")
+    if steps is not None:
+        timeline.draw(steps)
     return 0
 
 

@@ -1,7 +1,6 @@
 """Memory over one training step, dense, checkpointed and pruned: where the peak is and what it is made of.
 
     python examples/benchmarks/timeline.py --out timeline.json
-    python examples/benchmarks/timeline.py --draw timeline.json     # docs/timeline_<model>.png, needs matplotlib
 
 timm models, bf16 autocast, fused AdamW; s = 0.6, b = 32, all linear layers that ``convert`` takes, those with a held
 input left dense; checkpointing per block. Every case runs in a fresh process: three warm-up steps, one plain step whose
@@ -23,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, RESULTS, environment, require_gpu, write_records
 from examples.benchmarks.models import SETTINGS, Training, warm_up
 from examples.benchmarks.third_party import WORKLOADS
@@ -124,6 +125,11 @@ def mib(nbytes: float, digits: int = 1) -> float:
     return round(nbytes / MIB, digits) if digits else round(nbytes / MIB)
 
 
+def picture_path(name: str) -> Path:
+    """Return where the picture of a model goes."""
+    return DOCS / f"timeline_{name}.png"
+
+
 def draw(records: list[dict[str, Any]]) -> list[Path]:
     """Draw dense beside pruned, one picture per model, and return the files."""
     paths = []
@@ -134,7 +140,7 @@ def draw(records: list[dict[str, Any]]) -> list[Path]:
                 series = {kind: [value * MIB for value in line] for kind, line in record["series_mib"].items()}
                 peaks = series.pop("in use")
                 panels[f"{name}, {record['method']}"] = Panel(series, record["phases"], peaks)
-        paths.append(DOCS / f"timeline_{name}.png")
+        paths.append(picture_path(name))
         series_picture(panels).savefig(paths[-1], dpi=120, metadata={"Software": None})
     return paths
 
@@ -150,21 +156,18 @@ def run_case(name: str, method: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and write the records, or draw them."""
+    """Measure all cases, write the records and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("timeline.json"))
-    parser.add_argument("--draw", type=Path, metavar="RECORDS")
     parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="measure one, print JSON")
     args = parser.parse_args()
-    if args.draw:
-        print(*draw(json.loads(args.draw.read_text())), sep="\n")
-        return
     require_gpu()
     if args.case:
         print(json.dumps(measure(*args.case, torch.device("cuda"))))
         return
     records = [run_case(name, method) for name in MODELS for method in METHODS]
     write_records(args.out, [{**record, **environment()} for record in records])
+    Console(width=None if sys.stdout.isatty() else 200).print(summaries.timeline(records).rich())
 
 
 if __name__ == "__main__":

@@ -39,9 +39,11 @@ def peak_text(step: StepMemory) -> str:
     if index is None:
         return ""
     kind = "measured" if step.measured else "counted, without temporary tensors"
-    most = max(step.activation_bytes)
-    share = f" ({percent(step.activation_bytes[index] / most)} of the activations are there)" if most else ""
-    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_place(step, index)}{share}."
+    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_place(step, index)}"
+    if step.moments[index].phase == "backward":
+        text += f", where {percent(step.activation_bytes[index] / max(*step.activation_bytes, 1))} is kept of what the "
+        text += "forward kept"
+    text += "."
     for fraction, name in _FRACTIONS.items():
         without = step.bytes_without(fraction)
         there = max(range(len(without)), key=without.__getitem__)
@@ -61,7 +63,9 @@ def step_table(step: StepMemory, epoch: int) -> Table:
             shown = "temporary and other tensors" if name == "other" else name
             made.add_row(shown.capitalize(), *(mib(part[name]) for part in parts))
     made.add_section()
-    made.add_row("In use", *(mib(step.interval_bytes[index]) for index in indices.values()))
+    made.add_row(
+        "In use" if step.measured else "Counted", *(mib(step.interval_bytes[index]) for index in indices.values())
+    )
     return made
 
 
