@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import AnyScope, input_geometry
-from lightning_actprune.selection import Layer
 
 
 @dataclass(eq=False)

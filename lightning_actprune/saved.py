@@ -25,6 +25,7 @@ from typing_extensions import Self
 
 from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
 from lightning_actprune.nn.attention import Projection, watchers
+from lightning_actprune.nn.kinds import weight_of_call
 from lightning_actprune.selection import linear_layers
 
 
@@ -185,10 +186,8 @@ class SavedTensorRecorder:
         """Act on a storage that autograd saves."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs, call = (*args, *kwargs.values()), None
-        if inputs and isinstance(module, nn.Linear):
-            call = linear_call(module, module.weight, inputs[0])
-        self._enter(module, call)
+        inputs, weight = (*args, *kwargs.values()), weight_of_call(module)
+        self._enter(module, linear_call(module, weight, inputs[0]) if inputs and weight is not None else None)
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
         """Follow a projection inside an attention module as the call of a layer, which it is not."""

@@ -39,15 +39,16 @@ ALLOWED = {
     "nn": {"arguments", "functional", "ops.geometry"},
     "selection": {"arguments", "nn"},
     "conversion": {"arguments", "nn", "selection"},
-    "calls": {"nn.settings", "ops", "selection"},
-    "saved": {"calls", "nn.attention", "selection"},
+    "calls": {"nn", "ops"},
+    "saved": {"calls", "nn", "selection"},
     "footprint": {"calls", "saved", "selection"},
-    "holders": {"arguments", "calls", "conversion", "nn.settings", "saved", "selection"},
+    "holders": {"arguments", "calls", "conversion", "nn", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
     "__init__": BELOW_CALLBACKS | {"callbacks"},
     "__main__": BELOW_CALLBACKS | {NAME},
 }
 ONLY_IN = {"lightning": "callbacks", "lightning_utilities": "callbacks", "triton": "kernels"}
+ONLY_IN |= {"transformers": "nn.conv1d"}
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 
