@@ -14,6 +14,7 @@ from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import AnyScope, input_geometry
+from lightning_actprune.weight_copies import WeightCopy, weight_copy
 
 
 @dataclass(eq=False)
@@ -28,6 +29,8 @@ class LinearCall:
         dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
             copy of its own, as it does under autocast.
         dense_bytes: Bytes of what the dense layer would keep.
+        weight_copy: Autocast's copy of the weight that the dense layer would keep too; only known of a pruned layer.
+        weight_keys: Storages of the weight itself, if that is what the dense layer would keep.
         block_size: Values per block of a pruned layer, 0 of any other.
         scope: Within what blocks compete.
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
@@ -40,6 +43,8 @@ class LinearCall:
     itemsize: int
     dense_key: StorageWeakRef | None
     dense_bytes: int
+    weight_copy: WeightCopy | None = None
+    weight_keys: frozenset[StorageWeakRef] = frozenset()
     block_size: int = 0
     scope: AnyScope = "sample"
     sparsity: float = 0.0
@@ -83,6 +88,9 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
     call = LinearCall(layer, weakref.ref(x), shape, itemsize, dense_key, dense_bytes)
     if isinstance(layer, PrunedLayer):
         call.block_size, call.scope = layer.block_size, scope or layer.scope
+        call.weight_copy = weight_copy(weight, x)
+        if call.weight_copy is None:
+            call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call
 
 

@@ -5,8 +5,9 @@ behind them and credits each to the module that was running. That is exact, cost
 
 A row's ``dense_bytes`` is what the layer would hold *alone* if it were not pruned. A layer whose input is kept by
 something else too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so such
-bytes are counted once, where they stay. Hence ``dense_bytes + other_bytes`` is what the dense model keeps (less the
-16-bit weight copies that it also keeps under autocast).
+bytes are counted once, where they stay. Under autocast the dense layers also keep copies of their weights
+(``weight_copies``); a report counts those that pruned layers do without. Hence its ``dense_bytes + other_bytes`` is
+what the dense model keeps, and ``saved_bytes`` the difference to what this one does.
 """
 
 from __future__ import annotations
@@ -61,17 +62,20 @@ class MemoryReport:
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
+        weight_copy_bytes: Autocast's copies of weights that the pruned layers would keep, if they were not pruned, and
+            that nothing else keeps; those of other layers are among ``other_bytes``.
     """
 
     rows: list[LayerFootprint] = field(default_factory=list)
     other_bytes: int = 0
     measured_activation_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    weight_copy_bytes: int = 0
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that the listed layers would keep if none were pruned."""
-        return sum(row.dense_bytes for row in self.rows)
+        """Bytes that the listed layers would keep if none were pruned: inputs and copies of weights."""
+        return sum(row.dense_bytes for row in self.rows) + self.weight_copy_bytes
 
     @property
     def stored_bytes(self) -> int:
@@ -130,6 +134,7 @@ class SavedTensorMeter(SavedTensorRecorder):
         self._other: dict[StorageWeakRef, int] = {}
         self._seen: set[StorageWeakRef] = set()
         self._sharing: set[LinearCall] = set()
+        self._kept_copies: set[Any] = set()
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
@@ -138,10 +143,17 @@ class SavedTensorMeter(SavedTensorRecorder):
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
         for call, packed in self._packed.items():
             _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
-        return MemoryReport([row for row in rows.values() if row.calls], sum(self._other.values()))
+        let_go = dict(call.weight_copy for call in self._packed if call.sparsity and call.weight_copy is not None)
+        return MemoryReport(
+            [row for row in rows.values() if row.calls],
+            sum(self._other.values()),
+            weight_copy_bytes=sum(nbytes for key, nbytes in let_go.items() if key not in self._kept_copies),
+        )
 
     def _on_saved(self, saved: Saved) -> None:
         packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
+        if saved.copy_key is not None:
+            self._kept_copies.add(saved.copy_key)
         if saved.key in self._batch or saved.key in self._parameters:
             return
         if saved.key in self._seen:
@@ -156,9 +168,12 @@ class SavedTensorMeter(SavedTensorRecorder):
 
 
 def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Saved) -> bool:
-    """Return whether a storage saved during ``call`` holds the input, not, say, autocast's copy of the weight."""
+    """Return whether a storage saved during ``call`` is kept for the input, not, say, autocast's copy of the weight.
+
+    Also what a pruned layer keeps in place of that copy: a weight that is no parameter (one with a mask, say).
+    """
     if call.sparsity > 0:
-        return True
+        return saved.key not in call.weight_keys
     if call.dense_key is not None:
         return call.keeps(saved.key)
     return not packed and saved.nbytes == call.dense_bytes

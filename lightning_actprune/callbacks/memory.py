@@ -24,7 +24,8 @@ class ActivationMemoryMonitor(pl.Callback):
 
     Logged at the end of each epoch, to every logger and ``callback_metrics`` (so ``ModelCheckpoint`` can monitor them):
 
-    - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB
+    - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB, with the 16-bit copies of
+      their weights that autocast makes and pruned layers do without
     - ``actprune/stored_mib``: what they keep, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
@@ -183,6 +184,8 @@ def _memory_table(report: MemoryReport, epoch: int) -> Table:
         made.add_row(row.fqn, f"{row.sparsity:.2f}", *_byte_cells(row))
     if rest:
         made.add_row(f"... and {len(rest)} more", "", *_byte_cells(MemoryReport(list(rest))))
+    if report.weight_copy_bytes:
+        made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
     made.add_section()
     made.add_row("Linear layers", "", *_byte_cells(report))
     made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")

@@ -31,7 +31,7 @@ def test_table_text():
         LayerFootprint("b", "ActivationPrunedLinear", 0.6, 1, 0, MIB, MIB),
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
-    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB)
+    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB, 8 * MIB)
     lines = display.as_text(memory._memory_table(report, 7)).splitlines()
     rules = [line.strip("│┃").replace("┃", "│").split("│") for line in lines if "│" in line or "MiB" in line]
     cells = [[cell.strip() for cell in line] for line in rules]
@@ -41,7 +41,8 @@ def test_table_text():
         ["a", "0.60", "10.00", "4.00", "60.0 %"],
         ["b", "0.60", "0.00", "1.00", "kept anyway"],
         ["c", "0.00", "2.00", "2.00", "0.0 %"],
-        ["Linear layers", "", "12.00", "7.00", "41.7 %"],
+        ["16-bit weight copies", "", "8.00", "0.00", "100.0 %"],
+        ["Linear layers", "", "20.00", "7.00", "65.0 %"],
         ["Other saved tensors", "", "", "3.00", ""],
         ["Measured after forward", "", "", "11.00", ""],
         ["Measured peak of the step", "", "", "20.00", ""],
