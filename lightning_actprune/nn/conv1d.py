@@ -1,8 +1,10 @@
 """``ActivationPrunedConv1D``: transformers' ``Conv1D`` that keeps only the largest blocks of its input for backward.
 
 ``Conv1D``, of which GPT-2 and its like are made, is a linear layer whose weight lies as ``[IN, OUT]``. Its transpose, a
-view, is multiplied and saved as the weight of ``nn.Linear`` is, so no copy of it is made or kept, and backward turns
-the gradient back to ``[IN, OUT]``. Outputs and input gradients are the same matrix products as those of ``Conv1D``.
+view, is multiplied and saved as the weight of ``nn.Linear`` is, so no copy of it is made or kept. Of inputs with two or
+three dimensions, outputs and input gradients are the very matrix products of ``Conv1D``; of others they are equal to
+rounding, since torch adds the bias separately. The weight gradient is made as ``[OUT, IN]`` and turned back, and torch
+copies it into the layout of the weight where it becomes ``.grad``.
 
 This module imports transformers, so nothing may import it where that is not imported anyway (``nn.kinds``).
 """

@@ -25,6 +25,16 @@ def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
     assert text.count("body.2") == text.count("Other saved tensors") == 2 * verbose
 
 
+def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
+    dense, pruned = ActivationMemoryMonitor(verbose=False), ActivationMemoryMonitor()
+    trainer(dense, precision="bf16-mixed").fit(Net())
+    with caplog.at_level("INFO"):
+        trainer(ActivationPruning(verbose=False), pruned, precision="bf16-mixed").fit(Net())
+    assert dense.report.total_bytes - pruned.report.total_bytes == pruned.report.saved_bytes
+    assert pruned.report.weight_copy_bytes == 2 * (128 * 64 + 64 * 4)  # the first layer reads the batch, normalised
+    assert "16-bit weight copies" in caplog.text
+
+
 def test_table_text():
     rows = [
         LayerFootprint("a", "ActivationPrunedLinear", 0.6, 1, 10 * MIB, 4 * MIB, 4 * MIB),
