@@ -18,6 +18,8 @@ from lightning_actprune.footprint import MemoryReport, SavedTensorMeter
 from tests.conv1d import block
 from tests.helpers import Net, trainer
 
+ROOT = Path(__file__).parents[1]
+
 
 def measure(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> MemoryReport:
     with SavedTensorMeter(model, (args, kwargs)) as meter:
@@ -148,8 +150,7 @@ from torch import nn
 import lightning_actprune
 print(len(lightning_actprune.convert(nn.Linear(64, 64)).converted))
 """
-    root = Path(__file__).parents[1]
-    run = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["1"], run.stderr
 
 
@@ -192,10 +193,21 @@ def test_gpt2_saves_what_is_announced_and_changes_no_other_gradient(autocast):
         assert ours.grad.stride() == theirs.grad.stride()
 
 
-def test_gpt2_pickles_pruned_and_loads_dense():
+def test_gpt2_pickles_pruned_and_loads_in_a_fresh_process(tmp_path):
     model, batch = gpt2()
     convert(model)
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(loaded(**batch).loss, model(**batch).loss)
-    assert revert(loaded) == revert(model)
-    assert [type(m) for m in loaded.modules()] == [type(m) for m in gpt2()[0].modules()]
+    torch.save(model, tmp_path / "pruned.pt")
+    script = """
+import sys
+import torch
+model = torch.load(sys.argv[1], weights_only=False)  # as a spawned worker does
+from lightning_actprune import revert
+print(type(model.lm_head).__name__, type(model.transformer.h[0].mlp.c_fc).__name__, len(revert(model)))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "pruned.pt")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["ActivationPrunedLinear", "ActivationPrunedConv1D", "9"], run.stderr
+    assert len(revert(model)) == 9
+    assert [type(m) for m in model.modules()] == [type(m) for m in gpt2()[0].modules()]
