@@ -6,7 +6,7 @@ behind them and credits each to the module that was running. That is exact, cost
 A row's ``dense_bytes`` is what the layer would hold *alone* if it were not pruned. A layer whose input is kept by
 something else too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so such
 bytes are counted once, where they stay. Under autocast the dense layers also keep copies of their weights
-(``weight_copies``); a report counts those that pruned layers do without. Hence its ``dense_bytes + other_bytes`` is
+(``copies``); a report counts those that pruned layers do without. Hence its ``dense_bytes + other_bytes`` is
 what the dense model keeps, and ``saved_bytes`` the difference to what this one does.
 """
 
@@ -138,7 +138,7 @@ class SavedTensorMeter(SavedTensorRecorder):
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
-        elsewhere = self._batch | self._parameters | self._other.keys()
+        elsewhere = self._batch | self._parameters | self._other.keys() | self._kept_copies
         elsewhere |= {key for call, packed in self._packed.items() if not call.sparsity for key in packed}
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
         for call, packed in self._packed.items():
@@ -179,7 +179,7 @@ def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Sav
     return not packed and saved.nbytes == call.dense_bytes
 
 
-def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[StorageWeakRef], shares: bool) -> None:
+def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Any], shares: bool) -> None:
     """Add ``call`` to its layer's row; ``shares``: what it keeps was packed by another call.
 
     A dense input already in ``elsewhere`` would cost the dense layer nothing.
@@ -192,7 +192,8 @@ def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Stor
         row.accounted_bytes += stored
         return
     row.accounted_bytes += 0 if shares else call.packed_bytes(call.sparsity)
-    if call.dense_key is None or call.dense_key not in elsewhere:
+    held = call.dense_copy if call.dense_key is None else call.dense_key
+    if held is None or held not in elsewhere:
         row.dense_bytes += call.dense_bytes
-    if call.dense_key is not None:
-        elsewhere.add(call.dense_key)
+    if held is not None:
+        elsewhere.add(held)

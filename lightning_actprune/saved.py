@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
+from lightning_actprune.copies import kept_copy
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import weight_of_call
 from lightning_actprune.selection import linear_layers
-from lightning_actprune.weight_copies import kept_copy
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Saved:
         module: The innermost running module, ``None`` outside of all.
         call: The call of a linear layer, if that is what is running.
         handle: What the graph holds; gone once the graph is.
-        copy_key: Which of autocast's copies of weights it is, ``None`` if none.
+        copy_key: Which of autocast's copies it is, ``None`` if none that others share.
     """
 
     key: StorageWeakRef

@@ -183,6 +183,31 @@ def test_saved_is_what_the_dense_model_keeps_more(make):
     assert compare(make(), torch.randn(3, 8, E)).weight_copy_bytes == 2 * MODELS[make]
 
 
+class LearnedQueries(Base):
+    """A parameter that three layers and a function read: autocast makes one copy of it for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(8, E))
+
+    def use(self, h):
+        return (self.a(self.queries) * self.b(self.queries)).sum() + F.linear(self.queries, self.b.weight) + self.a(h)
+
+
+class Leaf(Base):
+    """Layers that read the input itself."""
+
+    def forward(self, x):
+        return self.a(x) * self.b(x) + self.a(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("exclude", [(), "a", "b"])
+@pytest.mark.parametrize("make", [LearnedQueries, Leaf])
+def test_one_copy_of_a_leaf_that_several_layers_read(make, exclude):
+    compare(make(), torch.randn(3, 8, E, requires_grad=True), exclude=exclude)
+    compare(make(), torch.randn(6, 8, E)[::2].requires_grad_(), exclude=exclude)
+
+
 @pytest.mark.parametrize("make", [make for make in MODELS if make is not Uncached])
 def test_without_autocast_no_copies_are_announced(make):
     assert compare(make(), torch.randn(3, 8, E), nullcontext).weight_copy_bytes == 0
