@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_actprune.copies import WeightCopy, shared_copy, weight_copy
+from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import AnyScope, input_geometry
-from lightning_actprune.selection import Layer
 
 
 @dataclass(eq=False)
@@ -28,6 +29,9 @@ class LinearCall:
         dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
             copy of its own, as it does under autocast.
         dense_bytes: Bytes of what the dense layer would keep.
+        dense_copy: Which of autocast's copies the dense layer would keep as its input, if one that others share.
+        weight_copy: Autocast's copy of the weight that the dense layer would keep too; only known of a pruned layer.
+        weight_keys: Storages of the weight itself, if that is what the dense layer would keep.
         block_size: Values per block of a pruned layer, 0 of any other.
         scope: Within what blocks compete.
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
@@ -40,6 +44,9 @@ class LinearCall:
     itemsize: int
     dense_key: StorageWeakRef | None
     dense_bytes: int
+    dense_copy: Any = None
+    weight_copy: WeightCopy | None = None
+    weight_keys: frozenset[StorageWeakRef] = frozenset()
     block_size: int = 0
     scope: AnyScope = "sample"
     sparsity: float = 0.0
@@ -75,14 +82,20 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
         return None
     if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
         return None
-    itemsize = compute_dtype(x).itemsize
-    dense_key, dense_bytes = None, x.numel() * itemsize
-    if compute_dtype(x) == x.dtype and _flattens_without_copy(x):
+    dtype = compute_dtype(x)
+    dense_key, dense_bytes = None, x.numel() * dtype.itemsize
+    flat = _flattens_without_copy(x)
+    if dtype == x.dtype and flat:
         [(dense_key, dense_bytes)] = storages(x)
     shape = torch.empty_strided(x.shape, x.stride(), device="meta")
-    call = LinearCall(layer, weakref.ref(x), shape, itemsize, dense_key, dense_bytes)
+    call = LinearCall(layer, weakref.ref(x), shape, dtype.itemsize, dense_key, dense_bytes)
+    if dtype != x.dtype and flat:
+        call.dense_copy = shared_copy(x)
     if isinstance(layer, PrunedLayer):
         call.block_size, call.scope = layer.block_size, scope or layer.scope
+        call.weight_copy = weight_copy(weight, x)
+        if call.weight_copy is None:
+            call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call
 
 

@@ -20,10 +20,10 @@ from torch import nn
 
 from lightning_actprune.arguments import Scope
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
+from lightning_actprune.nn.kinds import pruned_class
 from lightning_actprune.nn.settings import Converted, PrunedLayer, PruningSettings
 from lightning_actprune.selection import (
     MIN_FEATURES,
-    PRUNED_CLASSES,
     Candidate,
     ConversionOptions,
     candidates,
@@ -115,7 +115,7 @@ def convert(
 
 
 def revert(model: nn.Module, owner: str | None = None) -> list[str]:
-    """Turn converted layers of ``model`` back into ``nn.Linear`` and return their names.
+    """Turn converted layers of ``model`` back into what they were and return their names.
 
     Args:
         model: A module that ``convert`` was called on, or any module.
@@ -172,8 +172,8 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
     listing = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear layers, so there is nothing to prune. HINT: pass the module that "
-            "holds them."
+            f"{type(model).__name__} has no linear layers (nn.Linear, nn.MultiheadAttention or transformers' Conv1D), "
+            "so there is nothing to prune. HINT: pass the module that holds them."
         )
     for argument, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
@@ -192,7 +192,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
 def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str) -> None:
     layer, attention = candidate.layer, candidate.attention
     if not isinstance(layer, PrunedLayer):
-        layer.__class__ = PRUNED_CLASSES[type(layer)]  # type: ignore[assignment]
+        layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
     settings = PruningSettings(options.sparsity, options.block_size, options.scope, owner)
     layer._pruning = settings  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:

@@ -5,8 +5,9 @@ behind them and credits each to the module that was running. That is exact, cost
 
 A row's ``dense_bytes`` is what the layer would hold *alone* if it were not pruned. A layer whose input is kept by
 something else too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so such
-bytes are counted once, where they stay. Hence ``dense_bytes + other_bytes`` is what the dense model keeps (less the
-16-bit weight copies that it also keeps under autocast).
+bytes are counted once, where they stay. Under autocast the dense layers also keep copies of their weights
+(``copies``); a report counts those that pruned layers do without. Hence its ``dense_bytes + other_bytes`` is
+what the dense model keeps, and ``saved_bytes`` the difference to what this one does.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class MemoryReport:
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
+        weight_copy_bytes: Autocast's copies of weights that the pruned layers would keep, if they were not pruned, and
+            that nothing else keeps; those of other layers are among ``other_bytes``.
         step: Memory over the whole step, if it was recorded.
     """
 
@@ -69,12 +72,13 @@ class MemoryReport:
     other_bytes: int = 0
     measured_activation_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    weight_copy_bytes: int = 0
     step: StepMemory | None = None
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes that the listed layers would keep if none were pruned."""
-        return sum(row.dense_bytes for row in self.rows)
+        """Bytes that the listed layers would keep if none were pruned: inputs and copies of weights."""
+        return sum(row.dense_bytes for row in self.rows) + self.weight_copy_bytes
 
     @property
     def stored_bytes(self) -> int:
@@ -133,18 +137,26 @@ class SavedTensorMeter(SavedTensorRecorder):
         self._other: dict[StorageWeakRef, int] = {}
         self._seen: set[StorageWeakRef] = set()
         self._sharing: set[LinearCall] = set()
+        self._kept_copies: set[Any] = set()
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
-        elsewhere = self._batch | self._parameters | self._other.keys()
+        elsewhere = self._batch | self._parameters | self._other.keys() | self._kept_copies
         elsewhere |= {key for call, packed in self._packed.items() if not call.sparsity for key in packed}
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
         for call, packed in self._packed.items():
             _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
-        return MemoryReport([row for row in rows.values() if row.calls], sum(self._other.values()))
+        let_go = dict(call.weight_copy for call in self._packed if call.sparsity and call.weight_copy is not None)
+        return MemoryReport(
+            [row for row in rows.values() if row.calls],
+            sum(self._other.values()),
+            weight_copy_bytes=sum(nbytes for key, nbytes in let_go.items() if key not in self._kept_copies),
+        )
 
     def _on_saved(self, saved: Saved) -> None:
         packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
+        if saved.copy_key is not None:
+            self._kept_copies.add(saved.copy_key)
         if saved.key in self._batch or saved.key in self._parameters:
             return
         if saved.key in self._seen:
@@ -159,15 +171,18 @@ class SavedTensorMeter(SavedTensorRecorder):
 
 
 def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Saved) -> bool:
-    """Return whether a storage saved during ``call`` holds the input, not, say, autocast's copy of the weight."""
+    """Return whether a storage saved during ``call`` is kept for the input, not, say, autocast's copy of the weight.
+
+    Also what a pruned layer keeps in place of that copy: a weight that is no parameter (one with a mask, say).
+    """
     if call.sparsity > 0:
-        return True
+        return saved.key not in call.weight_keys
     if call.dense_key is not None:
         return call.keeps(saved.key)
     return not packed and saved.nbytes == call.dense_bytes
 
 
-def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[StorageWeakRef], shares: bool) -> None:
+def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Any], shares: bool) -> None:
     """Add ``call`` to its layer's row; ``shares``: what it keeps was packed by another call.
 
     A dense input already in ``elsewhere`` would cost the dense layer nothing.
@@ -180,7 +195,8 @@ def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Stor
         row.accounted_bytes += stored
         return
     row.accounted_bytes += 0 if shares else call.packed_bytes(call.sparsity)
-    if call.dense_key is None or call.dense_key not in elsewhere:
+    held = call.dense_copy if call.dense_key is None else call.dense_key
+    if held is None or held not in elsewhere:
         row.dense_bytes += call.dense_bytes
-    if call.dense_key is not None:
-        elsewhere.add(call.dense_key)
+    if held is not None:
+        elsewhere.add(held)

@@ -24,7 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
+from lightning_actprune.copies import kept_copy
 from lightning_actprune.nn.attention import Projection, watchers
+from lightning_actprune.nn.kinds import weight_of_call
 from lightning_actprune.selection import linear_layers
 
 
@@ -38,6 +40,7 @@ class Saved:
         module: The innermost running module, ``None`` outside of all.
         call: The call of a linear layer, if that is what is running.
         handle: What the graph holds; gone once the graph is.
+        copy_key: Which of autocast's copies it is, ``None`` if none that others share.
     """
 
     key: StorageWeakRef
@@ -45,6 +48,7 @@ class Saved:
     module: nn.Module | None
     call: LinearCall | None
     handle: weakref.ref[Tensor]
+    copy_key: Any
 
 
 class SharedContext(threading.local):
@@ -92,9 +96,9 @@ def _pack(tensor: Tensor) -> Tensor:
     # none, and other layers share it only as long as it is this object.
     packed = not tensor.requires_grad and any(recorder.runs_pruned for recorder in recorders)
     held = tensor if packed else tensor.detach()
-    entries = storages(tensor)
+    entries, copy_key = storages(tensor), kept_copy(tensor)
     for recorder in recorders:
-        recorder.see(entries, held)
+        recorder.see(entries, held, copy_key)
     return held
 
 
@@ -159,14 +163,14 @@ class SavedTensorRecorder:
         _, call = self._running[-1] if self._running else (None, None)
         return call is not None and sparsity_of(call.layer) > 0
 
-    def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor) -> None:
-        """Take note of a tensor that autograd saves: its storages, and what the graph holds in its place."""
+    def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor, copy_key: Any) -> None:
+        """Take note of a tensor that autograd saves: its storages, what the graph holds in its place, and its copy."""
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
             call.saved, call.sparsity = True, sparsity_of(call.layer)
         for key, nbytes in entries:
-            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held)))
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held), copy_key))
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -189,10 +193,8 @@ class SavedTensorRecorder:
         """Act on a storage that autograd saves."""
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs, call = (*args, *kwargs.values()), None
-        if inputs and isinstance(module, nn.Linear):
-            call = linear_call(module, module.weight, inputs[0])
-        self._enter(module, call)
+        inputs, weight = (*args, *kwargs.values()), weight_of_call(module)
+        self._enter(module, linear_call(module, weight, inputs[0]) if inputs and weight is not None else None)
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
         """Follow a projection inside an attention module as the call of a layer, which it is not."""

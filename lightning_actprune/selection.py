@@ -1,8 +1,8 @@
 """Which layers of a model are converted, and why the others are not.
 
-Only exact types are: a subclass may do anything in its forward. An ``nn.MultiheadAttention`` stands for its
-in-projection, which has no module of its own; its output projection is a layer under its own name, which prunes only if
-the attention module is one whose code is known, since that uses the weight without calling the layer.
+What a linear layer is, and which types are known, is in ``nn.kinds``. The output projection of an attention module is
+a layer under its own name, which prunes only if the attention module is one whose code is known, since that uses the
+weight without calling the layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,27 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_actprune.arguments import Scope, check_block_size, check_patterns, check_scope, check_sparsity
-from lightning_actprune.nn.attention import (
-    ActivationPrunedMultiheadAttention,
-    ActivationPrunedOutProjection,
-    RoutedMultiheadAttention,
-    projection_weights,
-)
-from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 
 MIN_FEATURES = 64
 """Default of ``min_features``. Packing takes about as long for 16 as for 256 features (launches dominate), so each MiB
 saved costs 2.7 ms of eager step time at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
-
-Layer: TypeAlias = nn.Linear | nn.MultiheadAttention
-PRUNED_CLASSES: dict[type[nn.Module], type[PrunedLayer]] = {
-    nn.Linear: ActivationPrunedLinear,
-    NonDynamicallyQuantizableLinear: ActivationPrunedOutProjection,
-    nn.MultiheadAttention: ActivationPrunedMultiheadAttention,
-    RoutedMultiheadAttention: ActivationPrunedMultiheadAttention,
-}
-"""What a layer of each type becomes."""
 
 WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
@@ -106,15 +90,14 @@ class Candidate:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Its weights: one, or those of query, key and value if these have sizes of their own."""
-        return projection_weights(self.layer) if isinstance(self.layer, nn.MultiheadAttention) else (self.layer.weight,)
+        """Its weights as ``[OUT, IN]``: one, or those of query, key and value if these have sizes of their own."""
+        return weights_of(self.layer)
 
     @property
     def features(self) -> tuple[int, int]:
         """Sizes of its input and its output, of an in-projection those of the query and of all three outputs."""
-        if isinstance(self.layer, nn.MultiheadAttention):
-            return self.layer.embed_dim, 3 * self.layer.embed_dim
-        return self.layer.in_features, self.layer.out_features
+        weights = self.weights
+        return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
 
     def matches(self, pattern: str) -> bool:
         """Return whether one of its names matches a glob pattern."""
@@ -125,7 +108,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], Layer]]:
     """Yield every linear layer once, with all its fully qualified names (wrapper prefixes removed)."""
     names: dict[Layer, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (nn.Linear, nn.MultiheadAttention)):
+        if kind_of(module) is not None:
             names.setdefault(module, []).append(WRAPPERS.sub("", fqn).removeprefix(".") or "(root)")
     for layer, fqns in names.items():
         yield fqns, layer
@@ -171,9 +154,9 @@ def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> s
         return "is not initialised yet; convert after the first forward"
     if isinstance(layer, FSDPModule):
         return "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
-    if not (type(layer) in PRUNED_CLASSES or isinstance(layer, PrunedLayer)):
-        known = "nn.MultiheadAttention" if isinstance(layer, nn.MultiheadAttention) else "nn.Linear"
-        return f"is a {type(layer).__module__}.{type(layer).__qualname__}, whose forward is not known to be {known}'s"
+    if pruned_class(type(layer)) is None and not isinstance(layer, PrunedLayer):
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        return f"is a {name}, whose forward is not known to be {kind_of(layer)}'s"
     if "forward" in layer.__dict__:
         return "its forward was replaced on the instance, so the pruned one would never run"
     return None

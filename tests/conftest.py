@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from lightning_actprune.ops.dispatch import force_backend
+from tests import conv1d as conv1d_module
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +38,9 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter is off where there is a GPU, which runs the kernels themselves")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def conv1d(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class ``Conv1D`` of transformers, or a stand-in under its name."""
+    return conv1d_module.imported(monkeypatch)

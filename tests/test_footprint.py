@@ -147,6 +147,7 @@ def test_inactive_layers(off: str):
 
 
 def test_autocast_counts_16_bits_and_the_weight_copies_that_only_dense_layers_keep():
+    inputs = 2 * 24 * (64 + 96 + 128)
     model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
     copies = sum(2 * layer.weight.numel() for layer in model if isinstance(layer, nn.Linear))
     with torch.autocast("cpu", torch.bfloat16):
@@ -154,8 +155,10 @@ def test_autocast_counts_16_bits_and_the_weight_copies_that_only_dense_layers_ke
     convert(model, sparsity=0.5)
     with torch.autocast("cpu", torch.bfloat16):
         pruned = measure(model, x)
-    assert dense.dense_bytes == pruned.dense_bytes == 2 * 24 * (64 + 96 + 128)
-    assert dense.total_bytes == pruned.dense_bytes + pruned.other_bytes + copies
+    assert (dense.dense_bytes, dense.weight_copy_bytes) == (inputs, 0)
+    assert sum(row.dense_bytes for row in pruned.rows) == inputs
+    assert (pruned.dense_bytes, pruned.weight_copy_bytes) == (inputs + copies, copies)
+    assert dense.total_bytes == pruned.dense_bytes + pruned.other_bytes
     assert pruned.stored_bytes == sum(row.accounted_bytes for row in pruned.rows)
 
 
@@ -270,10 +273,11 @@ def test_a_caught_exception_does_not_shift_the_attribution():
 
 def test_report_to_dict_is_made_of_primitives():
     rows = [LayerFootprint("a", "Linear", 0.0, 1, 100, 100, 100), LayerFootprint("b", "X", 0.5, 2, 300, 100, 100)]
-    report = MemoryReport(rows, other_bytes=50)
+    report = MemoryReport(rows, other_bytes=50, weight_copy_bytes=100)
     table = report.to_dict()
-    assert (report.dense_bytes, report.stored_bytes, report.saved_fraction) == (400, 200, 0.5)
-    assert (table["saved_bytes"], table["total_bytes"], table["measured_peak_bytes"]) == (200, 250, None)
+    assert (report.dense_bytes, report.stored_bytes, report.saved_fraction) == (500, 200, 0.6)
+    assert (table["saved_bytes"], table["total_bytes"], table["measured_peak_bytes"]) == (300, 250, None)
+    assert (table["dense_bytes"], table["weight_copy_bytes"]) == (500, 100)
     assert table["rows"][1] == {
         "fqn": "b",
         "kind": "X",

@@ -145,11 +145,6 @@ def measured_pairs(records: Records) -> Iterator[tuple[dict[str, Any], dict[str,
             yield by_method["dense"], by_method["pruned"]
 
 
-def announced_mib(record: dict[str, Any]) -> float:
-    """Return what a pruned model was announced to save: of inputs, and of autocast's copies of weights."""
-    return float(record["announced_mib"] + record["weight_copies_mib"])
-
-
 def models(records: Records) -> Summary:
     """Third-party models, one row each: how many layers pack of those converted, memory as dense / pruned, savings."""
     found = {dense["model"]: (dense, pruned) for dense, pruned in measured_pairs(records)}
@@ -168,7 +163,7 @@ def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
     left = f"{pruned['skipped']} ({'; '.join(reasons)})" if pruned["skipped"] else "0"
     memory = [f"{dense[name]:.0f} / {pruned[name]:.0f}" for name in ("activations_mib", "peak_mib")]
     saved = f"{pruned['saved_mib']:.1f} ({100 * pruned['saved_mib'] / dense['activations_mib']:.0f} %)"
-    return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{announced_mib(pruned):.1f}"]
+    return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{pruned['announced_mib']:.1f}"]
 
 
 def timeline(records: Records) -> Summary:

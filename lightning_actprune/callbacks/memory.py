@@ -34,7 +34,8 @@ class ActivationMemoryMonitor(pl.Callback):
 
     Logged at the end of each epoch, to every logger and ``callback_metrics`` (so ``ModelCheckpoint`` can monitor them):
 
-    - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB
+    - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB, with the 16-bit copies of
+      their weights that autocast makes and pruned layers do without
     - ``actprune/stored_mib``: what they keep, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)

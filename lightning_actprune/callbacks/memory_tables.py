@@ -23,6 +23,8 @@ def memory_table(report: MemoryReport, epoch: int) -> Table:
         made.add_row(row.fqn, f"{row.sparsity:.2f}", *_byte_cells(row))
     if rest:
         made.add_row(f"... and {len(rest)} more", "", *_byte_cells(MemoryReport(list(rest))))
+    if report.weight_copy_bytes:
+        made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
     made.add_section()
     made.add_row("Linear layers", "", *_byte_cells(report))
     made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")

@@ -29,13 +29,23 @@ def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
         assert text.count(title) == verbose
 
 
+def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
+    dense, pruned = ActivationMemoryMonitor(verbose=False), ActivationMemoryMonitor()
+    trainer(dense, precision="bf16-mixed").fit(Net())
+    with caplog.at_level("INFO"):
+        trainer(ActivationPruning(verbose=False), pruned, precision="bf16-mixed").fit(Net())
+    assert dense.report.total_bytes - pruned.report.total_bytes == pruned.report.saved_bytes
+    assert pruned.report.weight_copy_bytes == 2 * (128 * 64 + 64 * 4)  # the first layer reads the batch, normalised
+    assert "16-bit weight copies" in caplog.text
+
+
 def test_table_text():
     rows = [
         LayerFootprint("a", "ActivationPrunedLinear", 0.6, 1, 10 * MIB, 4 * MIB, 4 * MIB),
         LayerFootprint("b", "ActivationPrunedLinear", 0.6, 1, 0, MIB, MIB),
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
-    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB)
+    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB, 8 * MIB)
     lines = display.as_text(memory_table(report, 7)).splitlines()
     rules = [line.strip("│┃").replace("┃", "│").split("│") for line in lines if "│" in line or "MiB" in line]
     cells = [[cell.strip() for cell in line] for line in rules]
@@ -45,7 +55,8 @@ def test_table_text():
         ["a", "0.60", "10.00", "4.00", "60.0 %"],
         ["b", "0.60", "0.00", "1.00", "kept anyway"],
         ["c", "0.00", "2.00", "2.00", "0.0 %"],
-        ["Linear layers", "", "12.00", "7.00", "41.7 %"],
+        ["16-bit weight copies", "", "8.00", "0.00", "100.0 %"],
+        ["Linear layers", "", "20.00", "7.00", "65.0 %"],
         ["Other saved tensors", "", "", "3.00", ""],
         ["Measured after forward", "", "", "11.00", ""],
         ["Measured peak of the step", "", "", "20.00", ""],

@@ -67,7 +67,7 @@ def pair(**changes):
     dense |= {"activations_mib": 200.0, "peak_mib": 300.0, "accounted_mib": 200.0}
     pruned = common | {"method": "pruned", "sparsity": 0.6, "block_size": 32, "converted": 9, "packed": 8, "skipped": 3}
     pruned |= {"activations_mib": 140.0, "peak_mib": 250.0, "accounted_mib": 140.0, "saved_mib": 60.0}
-    pruned |= {"announced_mib": 50.0, "weight_copies_mib": 10.0, "reasons": ["is small", "is unused"]}
+    pruned |= {"announced_mib": 60.0, "weight_copies_mib": 10.0, "reasons": ["is small", "is unused"]}
     return [dense, pruned | changes]
 
 
@@ -81,7 +81,8 @@ def test_saving_on_a_model_is_what_was_announced(on_the_cpu, capsys):
     assert pruned["reasons"] == ["in_features=3 is below min_features=64"]
     copies = 2 * (512 * 2048 * 2 + 512 * 10) / models.MIB
     assert pruned["weight_copies_mib"] == pytest.approx(copies, abs=0.005)
-    assert pruned["saved_mib"] == pytest.approx(pruned["announced_mib"] + copies, abs=0.03)
+    # Each figure is rounded by itself, and what was saved is the difference of two.
+    assert pruned["saved_mib"] == pytest.approx(pruned["announced_mib"], abs=0.015)
     assert pruned["saved_mib"] == pruned["accounted_saved_mib"]
     assert not {"announced_mib", "converted"} & dense.keys()
     assert not {"step_ms"} & (dense.keys() | pruned.keys())
@@ -110,8 +111,8 @@ def test_memory_that_nobody_announced_is_an_offence(on_the_cpu, monkeypatch, cap
         ({"saved_mib": 61.1}, 0),
         ({"saved_mib": 61.3}, 1),
         ({"saved_mib": 58.7}, 1),
-        ({"activations_mib": 201.1, "saved_mib": -1.1, "announced_mib": -11.1}, 1),
-        ({"activations_mib": 200.9, "saved_mib": -0.9, "announced_mib": -10.9}, 0),
+        ({"activations_mib": 201.1, "saved_mib": -1.1, "announced_mib": -1.1}, 1),
+        ({"activations_mib": 200.9, "saved_mib": -0.9, "announced_mib": -0.9}, 0),
     ],
 )
 def test_limits_of_the_checks(changes, offences):
