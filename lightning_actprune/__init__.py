@@ -18,6 +18,7 @@ from lightning_actprune.conversion import (
 )
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
+from lightning_actprune.recomputed import RecomputationProbe
 from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "CubicSchedule",
     "HolderProbe",
     "LinearSchedule",
+    "RecomputationProbe",
     "SkippedLayer",
     "SparsitySchedule",
     "convert",

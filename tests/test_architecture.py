@@ -28,7 +28,7 @@ MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
 BELOW_CALLBACKS = {"arguments", "conversion", "footprint", "functional", "holders", "nn", "ops", "schedules"}
-BELOW_CALLBACKS |= {"selection"}
+BELOW_CALLBACKS |= {"recomputed", "selection"}
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
@@ -40,7 +40,9 @@ ALLOWED = {
     "selection": {"arguments", "nn"},
     "conversion": {"arguments", "nn", "selection"},
     "calls": {"nn.settings", "ops", "selection"},
-    "saved": {"calls", "nn.attention", "selection"},
+    "hooks": set(),
+    "saved": {"calls", "hooks", "nn.attention", "selection"},
+    "recomputed": {"hooks", "nn.attention", "nn.settings", "selection"},
     "footprint": {"calls", "saved", "selection"},
     "holders": {"arguments", "calls", "conversion", "nn.settings", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
