@@ -18,13 +18,15 @@ class OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.run = run
+        ctx.random, ctx.autocast = torch.get_rng_state(), torch.is_autocast_enabled("cpu")
         ctx.save_for_backward(x)
         return run(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng(), torch.autocast("cpu", enabled=ctx.autocast):
+            torch.set_rng_state(ctx.random)
             y = ctx.run(x)
         torch.autograd.backward(y, grad)
         return None, x.grad, *[None] * (len(ctx.needs_input_grad) - 2)
