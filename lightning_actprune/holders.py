@@ -93,7 +93,11 @@ class HolderProbe(SavedTensorRecorder):
 
     def __enter__(self) -> Self:
         self._operators = _watching.enter()
-        return super().__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *exc_info: Any) -> None:
         self.check_alive()
@@ -135,6 +139,7 @@ class HolderProbe(SavedTensorRecorder):
             super().close()
             for layer in [layer for layer in _dense_for_now if layer in self._names]:  # cut short by an interrupt
                 _prune_again(layer)
+        if self._operators is not None:
             self._operators = None
             _watching.leave()
 
