@@ -14,7 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule, convert
 from lightning_actprune.nn.settings import PrunedLayer
 from tests.callbacks.test_skip_held import Held, assert_hooks_gone
-from tests.helpers import BATCHES, FEATURES, Net, sparsities, trainer
+from tests.helpers import BATCHES, FEATURES, Gradients, Net, sparsities, trainer
 
 
 class Sisters(Net):
@@ -122,16 +122,6 @@ def test_a_step_that_forbids_hooks_needs_skip_held_false(skip_held: bool):
         trainer(callback).fit(model)
         assert len(model.seen) == BATCHES
     assert_hooks_gone(model)
-
-
-class Gradients(pl.Callback):
-    """Notes the gradients before each optimizer step."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.seen.append([p.grad.clone() for p in pl_module.parameters()])
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
