@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_decisions_are_the_dense_ones_with_overflows_injected_everywhere():
     assert dense.skipped == [step in (1, 3, 4, 6) for step in range(8)]
     assert pruned == dense
     assert all(pruned.finite)
-    assert [b / a for a, b in zip(pruned.scales, pruned.scales[1:], strict=False)] == [
+    assert [b / a for a, b in pairwise(pruned.scales)] == [
         0.5 if skipped else 1.0 for skipped in pruned.skipped
     ]  # never three good steps in a row, so that it does not grow
     assert all(isinstance(layer, ActivationPrunedLinear) for layer in model[::2])
