@@ -19,6 +19,7 @@ from lightning_actprune.conversion import (
 )
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
+from lightning_actprune.recomputed import RecomputationProbe
 from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
 from lightning_actprune.step_recorder import StepMemoryRecorder
 
@@ -34,6 +35,7 @@ __all__ = [
     "CubicSchedule",
     "HolderProbe",
     "LinearSchedule",
+    "RecomputationProbe",
     "SkippedLayer",
     "SparsitySchedule",
     "StepMemoryRecorder",

@@ -113,7 +113,8 @@ class SavedTensorMeter(SavedTensorRecorder):
 
     Modules called inside a ``torch.compile``d one are not seen one by one; what the compiled graph saves is in
     ``other_bytes`` and ``rows`` may be empty. What happens inside an activation checkpoint is not kept, so it is not
-    counted. Sparse tensors are not counted.
+    counted, nor is what goes to saved-tensor hooks opened inside this context. Hooks that are open around it, such as
+    those of ``save_on_cpu``, still get what was counted. Sparse tensors are not counted.
 
     Args:
         model: The module whose layers are listed by name.

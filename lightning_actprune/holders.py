@@ -53,14 +53,15 @@ class HolderProbe(SavedTensorRecorder):
     buffers; and references in Python, such as a list of features, which show in that a storage is still alive though
     autograd saved it nowhere. Pruned layers do not hold their inputs against each other.
 
-    Bytes decide (see the module): a layer with several calls stays pruned if that saves memory over all of them. A
-    layer that was not called, got only empty inputs or ran inside an activation checkpoint is not judged. The step is
-    not disturbed: no forward is added and nothing is kept alive. A layer whose input is known to be held when it is
+    Bytes decide (see the module): a layer with several calls stays pruned if that saves memory over all of them. Not
+    judged is a layer that was not called, got only empty inputs, or ran inside an activation checkpoint or where other
+    saved-tensor hooks, such as those of ``save_on_cpu``, say what is kept (inside this context or around it). The step
+    is not disturbed: no forward is added and nothing is kept alive. A layer whose input is known to be held when it is
     called (saved before, or part of the batch) runs dense in that call, so that the step does not pack in vain.
 
     Compiled modules run eagerly in this context, since nothing in a compiled region can be seen; compilation then
-    starts, or goes on, with the next step. ``torch.func`` transforms inside it fail: they forbid the hooks that see
-    what is saved.
+    starts, or goes on, with the next step. ``torch.func`` transforms and ``disable_saved_tensors_hooks`` inside it
+    fail: they forbid the hooks that see what is saved.
 
     Args:
         model: The module that ``convert`` was called on.
@@ -93,7 +94,11 @@ class HolderProbe(SavedTensorRecorder):
 
     def __enter__(self) -> Self:
         self._operators = _watching.enter()
-        return super().__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.close()
+            raise
 
     def __exit__(self, *exc_info: Any) -> None:
         self.check_alive()
@@ -135,6 +140,7 @@ class HolderProbe(SavedTensorRecorder):
             super().close()
             for layer in [layer for layer in _dense_for_now if layer in self._names]:  # cut short by an interrupt
                 _prune_again(layer)
+        if self._operators is not None:
             self._operators = None
             _watching.leave()
 
@@ -158,7 +164,7 @@ class HolderProbe(SavedTensorRecorder):
     def _on_call(self, call: LinearCall) -> None:
         layer, key = call.layer, call.dense_key
         # One that was built pruned stays as it is.
-        if not isinstance(layer, PrunedLayer) or layer.owner is None or call.shape.numel() == 0:
+        if not isinstance(layer, PrunedLayer) or layer.owner is None or call.shape.numel() == 0 or self.hands_on:
             return
         sparsity = max(_dense_for_now.get(layer, layer.sparsity), self._sparsity)
         if sparsity == 0:

@@ -1,7 +1,11 @@
 """What autograd saves during forwards: which storage, by which module, in which call of a linear layer.
 
 Autograd hands every tensor that it saves to the innermost pair of saved-tensor hooks alone. All recorders of a thread
-therefore share one pair, entered with the first and left with the last of them, in whatever order they close.
+therefore share one pair, entered with the first and left with the last of them, in whatever order they close. What was
+saved is then handed on to the pair around theirs, if there is one, such as that of ``save_on_cpu``. A pair inside
+theirs, such as that of an activation checkpoint, keeps from them what it gets.
+
+What is saved while backward runs is not recorded: an activation checkpoint runs a forward again there, for the moment.
 
 Storages are known by weak references, which keep nothing alive and keep an address from being mistaken for that of a
 later tensor.
@@ -11,10 +15,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +30,7 @@ from typing_extensions import Self
 
 from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
 from lightning_actprune.copies import kept_copy
+from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import weight_of_call
 from lightning_actprune.selection import linear_layers
@@ -40,6 +46,7 @@ class Saved:
         module: The innermost running module, ``None`` outside of all.
         call: The call of a linear layer, if that is what is running.
         handle: What the graph holds; gone once the graph is.
+        device: Where the storage is.
         copy_key: Which of autocast's copies it is, ``None`` if none that others share.
     """
 
@@ -47,7 +54,8 @@ class Saved:
     nbytes: int
     module: nn.Module | None
     call: LinearCall | None
-    handle: weakref.ref[Tensor]
+    handle: weakref.ref[Any]
+    device: torch.device
     copy_key: Any
 
 
@@ -84,28 +92,60 @@ class _Open(threading.local):
         self.recorders: list[SavedTensorRecorder] = []
 
 
+_Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+@dataclass(frozen=True)
+class _HandedOn:
+    """What the graph holds if other saved-tensor hooks are open around the recorders'.
+
+    Args:
+        value: What their pack hook made of the tensor.
+        unpack: Their unpack hook, which may be called when they are no longer open.
+    """
+
+    value: Any
+    unpack: Callable[[Any], Tensor]
+
+
 _open = _Open()
-unpack_listeners: list[Callable[[Tensor], None]] = []
-"""Told of every tensor that backward takes up, while its node runs; on a GPU in a thread of autograd's own."""
-_saving = SharedContext(lambda: torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
 
 
-def _pack(tensor: Tensor) -> Tensor:
-    recorders = tuple(_open.recorders)
-    # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input is
-    # none, and other layers share it only as long as it is this object.
-    packed = not tensor.requires_grad and any(recorder.runs_pruned for recorder in recorders)
-    held = tensor if packed else tensor.detach()
-    entries, copy_key = storages(tensor), kept_copy(tensor)
+@contextmanager
+def _recording() -> Iterator[bool]:
+    """Open the recorders' hooks; gives whether there are others around them."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    with torch.autograd.graph.saved_tensors_hooks(partial(_pack, outer), _unpack):
+        yield outer is not None
+
+
+_saving = SharedContext(_recording)
+unpack_listeners: list[Callable[[Any], None]] = []
+"""Told what backward takes up (what the graph holds) while its node runs, on a GPU in a thread of autograd's own."""
+
+
+def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
+    again = backward_runs()
+    recorders = () if again else tuple(_open.recorders)
+    held: Tensor | _HandedOn
+    if outer is not None:
+        pack, unpack = outer
+        held = _HandedOn(pack(tensor), unpack)
+    else:
+        # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input
+        # is none, and other layers share it only as long as it is this object.
+        packed = not tensor.requires_grad and (again or any(recorder.runs_pruned for recorder in recorders))
+        held = tensor if packed else tensor.detach()
+    copy_key = kept_copy(tensor) if recorders else None
     for recorder in recorders:
-        recorder.see(entries, held, copy_key)
+        recorder.see(tensor, held, copy_key)
     return held
 
 
-def _unpack(tensor: Tensor) -> Tensor:
+def _unpack(held: Tensor | _HandedOn) -> Tensor:
     for listener in tuple(unpack_listeners):
-        listener(tensor)
-    return tensor
+        listener(held)
+    return held.unpack(held.value) if isinstance(held, _HandedOn) else held
 
 
 class SavedTensorRecorder:
@@ -126,9 +166,11 @@ class SavedTensorRecorder:
         self._active = False
         self.ran = False
         """Whether a module was called or something saved."""
+        self.hands_on = False
+        """Whether other saved-tensor hooks, open around the recorders', decide what the graph holds."""
 
     def __enter__(self) -> Self:
-        _saving.enter()
+        self.hands_on = _saving.enter()
         _open.recorders.append(self)
         watchers.append(self)
         self._active = True
@@ -163,25 +205,25 @@ class SavedTensorRecorder:
         _, call = self._running[-1] if self._running else (None, None)
         return call is not None and sparsity_of(call.layer) > 0
 
-    def see(self, entries: list[tuple[StorageWeakRef, int]], held: Tensor, copy_key: Any) -> None:
-        """Take note of a tensor that autograd saves: its storages, what the graph holds in its place, and its copy."""
+    def see(self, tensor: Tensor, held: Tensor | _HandedOn, copy_key: Any) -> None:
+        """Take note of a tensor that autograd saves: what the graph holds in its place, and which copy it is."""
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
             call.saved, call.sparsity = True, sparsity_of(call.layer)
-        for key, nbytes in entries:
-            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held), copy_key))
+        for key, nbytes in storages(tensor):
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held), tensor.device, copy_key))
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             return
-        self._handles.append(module.register_forward_pre_hook(_Hook(self._enter_module), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(ForwardHook(self._enter_module), with_kwargs=True))
         # Always: a forward may raise and its caller go on without it.
-        self._handles.append(module.register_forward_hook(_Hook(self._leave_module), always_call=True))
+        self._handles.append(module.register_forward_hook(ForwardHook(self._leave_module), always_call=True))
 
     def _followed(self) -> Iterable[nn.Module]:
         """Return the modules whose calls are followed: those that Python sees."""
-        return _eager_modules(self._model)
+        return eager_modules(self._model)
 
     def _on_call(self, call: LinearCall) -> None:
         """Act on a linear layer that is about to run."""
@@ -208,6 +250,7 @@ class SavedTensorRecorder:
 
     def _enter(self, module: nn.Module, call: LinearCall | None) -> None:
         self.ran = True
+        call = None if backward_runs() else call
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
         self._running.append((module, call))
@@ -224,28 +267,7 @@ class SavedTensorRecorder:
         self._parameters.update(key for tensor in tensors for key, _ in storages(tensor))
 
 
-class _Hook:
-    """A forward hook that does nothing in a copied or pickled module."""
-
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        # One that a compiled graph has taken in must do nothing either.
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
 def hooks_are_innermost() -> bool:
     """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) == (_pack, _unpack)
-
-
-def _eager_modules(module: nn.Module) -> set[nn.Module]:
-    """Return the modules whose calls Python sees: not those inside a compiled one."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        return set()
-    return {module}.union(*(_eager_modules(child) for child in module.children()))
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[1] is _unpack

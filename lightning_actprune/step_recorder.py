@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.calls import storages
+from lightning_actprune.hooks import backward_runs
 from lightning_actprune.saved import Saved, SavedTensorRecorder, unpack_listeners
 from lightning_actprune.selection import WRAPPERS
 from lightning_actprune.step_memory import Holder, Holding, MemoryMoment, Phase, StepMemory
@@ -38,7 +39,8 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
     The step begins with its forward; ``mark`` tells where backward and the optimizer begin. A backward that nobody
     marks begins where it takes up its first tensor, a further forward with the call of a module. Nothing is kept alive.
-    Tensors on other devices do not count. Inside ``torch.compile``d modules moments are only those of their saved
+    Tensors on other devices do not count; what saved-tensor hooks around this context put elsewhere, such as those of
+    ``save_on_cpu``, counts as if it stayed. Inside ``torch.compile``d modules moments are only those of their saved
     tensors, which are all credited to the module that calls the compiled one.
 
     Args:
@@ -139,7 +141,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
     def _enter(self, module: nn.Module, call: Any) -> None:
         # A further forward in the same step, such as that of a second optimizer; not one that a checkpoint runs again.
-        if self._phase != "forward" and torch._C._current_graph_task_id() == -1:
+        if self._phase != "forward" and not backward_runs():
             self.mark("forward")
         self._add_forward_moment()
         super()._enter(module, call)
@@ -153,7 +155,8 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
     def _on_saved(self, saved: Saved) -> None:
         held = saved.handle()
-        if saved.key in self._batch or saved.key in self._parameters or held is None or not self._is_here(held):
+        known = saved.key in self._batch or saved.key in self._parameters
+        if known or held is None or saved.device != self._device:
             return
         packed = saved.call is not None and saved.call.sparsity > 0
         now = len(self._moments)
@@ -165,8 +168,8 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._uses[saved.key] += 1
         holding.holders.append(Holder("" if saved.module is None else self._names[saved.module], None))
 
-    def _on_unpack(self, tensor: Tensor) -> None:
-        held = self._graph.get(id(tensor))
+    def _on_unpack(self, value: Any) -> None:
+        held = self._graph.get(id(value))
         if held is None:
             return
         if self._phase == "forward":
@@ -219,11 +222,11 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
 
 class _Held:
-    """A tensor that the graph holds: tells when it lets go, and for whom it is held."""
+    """What the graph holds in place of a tensor: tells when it lets go, and for whom it is held."""
 
-    def __init__(self, tensor: Tensor, on_let_go: Callable[[int], None]) -> None:
-        number = id(tensor)
-        self.reference = weakref.ref(tensor, lambda _: on_let_go(number))
+    def __init__(self, value: Any, on_let_go: Callable[[int], None]) -> None:
+        number = id(value)
+        self.reference = weakref.ref(value, lambda _: on_let_go(number))
         self.saved: list[tuple[StorageWeakRef, int]] = []
         """The storages behind it, each time it was saved, with the index among their holders."""
 

@@ -133,6 +133,16 @@ class Recorder(pl.Callback):
         return note
 
 
+class Gradients(pl.Callback):
+    """Notes the gradients before each optimizer step."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        self.seen.append([p.grad.clone() for p in pl_module.parameters()])
+
+
 def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, tokens, FEATURES, generator=generator)

@@ -28,7 +28,7 @@ MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
 BELOW_CALLBACKS = {"arguments", "conversion", "footprint", "functional", "holders", "nn", "ops", "schedules"}
-BELOW_CALLBACKS |= {"pictures", "selection", "step_memory", "step_recorder"}
+BELOW_CALLBACKS |= {"pictures", "recomputed", "selection", "step_memory", "step_recorder"}
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
@@ -41,12 +41,14 @@ ALLOWED = {
     "conversion": {"arguments", "nn", "selection"},
     "copies": {"ops"},
     "calls": {"copies", "nn", "ops"},
-    "saved": {"calls", "copies", "nn", "selection"},
+    "hooks": set(),
+    "saved": {"calls", "copies", "hooks", "nn", "selection"},
+    "recomputed": {"hooks", "nn", "selection"},
     "step_memory": set(),
-    "step_recorder": {"calls", "saved", "selection", "step_memory"},
+    "step_recorder": {"calls", "hooks", "saved", "selection", "step_memory"},
     "pictures": {"step_memory"},
     "footprint": {"calls", "saved", "selection", "step_memory"},
-    "holders": {"arguments", "calls", "conversion", "nn", "saved", "selection"},
+    "holders": {"arguments", "calls", "conversion", "hooks", "nn", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
     "__init__": BELOW_CALLBACKS | {"callbacks"},
     "__main__": BELOW_CALLBACKS | {NAME},

@@ -46,7 +46,8 @@ class ActivationPruning(pl.Callback):
 
     The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
     (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
-    eagerly in that batch.
+    eagerly in that batch. It also shows the pruned layers that run only inside an activation checkpoint, of which a
+    warning tells (see ``RecomputationProbe``); without ``skip_held`` nothing inside compiled modules is seen.
 
     Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
 
@@ -149,7 +150,7 @@ class ActivationPruning(pl.Callback):
         self._horizon = self._find_horizon(trainer)
         self._warn_of_changes()
         self._follow_schedule(trainer)
-        self._probe.fit_starts(self._highest_sparsity() if self.skip_held else 0.0)
+        self._probe.fit_starts(self._highest_sparsity(), self.skip_held)
 
     @override
     def on_train_batch_start(

@@ -280,7 +280,7 @@ def test_distributed_tensor_is_refused():
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["functional", "nn.linear", "conversion"])
+@pytest.mark.parametrize("name", ["functional", "nn.linear", "conversion", "recomputed"])
 def test_docstring_examples_run(name):
     results = doctest.testmod(importlib.import_module(f"lightning_actprune.{name}"))
     assert results.attempted > 0

@@ -1,0 +1,41 @@
+"""Forward hooks for the time of a step, and what they have to know of the call that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ForwardHook:
+    """A forward hook that does nothing in a copied or pickled module.
+
+    Args:
+        method: What it calls; ``None`` in a copy.
+    """
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        """Pass the call on."""
+        # One that a compiled graph has taken in must do nothing either.
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
+        return ForwardHook, ()
+
+
+def eager_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the modules whose calls Python sees: not those inside a compiled one."""
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return set()
+    return {module}.union(*(eager_modules(child) for child in module.children()))
+
+
+def backward_runs() -> bool:
+    """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,128 @@
+"""Which pruned layers run only inside an activation checkpoint: there pruning saves next to nothing.
+
+Of a checkpointed region only the input is kept. The region runs again when backward gets to it, and what its layers
+save then lives until its own backward, which follows at once: pruning lowers that moment's memory, if anything, and
+costs gradient quality.
+
+Two kinds of calls that record a graph are told apart:
+
+- *again*: while backward runs. That is how every recomputation shows, whatever makes it: either form of
+  ``torch.utils.checkpoint``, the wrappers of FSDP and Hugging Face, the own implementations of other libraries, or a
+  reversible block.
+- *kept*: before backward, unless the innermost saved-tensor hooks are those with which torch's non-reentrant checkpoint
+  drops what is saved. (Reentrant checkpoints record no graph before backward.)
+
+A layer with calls of the first kind alone is reported; one that runs outside of checkpoints too saves memory there. A
+forward that the user runs in backward for other ends, such as in a tensor's hook, looks like a recomputation, but is as
+a rule not the layer's only call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
+from lightning_actprune.nn.attention import Projection, watchers
+from lightning_actprune.nn.kinds import Layer, weight_of_call
+from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.selection import linear_layers
+
+__all__ = ["RecomputationProbe"]
+
+
+class RecomputationProbe:
+    """Find, in one real training step, the pruned layers that run only inside an activation checkpoint.
+
+    Open it around forward and backward: a checkpoint shows in that a layer runs again while backward runs (see the
+    module). It uses plain forward hooks on the pruned layers, which are gone when the context is left, and does not
+    look at tensors. Layers that keep nothing, such as frozen ones, are not reported.
+
+    Args:
+        model: The module that ``convert`` was called on.
+        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``HolderProbe``. Otherwise
+            nothing inside them is seen.
+
+    Example:
+        >>> from lightning_actprune import convert
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> _ = convert(model, sparsity=0.6)
+        >>> with RecomputationProbe(model) as probe:
+        ...     x = model[0](torch.randn(16, 64))
+        ...     checkpoint(model[1:], x, use_reentrant=False).sum().backward()
+        >>> probe.recomputed
+        ['2']
+    """
+
+    def __init__(self, model: nn.Module, *, eagerly: bool = False) -> None:
+        self._model = model
+        self._eagerly = eagerly
+        self._layers: set[Layer] = set()
+        self._again: set[Layer] = set()
+        self._kept: set[Layer] = set()
+        self._handles: list[RemovableHandle] = []
+        self._active = False
+        self.ran = False
+        """Whether one of the layers was called, or there is none whose calls are seen."""
+
+    def __enter__(self) -> Self:
+        seen = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
+        layers = {layer for _, layer in linear_layers(self._model) if layer in seen}
+        self._layers = {layer for layer in layers if isinstance(layer, PrunedLayer)}
+        self.ran = not self._layers
+        self._active = True
+        watchers.append(self)
+        for layer in self._layers:
+            if weight_of_call(layer) is not None:
+                self._handles.append(layer.register_forward_pre_hook(ForwardHook(self._see_layer)))
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop following; what was found stays. Closing twice does nothing."""
+        if self._active:
+            self._active = False
+            watchers.remove(self)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the layers found so far, in the order of the model."""
+        found = self._again - self._kept
+        return [fqns[0] for fqns, layer in linear_layers(self._model) if layer in found]
+
+    def enter_projection(self, projection: Projection, x: Tensor) -> None:
+        """Take note of a projection inside an attention module as the call of a layer, which it is not."""
+        if projection.layer in self._layers:
+            self._see(projection.layer, projection.weight)
+
+    def leave_projection(self, projection: Projection) -> None:
+        """Do nothing: a call counts when it begins."""
+
+    def _see_layer(self, layer: Layer, args: Any) -> None:
+        weight = weight_of_call(layer)
+        assert weight is not None
+        self._see(layer, weight)
+
+    def _see(self, layer: Layer, weight: Tensor) -> None:
+        self.ran = True
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return
+        if backward_runs():
+            self._again.add(layer)
+        elif not _dropped_by_checkpoint():
+            self._kept.add(layer)
+
+
+def _dropped_by_checkpoint() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -1,0 +1,161 @@
+"""The warning of pruned layers inside activation checkpoints: once in a fit, and never without cause."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
+from tests.callbacks.test_skip_held import assert_hooks_gone
+from tests.helpers import BATCHES, FEATURES, Net, pruned_layers, trainer
+
+BODY = "2 pruned linear layers run only inside an activation checkpoint: body.0, body.2. "
+
+
+class Checkpointed(Net):
+    """``body`` runs in a checkpoint."""
+
+    def __init__(self, reentrant: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.reentrant = reentrant
+        self.stem = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.stem(nn.functional.layer_norm(x, (FEATURES,))))
+        return self.head(checkpoint(self.body, h, use_reentrant=self.reentrant)).mean(1)
+
+
+class Manual(Checkpointed):
+    """Two backward passes a batch, past Lightning."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            nn.functional.cross_entropy(self(batch[0]), batch[1]).backward()
+        self.optimizers().step()
+
+
+class Deep(Net):
+    """Twelve blocks of two layers, all of them checkpointed."""
+
+    def make(self) -> None:
+        linear = partial(nn.Linear, FEATURES, FEATURES)
+        self.body = nn.ModuleList(nn.Sequential(linear(), nn.GELU(), linear()) for _ in range(12))
+        self.head = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).mean(1)
+
+
+def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> list[str]:
+    """Return the warnings of checkpoints in a fit."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(*callbacks, **options).fit(model)
+    return [str(w.message) for w in caught if "activation checkpoint" in str(w.message)]
+
+
+@pytest.mark.parametrize("skip_held", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Checkpointed, {}),
+        (Checkpointed, {"max_epochs": 2}),
+        (Checkpointed, {"accumulate_grad_batches": 3}),
+        (Checkpointed, {"precision": "bf16-mixed"}),
+        (Manual, {}),
+    ],
+)
+def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_held: bool):
+    model, callback = make(reentrant), ActivationPruning(sparsity=0.5, skip_held=skip_held)
+    [text] = warnings_of(model, callback, ActivationMemoryMonitor(0), **options)
+    assert text.startswith(BODY)
+    assert "HINT: leave these layers out with `exclude=[...]`, or do not checkpoint them." in text
+    assert [layer.fqn for layer in callback.converted] == ["body.0", "body.2", "head", "stem"]  # they stay pruned
+    assert_hooks_gone(model)
+    assert len(warnings_of(model, callback, **options)) == 1  # in every fit
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("skip_held", [True, False])
+def test_the_remedies_silence_it(reentrant: bool, skip_held: bool):
+    callback = ActivationPruning(exclude="body.*", skip_held=skip_held)
+    assert warnings_of(Checkpointed(reentrant), callback) == []
+    assert warnings_of(Net(), ActivationPruning(skip_held=skip_held)) == []
+    assert warnings_of(Checkpointed(reentrant), ActivationPruning(sparsity=0.0)) == []
+
+
+def test_a_schedule_that_starts_at_0_is_warned_of_at_once():
+    model = Checkpointed()
+    model.watch = pruned_layers
+    assert len(warnings_of(model, ActivationPruning(schedule=LinearSchedule(end=0.5)), max_epochs=2)) == 1
+
+
+def test_many_layers_are_shortened():
+    [text] = warnings_of(Deep(), ActivationPruning(skip_held=False))
+    assert text.startswith("24 pruned linear layers")
+    listing = re.search(r"checkpoint: (.*?)\. Of", text).group(1)
+    assert listing == ", ".join(f"body.{i}.{j}" for i in range(4) for j in (0, 2)) + ", ..."
+
+
+def test_each_callback_warns_of_its_own_layers():
+    callbacks = [ActivationPruning(include=patterns) for patterns in ("body.0", "head", ["body.2", "stem"])]
+    found = warnings_of(Checkpointed(), *callbacks)
+    assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
+
+
+def test_the_first_batch_with_a_forward_tells():
+    class Late(Checkpointed):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 else None
+
+    for skip_held in (True, False):
+        model = Late()
+        model.watch = lambda m: bool(m.head._forward_pre_hooks)
+        assert len(warnings_of(model, ActivationPruning(skip_held=skip_held), max_epochs=2)) == 1
+        assert model.seen == [True] + [False] * (BATCHES - 1)
+
+
+@pytest.mark.parametrize("skip_held", [True, False])
+def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_held: bool):
+    torch._dynamo.reset()
+    model = Checkpointed()
+    model.compile(backend="aot_eager")
+    assert len(warnings_of(model, ActivationPruning(skip_held=skip_held))) == skip_held
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad"])
+def test_an_exception_in_the_first_step_leaves_no_hook(hook: str):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("in the step")
+
+    model = Checkpointed(reentrant=True)
+    setattr(model, hook, fail)
+    with pytest.raises(RuntimeError, match="in the step"):
+        trainer(ActivationPruning(skip_held=False), num_sanity_val_steps=0).fit(model)
+    assert_hooks_gone(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_in_a_checkpoint_are_not_judged_as_held_in_its_own_backward(reentrant: bool):
+    class Held(Checkpointed):
+        def make(self) -> None:
+            super().make()
+            self.body[1] = nn.ReLU()
+
+    callback = ActivationPruning(sparsity=0.5)
+    assert len(warnings_of(Held(reentrant), callback)) == 1
+    assert callback.skipped == []
