@@ -109,10 +109,11 @@ def figures(memory: StepMemory) -> dict[str, Any]:
 
 
 def thinned(memory: StepMemory) -> dict[str, Any]:
-    """Return at most ``POINTS`` moments for a picture, of each run of moments that with the highest peak."""
+    """Return some ``POINTS`` moments for a picture: the highest of each run of moments, and of each phase."""
     count = len(memory.moments)
     runs = [range(count * i // POINTS, count * (i + 1) // POINTS) for i in range(POINTS)]
-    chosen = [max(run, key=memory.interval_bytes.__getitem__) for run in runs if run]
+    highest = {max(run, key=memory.interval_bytes.__getitem__) for run in runs if run}
+    chosen = sorted(highest | {memory.peak_in(phase) for phase in PHASES})
     series = {name: [mib(line[i], 0) for i in chosen] for name, line in memory.series().items()}
     return {
         "phases": [memory.moments[i].phase for i in chosen],

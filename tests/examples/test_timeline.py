@@ -50,7 +50,8 @@ def test_records(records):
     for record in records:
         lengths = {len(line) for line in record["series_mib"].values()}
         assert lengths == {len(record["phases"])}
-        assert len(record["phases"]) <= timeline.POINTS
+        assert len(record["phases"]) <= timeline.POINTS + 3
+        assert set(record["phases"]) == {"forward", "backward", "optimizer"}
         assert max(sum(parts.values()) for parts in record["parts_mib"].values()) == pytest.approx(
             record["peak_mib"], abs=0.5
         )

@@ -15,13 +15,19 @@ pytestmark = pytest.mark.gpu
 T, N, E = 512, 16, 512
 
 
-def kept_bytes(model: nn.Module, x: Tensor) -> int:
+def run(model: nn.Module, x: Tensor, autocast: bool) -> Tensor:
+    """Return the output, in a region of autocast of its own: the copies of weights are made anew."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        return model(x)
+
+
+def kept_bytes(model: nn.Module, x: Tensor, autocast: bool) -> int:
     """Return by how much the requested bytes grow over a forward, after one that sets everything up."""
     requested = lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]  # noqa: E731
-    model(x).sum().backward()
+    run(model, x, autocast).sum().backward()
     model.zero_grad(set_to_none=True)
     before = requested()
-    y = model(x)
+    y = run(model, x, autocast)
     grown = requested() - before
     del y
     return grown
@@ -34,14 +40,12 @@ def test_the_allocator_measures_what_is_announced(autocast: bool, batch_first: b
     dense = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).cuda()
     pruned = pruned_copy(dense, block_size=32)
     x = torch.randn((N, T, E) if batch_first else (T, N, E), device="cuda")
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        with SavedTensorMeter(pruned, x) as meter:
-            found = pruned(x)
-        wanted = dense(x)
-        assert oracle.relative_error(found.detach(), wanted.detach()) < (1e-2 if autocast else 1e-3)
-        del found, wanted
-        report, saved = meter.report(), kept_bytes(dense, x) - kept_bytes(pruned, x)
-    # The 16-bit copies of the weights, which dense layers keep, were in autocast's cache before.
+    with SavedTensorMeter(pruned, x) as meter:
+        found = run(pruned, x, autocast)
+    wanted = run(dense, x, autocast)
+    assert oracle.relative_error(found.detach(), wanted.detach()) < (1e-2 if autocast else 1e-3)
+    del found, wanted
+    report, saved = meter.report(), kept_bytes(dense, x, autocast) - kept_bytes(pruned, x, autocast)
     assert saved == pytest.approx(report.saved_bytes, rel=0.02)
     assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
 
