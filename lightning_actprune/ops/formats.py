@@ -1,0 +1,179 @@
+r"""How the values of a kept block are stored: as they are, or in few bits each, with a scale per block.
+
+``same``
+    the values in their own type: pruning alone, the method of arXiv:2311.16883.
+
+``int8``, ``int4``, ``int3``, ``int2`` (v bits)
+    x_e ~ offset + scale q_e with q_e in 0 .. 2^v - 1, scale and offset in bf16::
+
+        offset = min x rounded down          scale = (max x - offset) / (2^v - 1) rounded up
+        q_e    = floor((x_e - offset) / scale + u_e),  u_e uniform in [0, 1)
+
+    Rounding is stochastic, hence unbiased: E[offset + scale q_e] = x_e, since both are rounded outwards before. Errors
+    of many rows then cancel in the weight gradient, where rounding to nearest would leave a bias.
+
+``fp8``
+    x_e ~ scale e_e with e_e in fp8 (e4m3, largest 448), rounded to nearest, and scale = max |x| / 448 in bf16, rounded
+    up. No offset.
+
+The random numbers come from the block itself, so there is no generator to seed, to save or to advance: the same input
+gives the same bytes, in any process, after a resumed checkpoint, under ``torch.compile`` and in a replayed CUDA graph.
+With the bits of its values as integers, and its number n among the blocks of all samples::
+
+    h   = mix(sum_e bits(x_e) (2 e + 1) A + n B)       u_e = frac(h / 2^32 + e phi)
+
+all modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias32"), and phi the golden ratio. Each u_e
+is uniform over blocks, and blocks are independent of each other, which is what matters: a weight gradient adds over
+them.
+
+A block with a NaN or Inf is NaN when it is read again: an overflow still reaches the weight gradient.
+
+A stored block is a row of bytes: scale, offset (not for fp8), then the codes of all values, lowest bits first, filled
+up to an even number. Three bits are two planes, one with the lower two bits of each code and one with the highest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+CONTENT, NUMBER, GOLDEN = 0x9E3779B1, 0x85EBCA6B, 0x9E3779B9
+MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+FP8_MAX = 448.0
+MIN_BLOCK = 8
+"""Least block size of a format with a scale: below, scale and offset cost as much as they save."""
+
+
+class ValueFormat(NamedTuple):
+    """A way to store the values of a block.
+
+    Args:
+        name: How it is asked for.
+        planes: Bits of each plane of codes, lowest first; empty for values stored as they are.
+        header: Bytes of scale and offset.
+    """
+
+    name: str
+    planes: tuple[int, ...]
+    header: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return sum(self.planes)
+
+    def row_bytes(self, block_size: int, itemsize: int) -> int:
+        """Return the bytes of a stored block."""
+        if not self.planes:
+            return block_size * itemsize
+        codes = sum(plane_bytes(block_size, bits) for bits in self.planes)
+        return self.header + codes + codes % 2
+
+
+def plane_bytes(block_size: int, bits: int) -> int:
+    """Return the bytes of a plane of so many bits of each code."""
+    return -(-block_size * bits // 8)
+
+
+FORMATS = {
+    made.name: made
+    for made in (
+        ValueFormat("same", (), 0),
+        ValueFormat("fp8", (8,), 2),
+        ValueFormat("int8", (8,), 4),
+        ValueFormat("int4", (4,), 4),
+        ValueFormat("int3", (2, 1), 4),
+        ValueFormat("int2", (2,), 4),
+    )
+}
+
+
+def quantize(blocks: Tensor, numbers: Tensor, value_format: str) -> Tensor:
+    """Return ``blocks [nnz, b]`` as rows of bytes ``uint8 [nnz, row_bytes]``; ``numbers`` are theirs, ``[nnz]``."""
+    made = FORMATS[value_format]
+    wide = blocks.float()
+    header, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, numbers, made.bits)
+    parts = [header]
+    for bits in made.planes:
+        parts.append(_join(codes & (2**bits - 1), bits))
+        codes = codes >> bits
+    row = torch.cat(parts, 1)
+    return F.pad(row, (0, made.row_bytes(blocks.shape[1], 0) - row.shape[1]))
+
+
+def dequantize(rows: Tensor, block_size: int, value_format: str, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[nnz, block_size]`` of stored blocks in ``dtype``."""
+    made = FORMATS[value_format]
+    header = rows[:, : made.header].contiguous().view(torch.bfloat16).float()
+    codes, start, shift = torch.zeros((), dtype=torch.int64, device=rows.device), made.header, 0
+    for bits in made.planes:
+        size = plane_bytes(block_size, bits)
+        codes = codes + (_split(rows[:, start : start + size], bits, block_size) << shift)
+        start, shift = start + size, shift + bits
+    if value_format == "fp8":
+        return (header * codes.to(torch.uint8).view(torch.float8_e4m3fn).float()).to(dtype)
+    return (header[:, 1:] + header[:, :1] * codes.float()).to(dtype)
+
+
+def dither(blocks: Tensor, numbers: Tensor) -> Tensor:
+    """Return the uniform numbers ``u [nnz, b]`` of fp32 ``blocks``."""
+    e = torch.arange(blocks.shape[1], device=blocks.device)
+    bits = blocks.contiguous().view(torch.int32).long() & MASK
+    content = (bits * ((2 * e + 1) * CONTENT & MASK) & MASK).sum(1)
+    h = mix((content + numbers.long() * NUMBER) & MASK)
+    return ((h[:, None] + e * GOLDEN & MASK) >> 8).float() * 2.0**-24
+
+
+def mix(h: Tensor) -> Tensor:
+    """Return a 32-bit hash of 32-bit numbers held as int64."""
+    a, first, b, second, c = MIX
+    h = (h ^ (h >> a)) * first & MASK
+    h = (h ^ (h >> b)) * second & MASK
+    return h ^ (h >> c)
+
+
+def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return header and codes of an integer format."""
+    most = 2**bits - 1
+    finite = blocks.isfinite().all(1, keepdim=True)
+    safe = torch.where(finite, blocks, 0.0)
+    offset = _bf16(safe.amin(1, keepdim=True), up=False)
+    scale = _bf16((safe.amax(1, keepdim=True) - offset) / most, up=True)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    codes = ((safe - offset) * inverse + dither(blocks, numbers)).floor().clamp(0, most)
+    header = torch.cat([torch.where(finite, scale, torch.nan), offset], 1).to(torch.bfloat16)
+    return header.view(torch.uint8), codes.long()
+
+
+def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    finite = blocks.isfinite().all(1, keepdim=True)
+    safe = torch.where(finite, blocks, 0.0)
+    scale = _bf16(safe.abs().amax(1, keepdim=True) / FP8_MAX, up=True)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(finite, scale, torch.nan).to(torch.bfloat16).view(torch.uint8), codes.long()
+
+
+def _bf16(x: Tensor, up: bool) -> Tensor:
+    """Return finite fp32 ``x`` rounded up or down to a value that bf16 has."""
+    away = (x < 0) != up
+    bits = x.view(torch.int32)
+    bits = torch.where(away, bits + 0xFFFF, bits) & -0x10000
+    return bits.view(torch.float32)
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
+    each = 8 // bits
+    padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(codes.shape[0], -1, each)
+    return (padded << (bits * torch.arange(each, device=codes.device))).sum(-1).to(torch.uint8)
+
+
+def _split(joined: Tensor, bits: int, count: int) -> Tensor:
+    """Undo ``_join``: ``[nnz, bytes]`` to ``count`` codes."""
+    shifts = bits * torch.arange(8 // bits, device=joined.device)
+    return ((joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)[:, :count]
