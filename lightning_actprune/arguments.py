@@ -13,6 +13,9 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 Scope = Literal["sample", "token"]
+ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
+MIN_QUANTIZED_BLOCK = 8
+"""Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
 
 def check_sparsity(value: Any, name: str = "sparsity") -> float:
@@ -52,6 +55,22 @@ def check_scope(value: Any) -> Scope:
         raise ValueError(
             f'`scope` must be "sample" or "token", got {value!r}. HINT: "sample" lets all blocks of one sample compete '
             '(the paper), "token" only those of one row, for very long sequences.'
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_value_format(value: Any, block_size: int) -> ValueFormatName:
+    """Return ``value`` if it names a format of stored values that blocks of ``block_size`` values can have."""
+    names = get_args(ValueFormatName)
+    if value not in names:
+        raise ValueError(
+            f"`value_format` must be one of {', '.join(map(repr, names))}, got {value!r}. HINT: 'same' stores values "
+            "as they are, 'int4' in four bits each with a scale and an offset per block."
+        )
+    if value != "same" and block_size < MIN_QUANTIZED_BLOCK:
+        raise ValueError(
+            f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with value_format={value!r}, got {block_size}. HINT: "
+            "each block has a scale of its own; 32 is a good start."
         )
     return value  # type: ignore[no-any-return]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_actprune.arguments import ValueFormatName
 from lightning_actprune.copies import WeightCopy, shared_copy, weight_copy
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
@@ -34,7 +35,9 @@ class LinearCall:
         weight_keys: Storages of the weight itself, if that is what the dense layer would keep.
         block_size: Values per block of a pruned layer, 0 of any other.
         scope: Within what blocks compete.
+        value_format: How the values of kept blocks are stored.
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
+        packs: Whether what this call keeps is packed, known by then too.
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
     """
 
@@ -49,7 +52,9 @@ class LinearCall:
     weight_keys: frozenset[StorageWeakRef] = frozenset()
     block_size: int = 0
     scope: AnyScope = "sample"
+    value_format: ValueFormatName = "same"
     sparsity: float = 0.0
+    packs: bool = False
     saved: bool = False
 
     def keeps(self, key: StorageWeakRef) -> bool:
@@ -62,11 +67,12 @@ class LinearCall:
 
         There is one plain weak reference to an object, which the calls keep, so its number is no other's.
         """
-        return id(self.given), self.block_size, self.scope
+        return id(self.given), self.block_size, self.scope, self.value_format
 
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
-        return input_geometry(self.shape, self.block_size, sparsity, self.scope).stored_bytes(self.itemsize)
+        geometry = input_geometry(self.shape, self.block_size, sparsity, self.scope)
+        return geometry.stored_bytes(self.itemsize, self.value_format)
 
 
 def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = None) -> LinearCall | None:
@@ -92,7 +98,7 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
     if dtype != x.dtype and flat:
         call.dense_copy = shared_copy(x)
     if isinstance(layer, PrunedLayer):
-        call.block_size, call.scope = layer.block_size, scope or layer.scope
+        call.block_size, call.scope, call.value_format = layer.block_size, scope or layer.scope, layer.value_format
         call.weight_copy = weight_copy(weight, x)
         if call.weight_copy is None:
             call.weight_keys = frozenset(key for key, _ in storages(weight))
@@ -102,6 +108,11 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
 def sparsity_of(layer: Layer) -> float:
     """Return the fraction of blocks that ``layer`` drops, 0 if it is not pruned."""
     return layer.sparsity if isinstance(layer, PrunedLayer) else 0.0
+
+
+def packs(layer: Layer) -> bool:
+    """Return whether ``layer`` keeps its input in another form than a dense layer."""
+    return isinstance(layer, PrunedLayer) and layer.packs
 
 
 def _flattens_without_copy(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_actprune.arguments import Scope
+from lightning_actprune.arguments import Scope, ValueFormatName
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.kinds import pruned_class
 from lightning_actprune.nn.settings import Converted, PrunedLayer, PruningSettings
@@ -43,6 +43,7 @@ class ConvertedLayer:
     sparsity: float
     block_size: int
     scope: Scope
+    value_format: ValueFormatName = "same"
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def convert(
     include: Sequence[str] | str = ("*",),
     exclude: Sequence[str] | str = (),
     min_features: int = MIN_FEATURES,
+    value_format: ValueFormatName = "same",
 ) -> ConversionReport:
     """Convert the linear layers of ``model`` in place; ``revert`` undoes it.
 
@@ -86,6 +88,8 @@ def convert(
         include: Glob patterns on fully qualified names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified names; a layer must match none.
         min_features: Layers with fewer input features stay dense.
+        value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
+            ``"int2"``, ``"fp8"`` (see ``functional.linear``).
 
     Returns:
         Converted and skipped layers; the latter with reasons.
@@ -103,7 +107,7 @@ def convert(
         >>> revert(model)
         ['0', '2']
     """
-    options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features)
+    options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features, value_format)
     owner = new_owner("convert()")
     report = convert_layers(model, options, owner)
     try:
@@ -160,8 +164,8 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
             chosen.append(candidate)
     for candidate in chosen:
         _convert_layer(candidate, options, owner)
-        kind, settings = torch_class(type(candidate.layer)).__name__, (options.sparsity, options.block_size)
-        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, *candidate.features, *settings, options.scope))
+        kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
+        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *_settings(options)))
     return report
 
 
@@ -193,10 +197,13 @@ def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str)
     layer, attention = candidate.layer, candidate.attention
     if not isinstance(layer, PrunedLayer):
         layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
-    settings = PruningSettings(options.sparsity, options.block_size, options.scope, owner)
-    layer._pruning = settings  # type: ignore[assignment]
+    layer._pruning = PruningSettings(*_settings(options), owner)  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
+
+
+def _settings(options: ConversionOptions) -> tuple[float, int, Scope, ValueFormatName]:
+    return options.sparsity, options.block_size, options.scope, options.value_format
 
 
 def _prunes(attention: RoutedMultiheadAttention) -> bool:

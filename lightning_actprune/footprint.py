@@ -143,11 +143,11 @@ class SavedTensorMeter(SavedTensorRecorder):
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
         elsewhere = self._batch | self._parameters | self._other.keys() | self._kept_copies
-        elsewhere |= {key for call, packed in self._packed.items() if not call.sparsity for key in packed}
+        elsewhere |= {key for call, packed in self._packed.items() if not call.packs for key in packed}
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
         for call, packed in self._packed.items():
             _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
-        let_go = dict(call.weight_copy for call in self._packed if call.sparsity and call.weight_copy is not None)
+        let_go = dict(call.weight_copy for call in self._packed if call.packs and call.weight_copy is not None)
         return MemoryReport(
             [row for row in rows.values() if row.calls],
             sum(self._other.values()),
@@ -161,7 +161,7 @@ class SavedTensorMeter(SavedTensorRecorder):
         if saved.key in self._batch or saved.key in self._parameters:
             return
         if saved.key in self._seen:
-            if saved.call is not None and saved.call.sparsity > 0 and saved.key not in packed:
+            if saved.call is not None and saved.call.packs and saved.key not in packed:
                 self._sharing.add(saved.call)
             return
         self._seen.add(saved.key)
@@ -176,7 +176,7 @@ def _holds_input(call: LinearCall, packed: dict[StorageWeakRef, int], saved: Sav
 
     Also what a pruned layer keeps in place of that copy: a weight that is no parameter (one with a mask, say).
     """
-    if call.sparsity > 0:
+    if call.packs:
         return saved.key not in call.weight_keys
     if call.dense_key is not None:
         return call.keeps(saved.key)
@@ -191,7 +191,7 @@ def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Any]
     row.calls += 1
     row.sparsity = max(row.sparsity, call.sparsity)
     row.stored_bytes += stored
-    if not call.sparsity:
+    if not call.packs:
         row.dense_bytes += stored
         row.accounted_bytes += stored
         return

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
+from lightning_actprune.arguments import (
+    Scope,
+    ValueFormatName,
+    check_block_size,
+    check_scope,
+    check_sparsity,
+    check_value_format,
+)
 from lightning_actprune.ops.geometry import AnyScope, BlockGeometry, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
@@ -27,11 +34,12 @@ def linear(
     sparsity: float,
     block_size: int = 32,
     scope: Scope = "sample",
+    value_format: ValueFormatName = "same",
 ) -> Tensor:
     """Apply a linear layer that keeps only the largest blocks of its input for backward.
 
-    Output, input gradient and bias gradient are exact. At ``sparsity=0``, in no-grad mode, or with a weight that needs
-    no gradient, this is ``F.linear`` and nothing is packed.
+    Output, input gradient and bias gradient are exact. In no-grad mode, with a weight that needs no gradient, or at
+    ``sparsity=0`` with values stored as they are, this is ``F.linear`` and nothing is packed.
 
     Args:
         x: Input ``[..., in_features]``, floating point.
@@ -42,6 +50,8 @@ def linear(
             of a transposed view ``[B, T, D]`` with ``T`` innermost in memory, along ``T`` if they fill up better there.
         scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
             is of the values along which blocks run.
+        value_format: How the kept values are stored: ``"same"``, in their own type; ``"int8"``, ``"int4"``, ``"int3"``,
+            ``"int2"``, in so many bits each by stochastic rounding; ``"fp8"`` (``ops.formats``).
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -58,22 +68,29 @@ def linear(
         torch.Size([8, 16, 32])
     """
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-    return linear_unchecked(x, weight, bias, sparsity_parts(sparsity), block_size, scope)
+    value_format = check_value_format(value_format, block_size)
+    return linear_unchecked(x, weight, bias, sparsity_parts(sparsity), block_size, scope, value_format)
 
 
 def linear_unchecked(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: AnyScope
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parts: int,
+    block_size: int,
+    scope: AnyScope,
+    value_format: ValueFormatName,
 ) -> Tensor:
     """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
-    if not prunes(weight, parts):
+    if not prunes(weight, parts, value_format):
         return F.linear(x, weight, bias)
     check_input(x, weight)
-    return pruned_linear(x, weight, bias, parts, block_size, scope)
+    return pruned_linear(x, weight, bias, parts, block_size, scope, value_format)
 
 
-def prunes(weight: Tensor, parts: int) -> bool:
-    """Return whether an input is kept for the gradient of ``weight``, and pruned."""
-    return parts != 0 and torch.is_grad_enabled() and weight.requires_grad
+def prunes(weight: Tensor, parts: int, value_format: ValueFormatName) -> bool:
+    """Return whether an input is kept for the gradient of ``weight``, and packed."""
+    return (parts != 0 or value_format != "same") and torch.is_grad_enabled() and weight.requires_grad
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
@@ -94,7 +111,14 @@ def check_input(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sample") -> Packed:
+def pack(
+    x: Tensor,
+    *,
+    sparsity: float,
+    block_size: int = 32,
+    scope: Scope = "sample",
+    value_format: ValueFormatName = "same",
+) -> Packed:
     """Return the packed form that a pruned layer keeps of ``x``, for inspection.
 
     Args:
@@ -102,15 +126,17 @@ def pack(x: Tensor, *, sparsity: float, block_size: int = 32, scope: Scope = "sa
         sparsity: Fraction of blocks dropped, in [0, 1).
         block_size: Values per block, positive.
         scope: Within what blocks compete, ``"sample"`` or ``"token"``.
+        value_format: How the kept values are stored.
 
     Raises:
         TypeError: If an argument has the wrong type or ``x`` is not floating point.
         ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
     """
     sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
+    value_format = check_value_format(value_format, block_size)
     check_input(x, x)
     with torch.no_grad():
         stored, _ = stored_view(x, block_size, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
-        values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep)
-    return Packed(values, bitmap, offsets, geometry)
+        packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep, value_format)
+    return Packed(*packed, geometry, x.dtype, value_format)

@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,14 +34,14 @@ from lightning_actprune.arguments import check_sparsity
 from lightning_actprune.calls import LinearCall
 from lightning_actprune.conversion import ConversionReport, SkippedLayer, revert_layers, torch_class
 from lightning_actprune.nn.kinds import Layer
-from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
 from lightning_actprune.selection import WRAPPERS, linear_layers
 
 __all__ = ["HolderProbe"]
 
-_dense_for_now: dict[Layer, float] = {}
-"""Pruned layers that a probe lets run dense in their current call, with the sparsity that they have otherwise."""
+_dense_for_now: dict[Layer, PruningSettings] = {}
+"""Pruned layers that a probe lets run dense in their current call, with the settings that they have otherwise."""
 
 _DENSE_LAYER = "is kept for backward by {!r} (a linear layer that is not pruned)"
 
@@ -166,9 +167,11 @@ class HolderProbe(SavedTensorRecorder):
         # One that was built pruned stays as it is.
         if not isinstance(layer, PrunedLayer) or layer.owner is None or call.shape.numel() == 0 or self.hands_on:
             return
-        sparsity = max(_dense_for_now.get(layer, layer.sparsity), self._sparsity)
-        if sparsity == 0:
+        settings = _dense_for_now.get(layer, layer._pruning)
+        sparsity = max(settings.sparsity, self._sparsity)
+        if sparsity == 0 and settings.value_format == "same":
             return
+        call.value_format = settings.value_format
         self._calls[call] = sparsity
         self._unchecked.append(call)
         if key is None:
@@ -176,9 +179,9 @@ class HolderProbe(SavedTensorRecorder):
         if key in self._batch or key in self._parameters:
             self._holders[key] = "is part of the batch" if key in self._batch else "is a parameter or buffer"
         # What runs dense inside a checkpoint would have to run dense again in its backward.
-        if key in self._holders and layer.sparsity > 0 and hooks_are_innermost():
-            _dense_for_now[layer] = layer.sparsity
-            layer.sparsity = 0.0
+        if key in self._holders and layer.packs and hooks_are_innermost():
+            _dense_for_now[layer] = settings
+            layer._pruning = replace(settings, sparsity=0.0, value_format="same")
 
     def _on_return(self, call: LinearCall) -> None:
         if call.layer in _dense_for_now:
@@ -190,7 +193,7 @@ class HolderProbe(SavedTensorRecorder):
             self._holders.setdefault(saved.key, self._description(saved))
         elif call.keeps(saved.key):
             self._own.setdefault(saved.key, []).append(saved.handle)
-        elif call.sparsity > 0 and saved.key not in self._parameters:
+        elif call.packs and saved.key not in self._parameters:
             self._packs.setdefault(saved.key, set()).add(call)
 
     def _description(self, saved: Saved) -> str:
@@ -204,9 +207,9 @@ class HolderProbe(SavedTensorRecorder):
 
 
 def _prune_again(layer: Layer) -> None:
-    sparsity = _dense_for_now.pop(layer)
+    settings = _dense_for_now.pop(layer)
     if isinstance(layer, PrunedLayer):  # not reverted meanwhile
-        layer.sparsity = sparsity
+        layer._pruning = settings
 
 
 class _Ledger:
@@ -226,11 +229,9 @@ class _Ledger:
             self._layers.pop(layer, None)
         judged = [call for own in self._layers.values() for call in own]
         self._users = Counter(call.dense_key for call in judged)
-        # Of layers at sparsity 0 none has packed anything yet: those that would share are told by what they read.
+        # Of layers that ran dense none has packed anything yet: those that would share are told by what they read.
         alike = Counter(call.reads for call in judged)
-        self._sharers = {
-            call: alike[call.reads] for call in judged if call.sparsity == 0 and call.dense_key is not None
-        }
+        self._sharers = {call: alike[call.reads] for call in judged if not call.packs and call.dense_key is not None}
         for sharers in packs.values():
             for call in sharers:
                 self._sharers[call] = max(len(sharers), self._sharers.get(call, 1))

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.calls import LinearCall, linear_call, sparsity_of, storages
+from lightning_actprune.calls import LinearCall, linear_call, packs, sparsity_of, storages
 from lightning_actprune.copies import kept_copy
 from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
@@ -203,14 +203,14 @@ class SavedTensorRecorder:
     def runs_pruned(self) -> bool:
         """Whether a layer that prunes its input is what is running."""
         _, call = self._running[-1] if self._running else (None, None)
-        return call is not None and sparsity_of(call.layer) > 0
+        return call is not None and packs(call.layer)
 
     def see(self, tensor: Tensor, held: Tensor | _HandedOn, copy_key: Any) -> None:
         """Take note of a tensor that autograd saves: what the graph holds in its place, and which copy it is."""
         self.ran = True
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
-            call.saved, call.sparsity = True, sparsity_of(call.layer)
+            call.saved, call.sparsity, call.packs = True, sparsity_of(call.layer), packs(call.layer)
         for key, nbytes in storages(tensor):
             self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held), tensor.device, copy_key))
 

@@ -17,7 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.arguments import Scope, check_block_size, check_patterns, check_scope, check_sparsity
+from lightning_actprune.arguments import (
+    Scope,
+    ValueFormatName,
+    check_block_size,
+    check_patterns,
+    check_scope,
+    check_sparsity,
+    check_value_format,
+)
 from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 
@@ -39,6 +47,7 @@ class ConversionOptions:
         include: Glob patterns on fully qualified names; a layer must match one.
         exclude: Glob patterns on fully qualified names; a layer must match none.
         min_features: Layers with fewer input features stay dense.
+        value_format: How the values of kept blocks are stored.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -51,11 +60,13 @@ class ConversionOptions:
     include: Sequence[str] | str = ("*",)
     exclude: Sequence[str] | str = ()
     min_features: int = MIN_FEATURES
+    value_format: ValueFormatName = "same"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
         object.__setattr__(self, "block_size", check_block_size(self.block_size))
         object.__setattr__(self, "scope", check_scope(self.scope))
+        check_value_format(self.value_format, self.block_size)
         object.__setattr__(self, "include", check_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
         if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):

@@ -158,7 +158,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         known = saved.key in self._batch or saved.key in self._parameters
         if known or held is None or saved.device != self._device:
             return
-        packed = saved.call is not None and saved.call.sparsity > 0
+        packed = saved.call is not None and saved.call.packs
         now = len(self._moments)
         holding = self._holdings.setdefault(saved.key, Holding(saved.nbytes, packed, now))
         holding.freed = None

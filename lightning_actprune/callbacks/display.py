@@ -100,7 +100,7 @@ def held_summary(held: Sequence[SkippedLayer], remaining: int) -> RenderableType
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
     shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
     geometry = BlockGeometry.of(*shape, layer.in_features, layer.block_size, sparsity)
-    return 1 - geometry.stored_bytes(value_bytes) / geometry.dense_bytes(value_bytes)
+    return 1 - geometry.stored_bytes(value_bytes, layer.value_format) / geometry.dense_bytes(value_bytes)
 
 
 def _converted_table(layers: Sequence[ConvertedLayer], saved: Sequence[float]) -> Table:

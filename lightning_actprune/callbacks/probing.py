@@ -25,22 +25,22 @@ class FirstBatchProbe:
     """Decides once in a fit, in the first training batch that runs a forward, which layers are left dense."""
 
     def __init__(self) -> None:
-        self._sparsity = 0.0
+        self._sparsity: float | None = None
         self._skip_held = True
         self._holders: HolderProbe | None = None
         self._recomputations: RecomputationProbe | None = None
 
-    def fit_starts(self, sparsity: float, skip_held: bool) -> None:
-        """Probe the next batch for layers that will have up to ``sparsity``; 0 probes none.
+    def fit_starts(self, sparsity: float, skip_held: bool, quantizes: bool = False) -> None:
+        """Probe the next batch for layers that will have up to ``sparsity``; none at 0, unless values are quantised.
 
         Layers are turned dense only with ``skip_held``; without it, nothing inside compiled modules is seen.
         """
-        self._sparsity, self._skip_held = sparsity, skip_held
+        self._sparsity, self._skip_held = sparsity if sparsity > 0 or quantizes else None, skip_held
 
     def batch_starts(self, model: nn.Module, batch: Any) -> None:
         """Open the probes unless all is decided."""
         self.stop()  # of a batch that was skipped
-        if self._sparsity == 0:
+        if self._sparsity is None:
             return
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_held)
         self._recomputations.__enter__()
@@ -70,7 +70,7 @@ class FirstBatchProbe:
             holders.check_alive()
         self.stop()
         if (holders or recomputations).ran:
-            self._sparsity = 0.0
+            self._sparsity = None
         held = [] if holders is None else holders.apply(report)
         if held and not report.converted:
             raise MisconfigurationException(

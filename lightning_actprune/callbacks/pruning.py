@@ -8,15 +8,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import Scope, check_sparsity
+from lightning_actprune.arguments import Scope, ValueFormatName, check_sparsity
 from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
 from lightning_actprune.callbacks.display import conversion_summary, held_summary, show
+from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe
 from lightning_actprune.conversion import (
     ConversionReport,
@@ -63,6 +63,8 @@ class ActivationPruning(pl.Callback):
             schedule's progress is 1; by default the Trainer's estimate of the whole training.
         skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
             the same.
+        value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
+            ``"int3"``, ``"int2"``: in so many bits, rounded stochastically; at ``sparsity=0`` too.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -90,6 +92,7 @@ class ActivationPruning(pl.Callback):
         schedule: SparsitySchedule | None = None,
         total_steps: int | None = None,
         skip_held: bool = True,
+        value_format: ValueFormatName = "same",
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -102,6 +105,7 @@ class ActivationPruning(pl.Callback):
         self.schedule = schedule
         self.total_steps = total_steps
         self.skip_held = skip_held
+        self.value_format = value_format
         self.verbose = verbose
         self._options = self._checked_options()
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
@@ -131,7 +135,7 @@ class ActivationPruning(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            _check_precision(trainer)
+            check_precision(trainer)
             self._restored = None
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
@@ -150,7 +154,7 @@ class ActivationPruning(pl.Callback):
         self._horizon = self._find_horizon(trainer)
         self._warn_of_changes()
         self._follow_schedule(trainer)
-        self._probe.fit_starts(self._highest_sparsity(), self.skip_held)
+        self._probe.fit_starts(self._highest_sparsity(), self.skip_held, self._options.value_format != "same")
 
     @override
     def on_train_batch_start(
@@ -187,6 +191,7 @@ class ActivationPruning(pl.Callback):
             "sparsity": self._options.sparsity if self.schedule is None else repr(self.schedule),
             "block_size": self._options.block_size,
             "scope": self._options.scope,
+            "value_format": self._options.value_format,
             "total_steps": self.total_steps,
             "layers": self._claimed,
         }
@@ -210,7 +215,9 @@ class ActivationPruning(pl.Callback):
         patterns = self.include, self.exclude
         try:
             sparsity = check_sparsity(self.sparsity) if self.schedule is None else self._sparsity_at(0.0)
-            return ConversionOptions(sparsity, self.block_size, self.scope, *patterns, self.min_features)
+            return ConversionOptions(
+                sparsity, self.block_size, self.scope, *patterns, self.min_features, self.value_format
+            )
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(str(error)) from error
 
@@ -285,12 +292,3 @@ class ActivationPruning(pl.Callback):
                 f"{self._owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
                 "with the new ones. HINT: give the callback its old arguments if this is not intended."
             )
-
-
-def _check_precision(trainer: pl.Trainer) -> None:
-    plugin = trainer.precision_plugin
-    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
-        raise MisconfigurationException(
-            f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces the linear layers by its own. "
-            'HINT: use another `precision`, such as "bf16-mixed".'
-        )

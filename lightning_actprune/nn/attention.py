@@ -69,11 +69,12 @@ class Projection:
         """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
         settings = self.layer._pruning
         parts = settings.parts.size(0)
-        if not prunes(self.weight, parts):
+        if not prunes(self.weight, parts, settings.value_format):
             return F.linear(x, self.weight, bias)
         # Of a view with the batch first, torch makes the same copy, and keeps it.
         rows = self.with_samples(x).contiguous()
-        y = linear_unchecked(rows, self.weight, bias, parts, settings.block_size, self.scope)
+        setting = settings.block_size, self.scope, settings.value_format
+        y = linear_unchecked(rows, self.weight, bias, parts, *setting)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

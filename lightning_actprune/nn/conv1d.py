@@ -38,9 +38,10 @@ class ActivationPrunedConv1D(PrunedLayer, Conv1D):  # type: ignore[misc]
         """Return ``x W + b``: ``[..., IN] -> [..., OUT]``."""
         settings = self._pruning
         parts = settings.parts.size(0)
-        if not prunes(self.weight, parts):
+        if not prunes(self.weight, parts, settings.value_format):
             return cast(Tensor, super().forward(x))
-        return linear_unchecked(x, self.weight.t(), self.bias, parts, settings.block_size, settings.scope)
+        weight, setting = self.weight.t(), (settings.block_size, settings.scope, settings.value_format)
+        return linear_unchecked(x, weight, self.bias, parts, *setting)
 
     def __repr__(self) -> str:
         inputs, outputs = self.weight.shape

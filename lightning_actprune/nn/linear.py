@@ -6,7 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import Scope, check_block_size, check_scope, check_sparsity
+from lightning_actprune.arguments import (
+    Scope,
+    ValueFormatName,
+    check_block_size,
+    check_scope,
+    check_sparsity,
+    check_value_format,
+)
 from lightning_actprune.functional import linear_unchecked
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 
@@ -25,6 +32,8 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         sparsity: Fraction of blocks dropped, in [0, 1). May be assigned between steps.
         block_size: Consecutive values per block, positive; a block larger than a row is cut to the row.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
+            ``"int2"``, ``"fp8"`` (see ``functional.linear``).
         device: Device of the parameters.
         dtype: Type of the parameters.
 
@@ -50,18 +59,21 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         sparsity: float,
         block_size: int = 32,
         scope: Scope = "sample",
+        value_format: ValueFormatName = "same",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        settings = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-        self._pruning = PruningSettings(*settings)
+        block_size = check_block_size(block_size)
+        value_format = check_value_format(value_format, block_size)
+        self._pruning = PruningSettings(check_sparsity(sparsity), block_size, check_scope(scope), value_format)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
         return linear_unchecked(
-            input, self.weight, self.bias, settings.parts.size(0), settings.block_size, settings.scope
+            input, self.weight, self.bias, settings.parts.size(0), settings.block_size, settings.scope,
+            settings.value_format,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

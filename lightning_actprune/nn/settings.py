@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import Scope, check_sparsity
+from lightning_actprune.arguments import Scope, ValueFormatName, check_sparsity
 from lightning_actprune.ops.geometry import sparsity_parts
 
 
@@ -25,6 +25,7 @@ class PruningSettings:
     sparsity: float
     block_size: int
     scope: Scope
+    value_format: ValueFormatName = "same"
     owner: str | None = None
     parts: Tensor = field(init=False, repr=False)
 
@@ -65,10 +66,21 @@ class PrunedLayer(Converted):
         return self._pruning.scope
 
     @property
+    def value_format(self) -> ValueFormatName:
+        """How the values of kept blocks are stored."""
+        return self._pruning.value_format
+
+    @property
+    def packs(self) -> bool:
+        """Whether what the layer keeps is not simply its input."""
+        return self.sparsity > 0 or self.value_format != "same"
+
+    @property
     def owner(self) -> str | None:
         """Who converted the layer from its dense class; ``None`` if it was built as it is."""
         return self._pruning.owner
 
     def describe_settings(self) -> str:
         """Return the settings as they are shown in a printed module."""
-        return f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
+        shown = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
+        return shown if self.value_format == "same" else f"{shown}, value_format={self.value_format!r}"

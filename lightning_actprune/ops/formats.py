@@ -44,8 +44,6 @@ MASK = 0xFFFFFFFF
 CONTENT, NUMBER, GOLDEN = 0x9E3779B1, 0x85EBCA6B, 0x9E3779B9
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 FP8_MAX = 448.0
-MIN_BLOCK = 8
-"""Least block size of a format with a scale: below, scale and offset cost as much as they save."""
 
 
 class ValueFormat(NamedTuple):
@@ -170,10 +168,12 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
     each = 8 // bits
     padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(codes.shape[0], -1, each)
-    return (padded << (bits * torch.arange(each, device=codes.device))).sum(-1).to(torch.uint8)
+    joined: Tensor = (padded << (bits * torch.arange(each, device=codes.device))).sum(-1)
+    return joined.to(torch.uint8)
 
 
 def _split(joined: Tensor, bits: int, count: int) -> Tensor:
     """Undo ``_join``: ``[nnz, bytes]`` to ``count`` codes."""
     shifts = bits * torch.arange(8 // bits, device=joined.device)
-    return ((joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)[:, :count]
+    codes: Tensor = (joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return codes.flatten(1)[:, :count]

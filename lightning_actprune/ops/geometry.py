@@ -8,7 +8,8 @@ to nine digits (see ``sparsity_parts``).
 
 Bytes stored for ``samples`` samples, with values of ``v`` bytes::
 
-    values   samples * k * b * v               kept blocks, sample by sample, in the order of their numbers
+    values   samples * k * b * v               kept blocks, sample by sample, in the order of their numbers; in few
+                                               bits, ``row_bytes`` of the format in place of b v (see ``ops.formats``)
     bitmap   samples * ceil(N / 32) * 4        one bit per block
     offsets  samples * ceil(N / 128) * 4       where each run of 128 blocks starts in ``values``
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import Scope
+from lightning_actprune.ops.formats import FORMATS
 
 AnyScope = Scope | Literal["sample_second"]
 """A user's ``Scope``, or that the blocks of ``x[:, i]`` compete: inside attention, samples are the second dimension."""
@@ -134,9 +136,10 @@ class BlockGeometry:
         """Return the bytes of the unpruned tensor with values of ``itemsize`` bytes."""
         return self.total_rows * self.length * itemsize
 
-    def stored_bytes(self, itemsize: int) -> int:
+    def stored_bytes(self, itemsize: int, value_format: str = "same") -> int:
         """Return the bytes of the packed tensor: values, bitmap and offsets."""
-        return self.kept_blocks * self.block_size * itemsize + 4 * self.samples * (self.words + self.runs)
+        block = FORMATS[value_format].row_bytes(self.block_size, itemsize)
+        return self.kept_blocks * block + 4 * self.samples * (self.words + self.runs)
 
 
 def along_tokens(x: Tensor, block_size: int) -> bool:

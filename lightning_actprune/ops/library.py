@@ -23,20 +23,26 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
+from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
+from lightning_actprune.ops.sharing import Shared
 
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library.define(
-    "pack(Tensor x, int block_size, SymInt keep) -> (Tensor values, Tensor bitmap, Tensor offsets)", tags=_TAGS
+    "pack(Tensor x, int block_size, SymInt keep, str value_format='same') -> "
+    "(Tensor values, Tensor bitmap, Tensor offsets)",
+    tags=_TAGS,
 )
 _library.define(
-    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt rows, SymInt length) -> Tensor", tags=_TAGS
+    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt rows, SymInt length, int block_size, "
+    "str value_format, ScalarType dtype) -> Tensor",
+    tags=_TAGS,
 )
 _library.define(
     "weight_grad(Tensor grad_y, Tensor values, Tensor bitmap, Tensor offsets, SymInt batch, SymInt rows, "
-    "SymInt length, bool transposed, ScalarType dtype) -> Tensor",
+    "SymInt length, bool transposed, ScalarType dtype, int block_size, str value_format='same') -> Tensor",
     tags=_TAGS,
 )
 # One implementation for every device: it chooses between kernels and reference itself.
@@ -46,19 +52,29 @@ _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("actprune::pack", lib=_library)
-def _pack_fake(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+def _pack_fake(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
     blocks = rows * ceil_div(length, block_size)
+    row = block_size if value_format == "same" else FORMATS[value_format].row_bytes(block_size, x.element_size())
     return (
-        x.new_empty(samples * keep, block_size),
+        x.new_empty(samples * keep, row, dtype=x.dtype if value_format == "same" else torch.uint8),
         x.new_empty(samples, ceil_div(blocks, WORD_BLOCKS), dtype=torch.int32),
         x.new_empty(samples, ceil_div(blocks, RUN_BLOCKS), dtype=torch.int32),
     )
 
 
 @torch.library.register_fake("actprune::unpack", lib=_library)
-def _unpack_fake(values: Tensor, bitmap: Tensor, offsets: Tensor, rows: int, length: int) -> Tensor:
-    return values.new_empty(rows, length)
+def _unpack_fake(
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    rows: int,
+    length: int,
+    block_size: int,
+    value_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    return values.new_empty(rows, length, dtype=dtype)
 
 
 @torch.library.register_fake("actprune::weight_grad", lib=_library)
@@ -72,6 +88,8 @@ def _weight_grad_fake(
     length: int,
     transposed: bool,
     dtype: torch.dtype,
+    block_size: int,
+    value_format: str = "same",
 ) -> Tensor:
     return grad_y.new_empty(grad_y.shape[1], rows if transposed else length, dtype=dtype)
 
@@ -91,24 +109,25 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is None
 
 
-def pack(x: Tensor, block_size: int, keep: int, eager: bool) -> tuple[Tensor, Tensor, Tensor]:
+def pack(x: Tensor, block_size: int, keep: int, value_format: str, eager: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, bitmap and offsets of ``x [S, T, L]``; ``eager``: the result of ``in_plain_eager_mode``."""
     if eager:
-        return _pack.pack(x, block_size, keep)
-    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep)
+        return _pack.pack(x, block_size, keep, value_format)
+    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep, value_format)
     return packed
 
 
 def weight_grad(
     grad_y: Tensor,
-    packed: tuple[Tensor, Tensor, Tensor],
-    shape: tuple[int, int, int],
-    transposed: bool,
+    shared: Shared,
     dtype: torch.dtype,
+    value_format: str,
     eager: bool,
 ) -> Tensor:
-    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed tensor of ``shape``."""
+    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed input."""
+    packed, shape, transposed, block_size = shared
     if eager:
-        return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype)
-    grad: Tensor = torch.ops.actprune.weight_grad(grad_y, *packed, *shape, transposed, dtype)
+        return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype, block_size, value_format)
+    arguments = grad_y, *packed, *shape, transposed, dtype, block_size, value_format
+    grad: Tensor = torch.ops.actprune.weight_grad(*arguments)
     return grad

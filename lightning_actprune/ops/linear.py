@@ -44,13 +44,14 @@ class PrunedLinearFunction(torch.autograd.Function):
         parts: int,
         block_size: int,
         scope: AnyScope,
+        value_format: str,
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.samples_second = scope == "sample_second"
-        setting = Setting(parts, block_size, scope, autocast_dtype(x))
+        setting = Setting(parts, block_size, scope, autocast_dtype(x), value_format)
         parameters = weight, bias
         if setting.autocast is not None:
             parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
@@ -63,7 +64,8 @@ class PrunedLinearFunction(torch.autograd.Function):
             y, shared = _dense_and_pack(x, parameters, setting, eager)
             if key is not None:
                 sharing.remember(x, key, shared)
-        ctx.transposed, ctx.stored_shape = shared.transposed, shared.shape
+        ctx.transposed, ctx.stored_shape, ctx.block = shared.transposed, shared.shape, shared.block
+        ctx.value_format = value_format
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
         return y
 
@@ -71,14 +73,14 @@ class PrunedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None, None)
+            return (*_backward(ctx, grad_y), None, None, None, None, None)
         with torch.no_grad():
             grads = _backward(ctx, grad_y)
         if not torch.compiler.is_compiling():  # create_graph=True
             # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
             leaf = torch.zeros((), requires_grad=True)
             grads = tuple([None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads])
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
@@ -87,12 +89,18 @@ is this very method."""
 
 
 def pruned_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, block_size: int, scope: AnyScope
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    parts: int,
+    block_size: int,
+    scope: AnyScope,
+    value_format: str,
 ) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
-    y: Tensor = apply(x, weight, bias, parts, block_size, scope, eager)
+    y: Tensor = apply(x, weight, bias, parts, block_size, scope, value_format, eager)
     return y
 
 
@@ -105,18 +113,19 @@ def _dense_and_pack(
         rows = plan.new_cast()
         with on_device_of(x):
             packed = plan.launch(x, rows)
-        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed)
+        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block)
     x = cast_input(x, setting.autocast, setting.block_size)
     if plan is not None:
         rows = x.contiguous() if plan.copied else x
         y = _dense(x, rows, *parameters)
         with on_device_of(rows):
-            return y, Shared(plan.launch(rows), plan.shape, plan.transposed)
+            return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block)
     stored, transposed = stored_view(x, setting.block_size, setting.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
     y = _dense(x, x if transposed or setting.scope == "sample_second" else stored, *parameters)
-    packed = library.pack(stored, *block_and_keep(stored, setting.block_size, setting.parts), eager)
-    return y, Shared(packed, stored_shape(x, transposed), transposed)
+    block, keep = block_and_keep(stored, setting.block_size, setting.parts)
+    packed = library.pack(stored, block, keep, setting.value_format, eager)
+    return y, Shared(packed, stored_shape(x, transposed), transposed, block)
 
 
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,7 +153,8 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
         rows = _flat(grad_y.transpose(0, 1)) if ctx.samples_second else flat  # in the order of the packed samples
-        grad_w = library.weight_grad(rows, tuple(packed), ctx.stored_shape, ctx.transposed, ctx.weight_dtype, eager)
+        shared = Shared(tuple(packed), ctx.stored_shape, ctx.transposed, ctx.block)
+        grad_w = library.weight_grad(rows, shared, ctx.weight_dtype, ctx.value_format, eager)
     if needs_bias:
         grad_b = _column_sums(flat, ctx.bias_dtype, eager)
     return grad_x, grad_w, grad_b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_actprune.ops import reference
@@ -12,20 +13,26 @@ MAX_KEPT_BLOCKS = 2**31 - 1
 """Places in the values are int32."""
 
 
-def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
     """Keep the ``keep`` largest blocks of each sample of ``x``.
 
     Args:
         x: Floating tensor ``[S, T, L]``; read in place if its last stride is 1.
         block_size: Values per block, in [1, max(L, 1)].
         keep: Blocks kept per sample, in [0, T * ceil(L / block_size)].
+        value_format: How their values are stored (``ops.formats``).
 
     Returns:
-        ``values [S * keep, block_size]``, ``bitmap int32 [S, ceil(N / 32)]`` and ``offsets int32 [S, ceil(N / 128)]``
-        with ``N = T * ceil(L / block_size)``.
+        ``values [S * keep, block_size]``, or the bytes of each block in a format of few bits, ``bitmap int32
+        [S, ceil(N / 32)]`` and ``offsets int32 [S, ceil(N / 128)]`` with ``N = T * ceil(L / block_size)``.
     """
     if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
         x = x.contiguous()
+    if value_format != "same" and x.dtype == torch.float64:
+        raise TypeError(
+            f"float64 values cannot be stored as {value_format!r}, whose scales have 8 bits of precision. HINT: use "
+            'value_format="same", or train in float32 or 16 bits.'
+        )
     columns = ceil_div(x.shape[2], block_size)
     if x.shape[0] * keep > MAX_KEPT_BLOCKS:
         raise ValueError(
@@ -36,5 +43,5 @@ def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]
         from lightning_actprune.kernels import pack as kernels
 
         with on_device_of(x):
-            return kernels.pack(x, block_size, keep)
-    return reference.pack(x, block_size, keep)
+            return kernels.pack(x, block_size, keep, value_format)
+    return reference.pack(x, block_size, keep, value_format)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_actprune.arguments import ValueFormatName
+from lightning_actprune.ops import formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops import reference
 from lightning_actprune.ops.geometry import BlockGeometry
 
 
@@ -17,16 +18,20 @@ class Packed:
     """The kept blocks of a tensor and their positions.
 
     Args:
-        values: Kept blocks, ``[samples * keep, block_size]``, row by row.
+        values: Kept blocks, ``[samples * keep, block_size]``, row by row; in few bits, the bytes of each.
         bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``.
         offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]``.
         geometry: Shape of the packed tensor and of its blocks.
+        dtype: Type of the values that were packed.
+        value_format: How they are stored.
     """
 
     values: Tensor
     bitmap: Tensor
     offsets: Tensor
     geometry: BlockGeometry
+    dtype: torch.dtype
+    value_format: ValueFormatName = "same"
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +46,8 @@ class Packed:
     def unpack(self) -> Tensor:
         """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
         g = self.geometry
-        dense: Tensor = torch.ops.actprune.unpack(self.values, self.bitmap, self.offsets, g.total_rows, g.length)
+        stored, blocks = (self.values, self.bitmap, self.offsets), (g.block_size, self.value_format, self.dtype)
+        dense: Tensor = torch.ops.actprune.unpack(*stored, g.total_rows, g.length, *blocks)
         return dense.reshape(g.samples, g.rows, g.length)
 
     def to_bsr(self) -> Tensor:
@@ -53,7 +59,10 @@ class Packed:
         g = self.geometry
         mask = self.mask()
         row_starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
-        columns, values = mask.nonzero()[:, 1], self.values.unsqueeze(1)
+        values = self.values
+        if self.value_format != "same":
+            values = formats.dequantize(values, g.block_size, self.value_format, self.dtype)
+        columns, values = mask.nonzero()[:, 1], values.unsqueeze(1)
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             return torch.sparse_bsr_tensor(
                 row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size)

@@ -31,12 +31,14 @@ class Setting(NamedTuple):
         block_size: Values per block.
         scope: Within what blocks compete.
         autocast: Type of the active autocast, ``None`` without one.
+        value_format: How the values of kept blocks are stored.
     """
 
     parts: int
     block_size: int
     scope: AnyScope
     autocast: torch.dtype | None
+    value_format: str = "same"
 
 
 class InputPlan(NamedTuple):
@@ -46,6 +48,7 @@ class InputPlan(NamedTuple):
         copied: Whether the kernels read a contiguous copy, which the product reads too if it needs one.
         shape: ``[batch, rows, length]`` as stored, whatever the scope.
         transposed: Whether the rows are the features.
+        block: Values per block, cut to a row.
         launch: Packs the input or its copy, or, given memory for its cast too, writes and packs that.
         new_cast: Returns that memory, laid out as ``x.to(dtype)`` is; ``None`` if what is packed is there already.
     """
@@ -53,6 +56,7 @@ class InputPlan(NamedTuple):
     copied: bool
     shape: tuple[int, int, int]
     transposed: bool
+    block: int
     launch: Callable[..., tuple[Tensor, Tensor, Tensor]]
     new_cast: Callable[[], Tensor] | None
 
@@ -78,7 +82,7 @@ def _plan(
     setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
-    parts, block_size, scope, autocast = setting
+    parts, block_size, scope, autocast, value_format = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
@@ -92,12 +96,13 @@ def _plan(
 
     source = _castable(given, x, stored, transposed, block_size, scope)
     if source is not None:
-        launch = kernels.plan(source.shape, source.stride(), block, keep, dtype, device, aligned, x.dtype)
+        launch = kernels.plan(source.shape, source.stride(), block, keep, dtype, device, aligned, x.dtype, value_format)
         new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
-        return InputPlan(False, stored_shape(x, transposed), transposed, launch, new_cast)
+        return InputPlan(False, stored_shape(x, transposed), transposed, block, launch, new_cast)
     aligned = aligned or copied or x is not given
-    launch = kernels.plan(stored.shape, stored.stride(), block, keep, x.dtype, device, aligned)
-    return InputPlan(copied, stored_shape(x, transposed), transposed, launch, None)
+    strides = stored.stride()
+    launch = kernels.plan(stored.shape, strides, block, keep, x.dtype, device, aligned, None, value_format)
+    return InputPlan(copied, stored_shape(x, transposed), transposed, block, launch, None)
 
 
 def _castable(

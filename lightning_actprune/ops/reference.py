@@ -9,6 +9,8 @@ Storage. Kept blocks are stored sample by sample in the order of ``n``; ``bitmap
 block ``n`` is kept; ``offsets[i, c]`` is the place in ``values`` of the first kept block of sample ``i`` from block
 ``128 c`` on.
 
+Values are stored as they are or in few bits (``ops.formats``); those that read them here take them as they are.
+
 Weight gradient. ``dW[o, f] = sum_r grad_y[r, o] * x_hat[r, f]`` with ``x_hat`` the unpacked tensor (zeros where a block
 was dropped).
 """
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_actprune.ops import formats
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
@@ -41,13 +44,16 @@ def split_blocks(x: Tensor, block_size: int) -> Tensor:
     return padded.reshape(*x.shape[:-1], count, block_size)
 
 
-def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x`` ``[S, T, L]`` with ``keep`` blocks per sample."""
     samples, rows, _ = x.shape
     blocks = split_blocks(x, block_size)
     columns = blocks.shape[2]
     mask = keep_mask(block_keys(blocks).reshape(samples, rows * columns), keep)
     values = blocks.reshape(samples, rows * columns, block_size)[mask]
+    if value_format != "same":
+        numbers = torch.arange(mask.numel(), device=x.device)[mask.flatten()]
+        values = formats.quantize(values, numbers, value_format)
     return values, pack_bits(mask), run_offsets(mask)
 
 

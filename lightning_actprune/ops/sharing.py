@@ -37,17 +37,20 @@ class Shared(NamedTuple):
         packed: Values, bitmap and offsets.
         shape: ``[batch, rows, length]`` as stored.
         transposed: Whether the rows are the features.
+        block: Values per block, cut to a row.
     """
 
     packed: Packed
     shape: tuple[int, int, int]
     transposed: bool
+    block: int
 
 
 class _Entry(NamedTuple):
     packed: tuple[TensorWeakRef, TensorWeakRef, TensorWeakRef]
     shape: tuple[int, int, int]
     transposed: bool
+    block: int
 
 
 _inputs: dict[int, tuple[weakref.ref[Tensor], dict[tuple[Any, ...], _Entry]]] = {}
@@ -75,7 +78,7 @@ def find(x: Tensor, key: tuple[Any, ...]) -> Shared | None:
     values, bitmap, offsets = [reference() for reference in entry.packed]
     if values is None or bitmap is None or offsets is None:
         return None
-    return Shared((values, bitmap, offsets), entry.shape, entry.transposed)
+    return Shared((values, bitmap, offsets), *entry[1:])
 
 
 def remember(x: Tensor, key: tuple[Any, ...], shared: Shared) -> None:

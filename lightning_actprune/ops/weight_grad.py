@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_actprune.ops import reference
+from lightning_actprune.ops import formats, reference
 from lightning_actprune.ops.cost import fp32_is_exact, gather_is_faster
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend, has_fp32_product, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
@@ -45,12 +45,12 @@ def force_method(method: Method | None) -> Iterator[None]:
         _forced = before
 
 
-def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool) -> Choice:
+def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool, block_size: int) -> Choice:
     """Return how the weight gradient of this packed input is computed: by which kernel, or by the reference."""
-    exact = values.dtype != torch.float32 or fp32_is_exact()
-    return _choose(
-        grad_y.shape, values.shape, length, transposed, values.dtype, values.device, exact, _forced, forced_backend()
-    )  # fmt: skip
+    dtype = grad_y.dtype
+    exact = dtype != torch.float32 or fp32_is_exact()
+    kept = values.shape[0], block_size
+    return _choose(grad_y.shape, kept, length, transposed, dtype, values.device, exact, _forced, forced_backend())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,10 +73,28 @@ def _choose(
     return method or ("gather" if gather_is_faster(grad_y, values, length, dtype.itemsize, exact) else "unpack")
 
 
-def unpack(values: Tensor, bitmap: Tensor, offsets: Tensor, rows: int, length: int) -> Tensor:
-    """Return the pruned tensor ``[rows, length]``, contiguous."""
-    backend = _backend(values.shape, length, values.dtype, values.device)
-    return _unpack((values, bitmap, offsets), (1, rows, length), False, backend)[0]
+class Blocks(NamedTuple):
+    """What is read of stored blocks: values per block, how they are stored, and the type that they are read as."""
+
+    block_size: int
+    value_format: str
+    dtype: torch.dtype
+
+
+def unpack(
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    rows: int,
+    length: int,
+    block_size: int,
+    value_format: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the pruned tensor ``[rows, length]`` in ``dtype``, contiguous."""
+    backend = _backend((values.shape[0], block_size), length, dtype, values.device)
+    blocks = Blocks(block_size, value_format, dtype)
+    return _unpack((values, bitmap, offsets), (1, rows, length), False, backend, blocks)[0]
 
 
 def _backend(values: Sequence[int], length: int, dtype: torch.dtype, device: torch.device) -> Backend:
@@ -86,7 +104,11 @@ def _backend(values: Sequence[int], length: int, dtype: torch.dtype, device: tor
 
 
 def _unpack(
-    packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int], features_first: bool, backend: Backend
+    packed: tuple[Tensor, Tensor, Tensor],
+    shape: tuple[int, int, int],
+    features_first: bool,
+    backend: Backend,
+    blocks: Blocks,
 ) -> Tensor:
     """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
     values, bitmap, offsets = packed
@@ -95,7 +117,9 @@ def _unpack(
         from lightning_actprune.kernels import unpack as kernels
 
         with on_device_of(values):
-            return kernels.unpack(values, bitmap, offsets, shape, features_first)
+            return kernels.unpack(values, bitmap, offsets, shape, features_first, *blocks)
+    if blocks.value_format != "same":
+        values = formats.dequantize(values, *blocks)
     dense = reference.unpack(values, bitmap, batch * rows, length).reshape(batch, rows, length)
     return (dense.transpose(0, 1) if features_first else dense).contiguous()
 
@@ -110,12 +134,14 @@ def weight_grad(
     length: int,
     transposed: bool,
     dtype: torch.dtype,
+    block_size: int,
+    value_format: str = "same",
 ) -> Tensor:
     """Return ``grad_y^T @ x_hat`` in ``dtype``.
 
     Args:
         grad_y: ``[R, OUT]``; ``R = batch * rows``, or ``batch * length`` if transposed.
-        values: Kept blocks ``[nnz, b]``.
+        values: Kept blocks ``[nnz, b]``, or ``[nnz, row_bytes]`` in few bits.
         bitmap: Positions ``[S, W]``.
         offsets: Starts of runs of blocks in ``values``.
         batch: First dimension of the stored tensor.
@@ -123,15 +149,18 @@ def weight_grad(
         length: Last dimension of the stored tensor.
         transposed: Whether the stored tensor's rows, not its last dimension, are the features.
         dtype: Type of the result; sums are in fp32 (fp64 for fp64).
+        block_size: Values per block, cut to a row.
+        value_format: How the values are stored; those of few bits are read as the type of ``grad_y``.
     """
-    method = choose_method(grad_y, values, length, transposed)
+    method = choose_method(grad_y, values, length, transposed, block_size)
     if method == "gather":
         from lightning_actprune.kernels import weight_grad as kernels
 
         with on_device_of(values):
-            return kernels.weight_grad(grad_y, values, bitmap, offsets, length, dtype)
+            return kernels.weight_grad(grad_y, values, bitmap, offsets, length, dtype, block_size, value_format)
     backend: Backend = "reference" if method == "reference" else "triton"
-    dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend)
+    blocks = Blocks(block_size, value_format, values.dtype if value_format == "same" else grad_y.dtype)
+    dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend, blocks)
     # Transposed, the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN].
     dense = dense.view(rows, batch * length).t() if transposed else dense.view(batch * rows, length)
     if dtype != grad_y.dtype and dtype == torch.float32 and has_fp32_product(grad_y):
