@@ -138,5 +138,5 @@ def pack(
     with torch.no_grad():
         stored, _ = stored_view(x, block_size, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
-        packed = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep, value_format)
-    return Packed(*packed, geometry, x.dtype, value_format)
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep, value_format)
+    return Packed(values, bitmap, offsets, geometry, x.dtype, value_format)

@@ -44,6 +44,8 @@ MASK = 0xFFFFFFFF
 CONTENT, NUMBER, GOLDEN = 0x9E3779B1, 0x85EBCA6B, 0x9E3779B9
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 FP8_MAX = 448.0
+LEAST_SCALE = 2.0**-126
+"""Smallest normal number of fp32 and bf16."""
 
 
 class ValueFormat(NamedTuple):
@@ -93,6 +95,8 @@ FORMATS = {
 def quantize(blocks: Tensor, numbers: Tensor, value_format: str) -> Tensor:
     """Return ``blocks [nnz, b]`` as rows of bytes ``uint8 [nnz, row_bytes]``; ``numbers`` are theirs, ``[nnz]``."""
     made = FORMATS[value_format]
+    if not len(blocks):
+        return blocks.new_empty(0, made.row_bytes(blocks.shape[1], 0), dtype=torch.uint8)
     wide = blocks.float()
     header, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, numbers, made.bits)
     parts = [header]
@@ -106,6 +110,8 @@ def quantize(blocks: Tensor, numbers: Tensor, value_format: str) -> Tensor:
 def dequantize(rows: Tensor, block_size: int, value_format: str, dtype: torch.dtype) -> Tensor:
     """Return the values ``[nnz, block_size]`` of stored blocks in ``dtype``."""
     made = FORMATS[value_format]
+    if not len(rows):
+        return rows.new_empty(0, block_size, dtype=dtype)
     header = rows[:, : made.header].contiguous().view(torch.bfloat16).float()
     codes, start, shift = torch.zeros((), dtype=torch.int64, device=rows.device), made.header, 0
     for bits in made.planes:
@@ -140,8 +146,7 @@ def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tenso
     finite = blocks.isfinite().all(1, keepdim=True)
     safe = torch.where(finite, blocks, 0.0)
     offset = _bf16(safe.amin(1, keepdim=True), up=False)
-    scale = _bf16((safe.amax(1, keepdim=True) - offset) / most, up=True)
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    scale, inverse = _scale((safe.amax(1, keepdim=True) - offset) / most)
     codes = ((safe - offset) * inverse + dither(blocks, numbers)).floor().clamp(0, most)
     header = torch.cat([torch.where(finite, scale, torch.nan), offset], 1).to(torch.bfloat16)
     return header.view(torch.uint8), codes.long()
@@ -150,10 +155,19 @@ def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tenso
 def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     finite = blocks.isfinite().all(1, keepdim=True)
     safe = torch.where(finite, blocks, 0.0)
-    scale = _bf16(safe.abs().amax(1, keepdim=True) / FP8_MAX, up=True)
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    scale, inverse = _scale(safe.abs().amax(1, keepdim=True) / FP8_MAX)
     codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(finite, scale, torch.nan).to(torch.bfloat16).view(torch.uint8), codes.long()
+    header = torch.where(finite, scale, torch.nan).to(torch.bfloat16).contiguous()
+    return header.view(torch.uint8), codes.long()
+
+
+def _scale(least: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale of bf16 that is at least ``least >= 0``, and its inverse; 0 and 0 for 0.
+
+    No subnormal numbers, whose inverse would be infinite.
+    """
+    scale = _bf16(torch.where(least > 0, least.clamp_min(LEAST_SCALE), 0.0), up=True)
+    return scale, torch.where(scale > 0, 1 / scale, 0.0)
 
 
 def _bf16(x: Tensor, up: bool) -> Tensor:
@@ -167,7 +181,7 @@ def _bf16(x: Tensor, up: bool) -> Tensor:
 def _join(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
     each = 8 // bits
-    padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(codes.shape[0], -1, each)
+    padded = F.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))
     joined: Tensor = (padded << (bits * torch.arange(each, device=codes.device))).sum(-1)
     return joined.to(torch.uint8)
 
