@@ -32,8 +32,9 @@ BELOW_CALLBACKS |= {"pictures", "recomputed", "selection", "step_memory", "step_
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
-    "kernels": {"ops.geometry"},
-    "ops.geometry": {"arguments"},
+    "kernels": {"ops.formats", "ops.geometry"},
+    "ops.formats": set(),
+    "ops.geometry": {"arguments", "ops.formats"},
     "ops": {"arguments", "kernels"},
     "functional": {"arguments", "ops"},
     "nn": {"arguments", "functional", "ops.geometry"},

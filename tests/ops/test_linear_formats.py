@@ -1,0 +1,134 @@
+"""Linear layers that keep their inputs in few bits: exact but for the weight gradient, and that from what is stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_actprune import functional
+from lightning_actprune.ops.formats import FORMATS
+from lightning_actprune.ops.weight_grad import force_method
+from tests import oracle
+from tests.attention import saved_tensors
+
+each_format = pytest.mark.parametrize("value_format", [name for name in FORMATS if name != "same"])
+
+
+def setup(device, *shape, outputs=48, dtype=torch.float32):
+    x = torch.randn(*shape, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(outputs, shape[-1], dtype=dtype, device=device, requires_grad=True)
+    return x, weight, torch.randn(outputs, dtype=dtype, device=device, requires_grad=True)
+
+
+@each_format
+@pytest.mark.parametrize("method", ["gather", "unpack"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("shape", "block", "sparsity"), [((3, 37, 70), 16, 0.5), ((2, 60, 96), 32, 0.0), ((33, 64), 64, 0.0)]
+)
+def test_the_weight_gradient_is_that_of_the_stored_input(device, value_format, method, dtype, shape, block, sparsity):
+    x, weight, bias = setup(device, *shape, dtype=dtype)
+    settings = {"sparsity": sparsity, "block_size": block, "value_format": value_format}
+    with force_method(method):
+        y = functional.linear(x, weight, bias, **settings)
+        grad_y = torch.randn_like(y)
+        grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
+    dense = F.linear(x, weight, bias)
+    assert torch.equal(y, dense)
+    exact_x, _, exact_bias = torch.autograd.grad(dense, (x, weight, bias), grad_y)
+    assert torch.equal(grads[0], exact_x)
+    assert oracle.relative_error(grads[2], exact_bias) <= 8 * torch.finfo(dtype).eps
+    stored = functional.pack(x.detach(), **settings)
+    g, hat = grad_y.reshape(-1, 48), stored.unpack().reshape(-1, shape[-1])
+    exact, torchs = g.double().t() @ hat.double(), g.t() @ hat
+    assert (
+        oracle.relative_error(grads[1], exact) <= 2 * oracle.relative_error(torchs, exact) + 4 * torch.finfo(dtype).eps
+    )
+    # What is stored is close to the kept blocks, the closer the more bits it has.
+    kept = functional.pack(x.detach(), sparsity=sparsity, block_size=block).unpack()
+    # An error is at most a step, of a range of some six standard deviations at b = 64.
+    bound = 0.06 if value_format == "fp8" else 6.5 / (2 ** FORMATS[value_format].bits - 1)
+    assert 0 < oracle.relative_error(stored.unpack(), kept) < bound
+
+
+@each_format
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_bytes_that_autograd_keeps(value_format: str, sparsity: float):
+    x, weight, _ = setup("cpu", 4, 32, 64)
+    with saved_tensors() as saved:
+        functional.linear(x, weight, sparsity=sparsity, block_size=32, value_format=value_format)
+    stored = functional.pack(x.detach(), sparsity=sparsity, block_size=32, value_format=value_format)
+    kept = [tensor for tensor in saved if tensor.data_ptr() != weight.data_ptr()]
+    assert sum(tensor.nbytes for tensor in kept) == stored.nbytes == stored.geometry.stored_bytes(4, value_format)
+    bits = 8 * stored.nbytes / x.numel() / (1 - sparsity)
+    most = {"fp8": 8.5, "int8": 9, "int4": 5, "int3": 4, "int2": 3}[value_format]
+    assert most < bits < most + 0.1  # positions: a bit per block, and an int32 per 128 of a sample
+
+
+@each_format
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+def test_bsr_shows_what_is_stored(value_format: str):
+    x = torch.randn(2, 10, 64)
+    stored = functional.pack(x, sparsity=0.5, block_size=16, value_format=value_format)
+    torch.testing.assert_close(stored.to_bsr().to_dense(), stored.unpack().reshape(20, 64), rtol=0, atol=0)
+
+
+def test_consumers_of_one_tensor_share_only_equal_formats():
+    x, weight, _ = setup("cpu", 4, 32, 64)
+    packs = []
+    for value_format in ("int4", "int4", "int2", "same"):
+        with saved_tensors() as saved:
+            y = functional.linear(x, weight, sparsity=0.5, value_format=value_format)
+        packs.append((y, {t.data_ptr() for t in saved if t.data_ptr() != weight.data_ptr()}))
+    assert packs[0][1] == packs[1][1]
+    assert not packs[0][1] & packs[2][1]
+    assert not packs[2][1] & packs[3][1]
+
+
+@pytest.mark.parametrize("value_format", ["int4", "fp8"])
+def test_compiled_without_graph_breaks(value_format: str):
+    x, weight, bias = setup("cpu", 4, 16, 64)
+
+    def step(x):
+        return functional.linear(x, weight, bias, sparsity=0.5, block_size=16, value_format=value_format).square().sum()
+
+    eager = torch.autograd.grad(step(x), (x, weight, bias))
+    compiled = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), (x, weight, bias))
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_autocast_keeps_few_bits_of_the_cast_input():
+    x, weight, bias = setup("cpu", 4, 16, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.linear(x, weight, bias, sparsity=0.0, value_format="int4")
+    grad_y = torch.randn_like(y)
+    [grad] = torch.autograd.grad(y, weight, grad_y)
+    hat = functional.pack(x.detach().bfloat16(), sparsity=0.0, value_format="int4").unpack().reshape(-1, 64)
+    torch.testing.assert_close(grad, (grad_y.reshape(-1, 48).t() @ hat).float())
+
+
+def test_an_overflow_reaches_the_weight_gradient():
+    x, weight, _ = setup("cpu", 2, 8, 64)
+    with torch.no_grad():
+        x[1, 3, 40] = float("inf")
+    functional.linear(x, weight, sparsity=0.9, value_format="int2").sum().backward()
+    assert weight.grad.isnan().any()
+    assert weight.grad[:, :32].isfinite().all()
+
+
+def test_what_cannot_be_stored_in_few_bits():
+    x, weight, _ = setup("cpu", 2, 8, 64, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored as 'int4'.* HINT"):
+        functional.linear(x, weight, sparsity=0.5, value_format="int4")
+    with pytest.raises(ValueError, match=r"`value_format` must be one of 'same', .*, got 'int5'. HINT"):
+        functional.linear(x, weight, sparsity=0.5, value_format="int5")
+    with pytest.raises(ValueError, match=r"`block_size` must be at least 8 with value_format='int2', got 4. HINT"):
+        functional.linear(x, weight, sparsity=0.5, block_size=4, value_format="int2")
+
+
+def test_small_rows_cut_blocks():
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    y = functional.linear(x, weight, sparsity=0.0, value_format="int8")
+    [grad] = torch.autograd.grad(y.sum(), weight)
+    assert oracle.relative_error(grad, torch.ones(5, 3).t() @ x.detach()) < 0.05
