@@ -41,7 +41,7 @@ ALLOWED = {
     "selection": {"arguments", "nn"},
     "conversion": {"arguments", "nn", "selection"},
     "copies": {"ops"},
-    "calls": {"copies", "nn", "ops"},
+    "calls": {"arguments", "copies", "nn", "ops"},
     "hooks": set(),
     "saved": {"calls", "copies", "hooks", "nn", "selection"},
     "recomputed": {"hooks", "nn", "selection"},
