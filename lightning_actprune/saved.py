@@ -95,7 +95,7 @@ class _Open(threading.local):
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _HandedOn:
     """What the graph holds if other saved-tensor hooks are open around the recorders'.
 

@@ -58,6 +58,14 @@ def known(step, index):
     return sum(nbytes for name, nbytes in step.parts(index).items() if name != "other")
 
 
+def slack(step):
+    """Return by how much bytes in use may differ from what was asked for.
+
+    The allocator hands out a cached block whole if less than 1 MiB of it would be left.
+    """
+    return 2**20 * sum(holding.nbytes >= 2**20 for holding in step.holdings)
+
+
 @pytest.mark.parametrize("sparsity", [None, 0.6])
 @pytest.mark.parametrize("outputs", [16, 8192])
 def test_peak_and_parts(sparsity: float | None, outputs: int):
@@ -80,12 +88,12 @@ def test_peak_and_parts(sparsity: float | None, outputs: int):
     plain = torch.cuda.max_memory_allocated()
     step = recorded_step(model, x, optimizer)
     assert step.measured
-    assert step.peak_bytes == plain
+    assert abs(step.peak_bytes - plain) <= slack(step)
     for index, moment in enumerate(step.moments):
         assert moment.peak_bytes >= moment.used_bytes
         assert sum(step.parts(index).values()) == step.interval_bytes[index]
     grown = step.moments[step.forward_end].used_bytes - step.moments[0].used_bytes
-    assert grown == pytest.approx(known(step, step.forward_end) - known(step, 0), rel=0.02)
+    assert abs(grown - (known(step, step.forward_end) - known(step, 0))) <= slack(step)
     assert step.activation_bytes[-1] == 0
     assert {phase: step.peak_in(phase) is not None for phase in PHASES} == dict.fromkeys(PHASES, True)
     # A wide head makes the gradient of its output the peak, which fewer activations move only so far.
