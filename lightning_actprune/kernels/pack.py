@@ -5,7 +5,8 @@ One launch with one program per sample where that is faster (``pack_sample``), o
 1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``), and, if the
                           plan casts, the 16-bit copy of ``x`` that all else reads;
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
-3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places.
+3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places. If values are stored in few bits,
+                          ``quantize_kernel`` does, see there.
 
 Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
 three times. Everything but the tensors is worked out once per shape and kept in a ``PackPlan`` or ``SamplePlan``.
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.formats import encode_format, quantize_tile, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
@@ -35,15 +37,17 @@ from lightning_actprune.kernels.select import (
 )
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
+TILE_VALUES = 2048
+"""Values that are quantised at once: 16 a thread, of whole blocks."""
+
 
 @triton.jit
-def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
-    """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places.
+def _blocks_of(lane, runs, LANES: tl.constexpr):
+    """Return first sample and run of a program, and samples and block numbers of its lanes.
 
     The ``RUN`` lanes are one run of one sample, or, if a sample has ``LANES < RUN`` blocks at most, several samples:
     these follow each other in the values too.
     """
-    lane = tl.arange(0, RUN)
     if LANES == RUN:
         first, run = tl.program_id(0) // runs, tl.program_id(0) % runs
         s, n = first + lane * 0, run * RUN + lane
@@ -52,6 +56,13 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
         # Not `lane % LANES`: of a remainder of a remainder (see `column` below), Triton up to 3.6 believes that all
         # values are multiples, and then masks a group of up to 8 values by the first one alone.
         s, n = first + lane // LANES, lane & (LANES - 1)
+    return first, run, s, n
+
+
+@triton.jit
+def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
+    """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places."""
+    first, run, s, n = _blocks_of(tl.arange(0, RUN), runs, LANES)
     exists = (s < samples) & (n < blocks)
     word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
     kept = (word >> (n % WORD)) & 1
@@ -76,6 +87,37 @@ def gather_kernel(
         tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
 
 
+@triton.jit
+def quantize_kernel(
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write the kept blocks of one run to their places in ``values``, as rows of bytes.
+
+    Arithmetic is what this costs, so that no lane should spend it on a dropped block: each kept one first leaves its
+    lane in its own row, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each row belongs to one
+    tile, a tile overwrites no number but its own.
+    """
+    ROW: tl.constexpr = FORMAT >> 16
+    _, _, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
+    tl.store(values_ptr + place.to(tl.int64) * ROW, tl.arange(0, RUN).to(tl.uint8), mask=kept)
+    first, count = tl.min(place, axis=0), tl.sum(kept.to(tl.int32), axis=0)
+    e = tl.arange(0, BLOCK)
+    tl.debug_barrier()
+    for start in range(0, count, TILE):
+        p = start + tl.arange(0, TILE)
+        row = (first + p).to(tl.int64)
+        lane = tl.load(values_ptr + row * ROW, mask=p < count, other=0).to(tl.int32)
+        _, _, s, n = _blocks_of(lane, runs, LANES)
+        source = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
+        column = (n % columns)[:, None] * B + e[None, :]
+        inside = (p < count)[:, None] & ((column < length) & (e < B)[None, :])
+        x = tl.load(x_ptr + source[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all threads have the numbers of this tile
+        quantize_tile(x, s.to(tl.uint32) * blocks + n.to(tl.uint32), values_ptr, row, p < count, B, BLOCK, FORMAT)
+
+
 class PackPlan:
     """Three launches and output shapes for one shape of input.
 
@@ -86,6 +128,7 @@ class PackPlan:
         keep: Blocks kept per sample.
         device: Where the kernels run.
         casts: Whether a copy in another dtype is written and packed.
+        value_format: How values are stored.
     """
 
     def __init__(
@@ -96,12 +139,14 @@ class PackPlan:
         keep: int,
         device: torch.device,
         casts: bool = False,
+        value_format: str = "same",
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
         blocks = rows * columns
         words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
-        self.values = (samples * keep, block_size)
+        stored = encode_format(value_format, block_size)
+        self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
         self.keys = samples * blocks
         parts = _parts(samples, blocks, device)
@@ -112,7 +157,12 @@ class PackPlan:
         gathered = (rows * length, length) if casts else strides
         unit = stride_unit(*gathered)
         scalars = (gathered[0] // unit, gathered[1] // unit, samples, blocks, words, runs)
-        self._gather = Launch(gather_kernel, grid, *scalars, length, columns, unit, *tile, **options)
+        gather = gather_kernel
+        if stored:
+            block = tile_width(block_size)
+            tile_rows = max(1, min(RUN_BLOCKS, TILE_VALUES // block))
+            gather, tile = quantize_kernel, (block_size, block, tile[2], tile_rows, stored)
+        self._gather = Launch(gather, grid, *scalars, length, columns, unit, *tile, **options)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
@@ -120,7 +170,7 @@ class PackPlan:
         keys = x.new_empty(self.keys, dtype=torch.int32)
         bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
         offsets = x.new_empty(*self.offsets, dtype=torch.int32)
-        values = source.new_empty(*self.values)
+        values = source.new_empty(*self.values, dtype=self.dtype)
         if self.control:
             control = x.new_empty(self.control, dtype=torch.int32)
             self._keys(x, source, keys, control)
@@ -190,17 +240,23 @@ def plan(
     device: torch.device,
     aligned: bool,
     cast: torch.dtype | None = None,
+    value_format: str = "same",
 ) -> PackPlan | SamplePlan:
-    """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``.
+    """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``, stored in ``value_format``.
 
     Alignment matters only to the compiled kernels that the plan keeps; memory for the copy is new, hence aligned.
     """
     samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
     if takes_one_launch(samples, blocks, device):
-        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, choose_config(blocks), cast)
-    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None)
+        config = choose_config(blocks)
+        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, config, cast, value_format)
+    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None, value_format)
 
 
-def pack(x: Tensor, block_size: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``."""
-    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, x.data_ptr() % 16 == 0)(x)
+def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``.
+
+    In another ``value_format`` than ``"same"``, the values are rows of bytes; see ``ops.formats.quantize``.
+    """
+    aligned = x.data_ptr() % 16 == 0
+    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, aligned, None, value_format)(x)

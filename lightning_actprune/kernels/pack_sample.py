@@ -9,11 +9,12 @@ With about as many samples as multiprocessors this saves two launches and what l
 2. All keys are read into registers, and selection writes bitmap and offsets. The numbers of the kept blocks replace the
    keys in the scratch.
 3. Tiles of kept blocks, all lanes busy, are copied to where the sample's values start, the last tile first: these
-   blocks were read last, and what the L2 cache has lost by then are the first.
+   blocks were read last, and what the L2 cache has lost by then are the first. Or they are quantised; then the next
+   tile is read before the arithmetic of one, since few programs run on a multiprocessor to fill in.
 
 The scratch is the sample's own part of ``values`` if that is large enough, so that nothing has to be allocated. Copying
 then overwrites the list that it reads. Entry ``p`` of the list takes the bytes from ``4 p`` on, block ``p`` those from
-``p * B * itemsize`` on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
+``p`` times the bytes of a stored one on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
 entry before ``2 p``, and those before ``p`` are all that is still needed. Only the tile at 0 destroys its own entries:
 all threads have read these before the first one copies.
 """
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.formats import encode_format, quantize_tile, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.select import REGISTER_BLOCKS, RUN, WORD, list_kept, store_places, threshold
@@ -61,6 +63,54 @@ def _copy_blocks(
 
 
 @triton.jit
+def _copy_kept(
+    x_ptr, values_ptr, list_ptr, keep, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Copy the listed blocks to the values."""
+    p = tl.arange(0, TILE)
+    tiles = tl.cdiv(keep, TILE)
+    first = tl.maximum(tiles - 1, 0) * TILE
+    kept = tl.load(list_ptr + first + p, mask=first + p < keep, other=0)
+    for _ in tl.range(1, tiles, num_stages=STAGES):
+        # One tile ahead, so that nothing waits for the numbers and then for the blocks.
+        ahead = tl.load(list_ptr + (first - TILE) + p)
+        tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
+        _copy_blocks(x_ptr, values_ptr, kept, first, keep, stride_row, length, columns, UNIT, B, BLOCK, TILE)
+        kept = ahead
+        first -= TILE
+    tl.debug_barrier()
+    _copy_blocks(x_ptr, values_ptr, kept, 0, keep, stride_row, length, columns, UNIT, B, BLOCK, TILE)
+
+
+@triton.jit
+def _quantize_kept(
+    x_ptr, values_ptr, list_ptr, keep, number, stride_row, length: tl.constexpr, columns: tl.constexpr,
+    UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write the listed blocks as rows of bytes; ``number`` (uint32): of the sample's first among all blocks."""
+    p = tl.arange(0, TILE)
+    tiles = tl.cdiv(keep, TILE)
+    first = tl.maximum(tiles - 1, 0) * TILE
+    # The numbers are read two tiles ahead, and the blocks one.
+    n = tl.load(list_ptr + first + p, mask=first + p < keep, other=0)
+    n_next = tl.load(list_ptr + (first - TILE) + p, mask=(first - TILE) + p >= 0, other=0)
+    pointers, inside = _values_of(x_ptr, n, first + p < keep, stride_row, length, columns, UNIT, B, BLOCK)
+    x = tl.load(pointers, mask=inside, other=0.0)
+    for _ in range(1, tiles):
+        n_after = tl.load(list_ptr + (first - 2 * TILE) + p, mask=(first - 2 * TILE) + p >= 0, other=0)
+        pointers, inside = _values_of(x_ptr, n_next, p >= 0, stride_row, length, columns, UNIT, B, BLOCK)
+        x_next = tl.load(pointers, mask=inside, other=0.0)
+        tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
+        place, stored = (first + p).to(tl.int64), first + p < keep
+        quantize_tile(x.to(tl.float32), number + n.to(tl.uint32), values_ptr, place, stored, B, BLOCK, FORMAT)
+        x, n, n_next = x_next, n_next, n_after
+        first -= TILE
+    tl.debug_barrier()
+    quantize_tile(x.to(tl.float32), number + n.to(tl.uint32), values_ptr, p.to(tl.int64), p < keep, B, BLOCK, FORMAT)
+
+
+@triton.jit
 def _find_threshold(keys_ptr, blocks, keep, BLOCKS: tl.constexpr):
     """Return ``(threshold, cut)`` of a sample, all its keys in registers."""
     n = tl.arange(0, BLOCKS)
@@ -87,15 +137,16 @@ def pack_sample_kernel(
     x_ptr, copy_ptr, values_ptr, bitmap_ptr, offsets_ptr, scratch_ptr, stride_sample, stride_row, stride_scratch,
     blocks, keep, words, runs, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr,
     B: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
-    KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr, COPY_STAGES: tl.constexpr,
+    KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr, COPY_STAGES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Pack one sample of ``blocks <= BLOCKS``, by tiles of ``KEYS`` and ``COPIES`` blocks.
 
     ``CAST``: the values are rounded to the contiguous ``copy [S, T, L]`` for the keys, and packed from there.
     """
+    ROW: tl.constexpr = FORMAT >> 16 if FORMAT else B
     s = tl.program_id(0)
     x_ptr += s.to(tl.int64) * stride_sample * UNIT
-    values_ptr += s.to(tl.int64) * keep * B
+    values_ptr += s.to(tl.int64) * keep * ROW
     scratch_ptr += s.to(tl.int64) * stride_scratch
     scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
@@ -123,19 +174,16 @@ def pack_sample_kernel(
     source = copy_ptr if CAST else x_ptr
     source_row = 1 if CAST else stride_row
     SOURCE_UNIT: tl.constexpr = length if CAST else UNIT
-    p = tl.arange(0, COPIES)
-    tiles = tl.cdiv(keep, COPIES)
-    first = tl.maximum(tiles - 1, 0) * COPIES
-    kept = tl.load(scratch_ptr + first + p, mask=first + p < keep, other=0)
-    for _ in tl.range(1, tiles, num_stages=COPY_STAGES):
-        # One tile ahead, so that nothing waits for the numbers and then for the blocks.
-        ahead = tl.load(scratch_ptr + (first - COPIES) + p)
-        tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
-        _copy_blocks(source, values_ptr, kept, first, keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK, COPIES)
-        kept = ahead
-        first -= COPIES
-    tl.debug_barrier()
-    _copy_blocks(source, values_ptr, kept, 0, keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK, COPIES)
+    if FORMAT:
+        _quantize_kept(
+            source, values_ptr, scratch_ptr, keep, s.to(tl.uint32) * blocks, source_row, length, columns, SOURCE_UNIT,
+            B, BLOCK, COPIES, FORMAT,
+        )  # fmt: skip
+    else:
+        _copy_kept(
+            source, values_ptr, scratch_ptr, keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK, COPIES,
+            COPY_STAGES,
+        )  # fmt: skip
 
 
 class SampleConfig(NamedTuple):
@@ -157,18 +205,26 @@ class SampleConfig(NamedTuple):
     copy_kib: int
     copy_stages: int
 
-    def constants(self, blocks: int, block_size: int, read: int, packed: int) -> dict[str, int]:
-        """Return the kernel's last constants, in order, for samples of so many blocks: values of so many bytes."""
+    def constants(self, blocks: int, block_size: int, read: int, packed: int, stored: int = 0) -> dict[str, int]:
+        """Return the kernel's last constants, in order, for samples of so many blocks: values of so many bytes.
+
+        ``stored``: the kernel's ``FORMAT``.
+        """
         block, padded = triton.next_power_of_2(block_size), max(RUN_BLOCKS, triton.next_power_of_2(blocks))
         # Numbers and addresses of more than 1024 blocks would fill the registers.
         tiles = (self.keys_kib, read), (self.copy_kib, packed)
         keys, copies = (max(1, min(1024, 1024 * kib // (block * size))) for kib, size in tiles)
+        if stored:
+            block = tile_width(block_size)
+            copies = max(1, min(1024, THREAD_VALUES * 32 * self.warps // block))
         return {
             "B": block_size, "BLOCK": block, "BLOCKS": padded, "PIECE": min(padded, self.piece), "KEYS": keys,
-            "KEYS_STAGES": self.keys_stages, "COPIES": copies, "COPY_STAGES": self.copy_stages,
+            "KEYS_STAGES": self.keys_stages, "COPIES": copies, "COPY_STAGES": self.copy_stages, "FORMAT": stored,
         }  # fmt: skip
 
 
+THREAD_VALUES = 32
+"""Values that a thread quantises at once, with as many of the next tile waiting in registers beside them."""
 FEWEST_BLOCKS = 513
 """Smaller samples are selected several to a program."""
 BUSY = 0.75
@@ -199,6 +255,7 @@ class SamplePlan:
         itemsize: Bytes of a value of the input.
         config: How a program packs its sample.
         cast: Type of the copy that is written and packed, ``None`` if the input itself is.
+        value_format: How values are stored.
     """
 
     def __init__(
@@ -210,29 +267,31 @@ class SamplePlan:
         itemsize: int,
         config: SampleConfig,
         cast: torch.dtype | None = None,
+        value_format: str = "same",
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
         blocks = rows * columns
         words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
-        self.values = (samples * keep, block_size)
+        stored = encode_format(value_format, block_size)
+        self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
         packed = itemsize if cast is None else cast.itemsize
-        size = keep * block_size * packed
+        row = stored >> 16 if stored else block_size * packed
         # Keys are int32, and the list must not be overtaken by the values (see above).
-        in_values = size >= 4 * blocks and size % 4 == 0 and block_size * packed >= 8
+        in_values = keep * row >= 4 * blocks and keep * row % 4 == 0 and row >= 8
         self.scratch = 0 if in_values else samples * blocks
-        stride_scratch = keep * block_size if in_values else blocks
+        stride_scratch = keep * self.values[1] if in_values else blocks
         unit = stride_unit(*strides)
         scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
-        tiles = config.constants(blocks, block_size, itemsize, packed)
+        tiles = config.constants(blocks, block_size, itemsize, packed, stored)
         constants = {"length": length, "columns": columns, "UNIT": unit, "CAST": cast is not None, **tiles}
         self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants.values(), num_warps=config.warps)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
         source = x if copy is None else copy
-        values = source.new_empty(*self.values)
+        values = source.new_empty(*self.values, dtype=self.dtype)
         bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
         offsets = x.new_empty(*self.offsets, dtype=torch.int32)
         scratch = x.new_empty(self.scratch, dtype=torch.int32) if self.scratch else values

@@ -1,17 +1,19 @@
 """Unpack: from kept blocks back to the dense tensor, zeros included, in one pass.
 
 Each program handles one run of 128 blocks: it finds the kept ones and their places from bitmap and offsets, and writes
-the whole tile.
+the whole tile. Values stored in few bits are taken apart on the way.
 """
 
 from __future__ import annotations
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
 from lightning_actprune.kernels.keys import stride_unit
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_places, run_tile
@@ -22,7 +24,7 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 def unpack_kernel(
     values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides."""
     s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
@@ -31,13 +33,20 @@ def unpack_kernel(
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         block = (e < B)[None, :]
-        x = tl.load(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0)
+        if FORMAT:
+            x = dequantize_tile(values_ptr, place.to(tl.int64), kept, piece, B, BLOCK, FORMAT)
+            x = x.to(out_ptr.dtype.element_ty)
+        else:
+            stored = values_ptr + place.to(tl.int64)[:, None] * B + e[None, :]
+            x = tl.load(stored, mask=kept[:, None] & block, other=0.0)
         column = (n % columns)[:, None] * B + e[None, :]
         tl.store(out_ptr + start[:, None] + column, x, mask=exists[:, None] & (column < length) & block)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, *key: object) -> Launch:
+def _launch(
+    samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, value_format: str, *key: object
+) -> Launch:
     """Return the launch for a shape; ``key`` holds what a compiled kernel depends on besides."""
     batch, inner, length = shape
     columns = ceil_div(length, block_size)
@@ -48,15 +57,31 @@ def _launch(samples: int, shape: tuple[int, int, int], features_first: bool, blo
     unit = stride_unit(*strides)
     scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs)
     grid, tile, options = run_tile(samples, blocks, block_size)
-    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, **options)
+    stored = encode_format(value_format, block_size)
+    if stored:
+        tile = block_size, min(64, tile_width(block_size)), tile[2]
+    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, **options)
 
 
 def unpack(
-    values: Tensor, bitmap: Tensor, offsets: Tensor, shape: tuple[int, int, int], features_first: bool = False
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    shape: tuple[int, int, int],
+    features_first: bool = False,
+    block_size: int | None = None,
+    value_format: str = "same",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
+    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``.
+
+    ``block_size`` and ``dtype`` of the result are those of the values if these are stored as they are, and must be
+    given otherwise.
+    """
     batch, rows, length = shape
-    out = values.new_empty(rows, batch, length) if features_first else values.new_empty(batch, rows, length)
-    key = values.dtype, values.device, aligned(values, bitmap, offsets)
-    _launch(bitmap.shape[0], shape, features_first, values.shape[1], *key)(values, bitmap, offsets, out)
+    sizes = (rows, batch, length) if features_first else shape
+    out = values.new_empty(*sizes, dtype=dtype)
+    key = out.dtype, values.device, aligned(values, bitmap, offsets)
+    launch = _launch(bitmap.shape[0], shape, features_first, block_size or values.shape[1], value_format, *key)
+    launch(values, bitmap, offsets, out)
     return out

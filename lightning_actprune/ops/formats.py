@@ -26,7 +26,8 @@ all modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias3
 is uniform over blocks, and blocks are independent of each other, which is what matters: a weight gradient adds over
 them.
 
-A block with a NaN or Inf is NaN when it is read again: an overflow still reaches the weight gradient.
+A block with a NaN or Inf is NaN when it is read again: an overflow still reaches the weight gradient. So is, in the
+integer formats, a block whose values lie further from each other than fp32 reaches.
 
 A stored block is a row of bytes: scale, offset (not for fp8), then the codes of all values, lowest bits first, filled
 up to an even number. Three bits are two planes, one with the lower two bits of each code and one with the highest.
@@ -45,7 +46,7 @@ CONTENT, NUMBER, GOLDEN = 0x9E3779B1, 0x85EBCA6B, 0x9E3779B9
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 FP8_MAX = 448.0
 LEAST_SCALE = 2.0**-126
-"""Smallest normal number of fp32 and bf16."""
+"""Least scale: below, its inverse is no fp32 number."""
 
 
 class ValueFormat(NamedTuple):
@@ -143,11 +144,13 @@ def mix(h: Tensor) -> Tensor:
 def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return header and codes of an integer format."""
     most = 2**bits - 1
-    finite = blocks.isfinite().all(1, keepdim=True)
-    safe = torch.where(finite, blocks, 0.0)
-    offset = _bf16(safe.amin(1, keepdim=True), up=False)
-    scale, inverse = _scale((safe.amax(1, keepdim=True) - offset) / most)
-    codes = ((safe - offset) * inverse + dither(blocks, numbers)).floor().clamp(0, most)
+    # Adding zero: whether the least of zero and negative zero is the one or the other is left open.
+    low, high = blocks.amin(1, keepdim=True) + 0.0, blocks.amax(1, keepdim=True) + 0.0
+    offset = _bf16(low, up=False)
+    finite = (high - offset).isfinite()
+    safe, offset, high = (torch.where(finite, values, 0.0) for values in (blocks, offset, high))
+    scale = _scale(high - offset, most)
+    codes = ((safe - offset) * (1 / scale) + dither(blocks, numbers)).floor().clamp(0, most)
     header = torch.cat([torch.where(finite, scale, torch.nan), offset], 1).to(torch.bfloat16)
     return header.view(torch.uint8), codes.long()
 
@@ -155,19 +158,13 @@ def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tenso
 def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     finite = blocks.isfinite().all(1, keepdim=True)
     safe = torch.where(finite, blocks, 0.0)
-    scale, inverse = _scale(safe.abs().amax(1, keepdim=True) / FP8_MAX)
-    codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    header = torch.where(finite, scale, torch.nan).to(torch.bfloat16).contiguous()
-    return header.view(torch.uint8), codes.long()
+    scale = _scale(safe.abs().amax(1, keepdim=True), FP8_MAX)
+    codes = (safe * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(finite, scale, torch.nan).to(torch.bfloat16).view(torch.uint8), codes.long()
 
 
-def _scale(least: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale of bf16 that is at least ``least >= 0``, and its inverse; 0 and 0 for 0.
-
-    No subnormal numbers, whose inverse would be infinite.
-    """
-    scale = _bf16(torch.where(least > 0, least.clamp_min(LEAST_SCALE), 0.0), up=True)
-    return scale, torch.where(scale > 0, 1 / scale, 0.0)
+def _scale(spread: Tensor, most: float) -> Tensor:
+    return _bf16(spread / most, up=True).clamp(min=LEAST_SCALE)
 
 
 def _bf16(x: Tensor, up: bool) -> Tensor:

@@ -96,11 +96,11 @@ def specimens(target: int) -> list[Specimen]:
         _, tile, options = pack.run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
         found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
-        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants, value, options))
+        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
     found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow, "bf16", {"num_warps": 4}))
-    found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
+    found.append(("unpack_narrow", unpack.unpack_kernel, narrow | {"FORMAT": 0}, "bf16", {"num_warps": 4}))
     return found
 
 
@@ -122,7 +122,7 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
     sizes |= {"SPLIT": True, "NARROW": True}
-    modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
+    modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee", "FORMAT": 0}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
 
@@ -138,6 +138,8 @@ def compile_kernel(
             attrs[(index,)] = [["tt.divisibility", 16]]
     if "out_ptr" in signature and "grad_ptr" in signature:
         signature["out_ptr"] = "*fp32"
+    if constants.get("FORMAT"):
+        signature |= {name: "*u8" for name in ("values_ptr", "scratch_ptr") if name in signature}
     for name in ("stride_sample", "stride_outer"):
         if name in signature:
             signature[name] = "i64"
