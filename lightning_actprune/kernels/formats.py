@@ -8,8 +8,7 @@ product is exact, to a product that is rounded before: what a compiler fuses bes
 exact before its one addition, since a scale of 8 bits times a code of 8 bits fits into fp32. fp8 is encoded and decoded
 by integers, so that it needs no hardware for it.
 
-A plane of codes is joined to bytes, or taken apart, in registers: neighbouring values of a block are in one thread, which
-then moves 2 to 8 of them a byte. Arithmetic, not memory, is what quantising costs: some 25 instructions a kept value.
+A plane of codes is joined to bytes, or taken apart, in registers: neighbouring values of a block are in one thread.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def quantize_kernel(
     tile, a tile overwrites no number but its own.
     """
     ROW: tl.constexpr = FORMAT >> 16
-    _, _, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
+    _, _, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     tl.store(values_ptr + place.to(tl.int64) * ROW, tl.arange(0, RUN).to(tl.uint8), mask=kept)
     first, count = tl.min(place, axis=0), tl.sum(kept.to(tl.int32), axis=0)
     e = tl.arange(0, BLOCK)

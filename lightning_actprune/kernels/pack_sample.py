@@ -14,7 +14,7 @@ With about as many samples as multiprocessors this saves two launches and what l
 
 The scratch is the sample's own part of ``values`` if that is large enough, so that nothing has to be allocated. Copying
 then overwrites the list that it reads. Entry ``p`` of the list takes the bytes from ``4 p`` on, block ``p`` those from
-``p`` times the bytes of a stored one on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
+``p`` stored blocks on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
 entry before ``2 p``, and those before ``p`` are all that is still needed. Only the tile at 0 destroys its own entries:
 all threads have read these before the first one copies.
 """

@@ -37,8 +37,9 @@ def unpack_kernel(
             x = dequantize_tile(values_ptr, place.to(tl.int64), kept, piece, B, BLOCK, FORMAT)
             x = x.to(out_ptr.dtype.element_ty)
         else:
-            stored = values_ptr + place.to(tl.int64)[:, None] * B + e[None, :]
-            x = tl.load(stored, mask=kept[:, None] & block, other=0.0)
+            x = tl.load(
+                values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], mask=kept[:, None] & block, other=0.0
+            )
         column = (n % columns)[:, None] * B + e[None, :]
         tl.store(out_ptr + start[:, None] + column, x, mask=exists[:, None] & (column < length) & block)
 

@@ -211,7 +211,8 @@ class WeightGradPlan:
 def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, torch.dtype, object]) -> WeightGradPlan:
     """Return the plan for a shape; ``key`` holds what a compiled kernel depends on besides."""
     limits = machine(key[2])
-    config = choose_config(shape.block_size, shape.outputs, shape.itemsize, limits)
+    quantized = shape.value_format != "same"
+    config = choose_config(shape.block_size, shape.outputs, shape.itemsize, limits, quantized)
     columns = ceil_div(shape.length, shape.block_size)
     tiles = columns * ceil_div(shape.outputs, config.bm)
     rule = SPLIT_RULES[shape.itemsize]
