@@ -59,8 +59,9 @@ def measure(model: nn.Module, setting: Setting, batch: Batch, precision: str) ->
     exact = weight_gradients(model, batch, precision)
     prune(model, setting, batch, precision)
     try:
-        layers = [name for name in exact if isinstance(model.get_submodule(name), ActivationPrunedLinear)]
-        rows = {row.fqn: row for row in kept_rows(model, batch, precision)}
+        # At sparsity 0 the probe judges no layer; of an input that something else keeps, no byte is the layer's own.
+        rows = {row.fqn: row for row in kept_rows(model, batch, precision) if row.dense_bytes}
+        layers = [name for name in rows if isinstance(model.get_submodule(name), ActivationPrunedLinear)]
         pruned = weight_gradients(model, batch, precision)
     finally:
         revert(model)
