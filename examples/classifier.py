@@ -1,4 +1,4 @@
-"""The image classifier that the examples train: a ResMLP, cross-entropy, AdamW and a cosine learning rate.
+"""The image classifier that the examples train: a ResMLP or a ViT, cross-entropy, AdamW and a cosine learning rate.
 
 Over `n` optimizer steps of which the first `w = warmup * n` warm up, step `i` runs at::
 
@@ -21,10 +21,10 @@ from examples.models import build_model
 
 
 class ImageClassifier(L.LightningModule):
-    """A ResMLP classifier.
+    """A ResMLP or ViT classifier.
 
     Args:
-        model: Name of the model: `resmlp_tiny`, `resmlp_s12`, `resmlp_s24`, `resmlp_s36` or `resmlp_b24`.
+        model: Name of the model: `resmlp_tiny`, `resmlp_s12`, `resmlp_s24`, `resmlp_s36`, `resmlp_b24` or `vit_8x384`.
         image_size: Height and width of the images.
         patch_size: Height and width of a patch.
         dim: Number of channels, in place of the model's.

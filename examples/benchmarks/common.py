@@ -34,10 +34,15 @@ def command() -> str:
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write ``records`` as a JSON list with one record per line, so that changes are readable in a diff."""
+    """Write ``records`` as a JSON list with one record per line, so that changes are readable in a diff.
+
+    What was there before stays until all is written, since a benchmark may be cut short at any time.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(record) for record in records)
-    path.write_text(f"[\n{lines}\n]\n")
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(f"[\n{lines}\n]\n")
+    unfinished.replace(path)
 
 
 def require_gpu() -> None:

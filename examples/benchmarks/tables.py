@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,19 +61,15 @@ def memory(records: Records) -> str:
 
 
 def accuracy(records: Records) -> str:
-    """Test accuracy over the seeds: dense and pruned."""
-    groups: dict[tuple[Any, ...], Records] = {}
-    for r in records:
-        groups.setdefault((r["method"], r["sparsity"], r["block_size"]), []).append(r)
-    rows = []
-    for (method, sparsity, block), group in groups.items():
-        setting = f", s = {sparsity}, b = {block}" if method == "pruned" else ""
-        cells = [method + setting, str(len(group))]
-        for name, digits in (("accuracy", 2), ("final_loss", 4)):
-            values = [r[name] for r in group]
-            cells.append(f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}")
-        rows.append(cells)
-    return markdown(["method", "seeds", "test accuracy %", "final training loss"], rows) + source(records[0])
+    """Accuracy over the seeds by setting: one table per study, each with the commands it was made by."""
+    found, parts = summaries.studies(records), []
+    for group in found:
+        summary = summaries.accuracy(group)
+        title = f"{summary.title}:\n\n" if len(found) > 1 else ""
+        runs = {r["command"]: r for r in reversed(group)}
+        sources = "".join(source(r) for r in reversed(runs.values()))
+        parts.append(title + markdown(summary.header, summary.rows) + sources)
+    return "\n\n".join(parts)
 
 
 def summarised(summary: Summary, records: Records) -> str:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from examples.models.patches import patch_count
+
 
 class Affine(nn.Module):
     """A learned scale and shift per channel, `alpha * x + beta`, starting as the identity.
@@ -87,14 +89,10 @@ class ResMLP(nn.Module):
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        if image_size % patch_size:
-            raise ValueError(
-                f"`image_size` must be a multiple of `patch_size`, got {image_size} and {patch_size}. "
-                "HINT: 224 goes with patches of 16, 32 with 4, 8 with 1 or 2."
-            )
+        tokens = patch_count(image_size, patch_size)
         scale = default_layer_scale(depth) if layer_scale is None else layer_scale
         self.patch_embed = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.blocks = nn.ModuleList(ResMLPBlock(dim, (image_size // patch_size) ** 2, scale) for _ in range(depth))
+        self.blocks = nn.ModuleList(ResMLPBlock(dim, tokens, scale) for _ in range(depth))
         self.norm = Affine(dim)
         self.head = nn.Linear(dim, num_classes)
         self.reset_parameters()

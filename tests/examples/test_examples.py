@@ -1,7 +1,6 @@
-"""The examples run and do what they say: models, data, the training script, the command line and the accuracy study."""
+"""The examples run and do what they say: models, data, the training script and the command line."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -14,31 +13,13 @@ from PIL import Image
 from torch import nn
 
 from examples import cli, train
-from examples.benchmarks import accuracy
 from examples.classifier import ImageClassifier, cosine_factor, parameter_groups
 from examples.data import ImageData, load_image_folder_tensors
 from examples.models import MODELS, build_model
 from examples.models.resmlp import ResMLPBlock, default_layer_scale
+from tests.examples.image_folders import write_images
 
 ROOT = Path(__file__).resolve().parents[2]
-CLASSES = ("cat", "dog", "eel")
-
-
-def write_images(root: Path, size: int = 8, train: int = 8, test: int = 4) -> Path:
-    """Write a folder of images whose pixels are random but whose mean tells the class."""
-    rng = np.random.default_rng(0)
-    for part, count in (("train", train), ("test", test)):
-        for label, name in enumerate(CLASSES):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(80 * label, 80 * label + 60, (size, size, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{i:02d}.png")
-    return root
-
-
-@pytest.fixture(scope="module")
-def image_folder(tmp_path_factory):
-    return write_images(tmp_path_factory.mktemp("images") / "tiny")
 
 
 # Models
@@ -228,64 +209,3 @@ def test_command_line_trains_cifar_from_a_folder(tmp_path, image_folder, monkeyp
     cli.main(["fit", "--config", config, *size, *trainer])
     assert fitted[0].model.head.out_features == 3
     assert fitted[0].model.blocks[0].token_mix.in_features == (32 // 4) ** 2
-
-
-def study(root: Path, out: Path, *more: str) -> list[dict]:
-    size = "--dim 32 --depth 1 --patch-size 2 --epochs 2 --batch-size 6 --limit-batches 3"
-    recipe = "--lr 0.02 --precision fp32 --seeds 0 1"
-    return accuracy.main(["--root", str(root), "--out", str(out), *size.split(), *recipe.split(), *more])
-
-
-def test_accuracy_study_records_every_run_once(image_folder, tmp_path, capsys):
-    out = tmp_path / "accuracy.json"
-    records = study(image_folder, out, "--sparsity", "0", "0.9", "--block-size", "8")
-    assert json.loads(out.read_text()) == records
-    runs = [(r["method"], r["sparsity"], r["block_size"], r["seed"]) for r in records]
-    settings = [("dense", None, None), ("pruned", 0.0, 8), ("pruned", 0.9, 8)]
-    assert runs == [(*setting, seed) for seed in (0, 1) for setting in settings]
-    assert all({"model", "dataset", "accuracy", "seconds", "gpu", "torch", "command"} <= r.keys() for r in records)
-    dense, kept_all, pruned = (r["final_loss"] for r in records[:3])
-    assert kept_all == pytest.approx(dense, rel=1e-5)
-    assert pruned != pytest.approx(dense, rel=1e-3)
-
-    capsys.readouterr()
-    assert study(image_folder, out, "--sparsity", "0.9", "--block-size", "8") == records
-    assert capsys.readouterr().out.count("already in") == 4
-
-
-def test_accuracy_study_keeps_to_its_time_budget(image_folder, tmp_path, capsys):
-    assert study(image_folder, tmp_path / "none.json", "--time-budget-s", "0") == []
-    assert capsys.readouterr().out.count("would exceed the time budget") == 4
-
-
-def test_accuracy_study_cuts_windows_and_mirrors(image_folder):
-    images = accuracy.Images(image_folder, torch.device("cpu"), padding=2)
-    choices = images.draw(2, 9, torch.Generator().manual_seed(0))
-    assert choices.shape == (2, 4, 9)
-    assert len(choices[:, 0].unique()) == 18
-    batch, labels = images.batch(choices[1])
-    for image, label, (index, top, left, mirrored) in zip(batch, labels, choices[1].T.tolist(), strict=True):
-        window = images.padded[index, :, top : top + 8, left : left + 8]
-        expected = images.normalise(window.flip(-1) if mirrored else window)
-        torch.testing.assert_close(image, expected)
-        assert label == images.labels[index]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
-def test_captured_step_trains_like_the_eager_one(image_folder, sparsity):
-    images = accuracy.Images(image_folder, torch.device("cuda"))
-    args = accuracy.parse(["--root", "-", "--batch-size", "8"])
-    losses = []
-    for captured in (True, False):
-        torch.manual_seed(0)
-        model = build_model("resmlp_tiny", image_size=8, patch_size=2, num_classes=3).cuda()
-        accuracy.convert(model.blocks, sparsity=sparsity, block_size=32)
-        step = accuracy.TrainStep(model, images, args)
-        if not captured:
-            step.graph = None
-        for choices in images.draw(3, 8, torch.Generator().manual_seed(1)).repeat(4, 1, 1):
-            step(choices, 1e-3)
-        losses.append(step.loss_sum.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
-    assert losses[0] < 12 * np.log(3)

@@ -1,0 +1,82 @@
+"""A folder of images on one device: padded training images as bytes, out of which windows are cut, and test images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from examples.data import load_image_folder_tensors
+
+
+class Images:
+    """The data set on one device: padded training images as bytes, test images, labels and the normalisation.
+
+    Args:
+        root: Folder of images with `train/<class>/` and `test/<class>/`.
+        device: Where the tensors live.
+        padding: Black pixels put around each training image, out of which windows of its size are cut.
+    """
+
+    def __init__(self, root: Path, device: torch.device, padding: int = 4) -> None:
+        train, labels, test, test_labels = load_image_folder_tensors(root)
+        self.device, self.padding, self.name = device, padding, root.resolve().name
+        self.size, self.classes = train.shape[-1], int(labels.max()) + 1
+        sample = train[:: max(1, len(train) // 5000)].float()
+        self.mean = sample.mean((0, 2, 3)).view(-1, 1, 1).to(device)
+        self.std = sample.std((0, 2, 3)).view(-1, 1, 1).to(device)
+        self.padded = F.pad(train.to(device), [padding] * 4)
+        self.labels, self.test, self.test_labels = labels.to(device), test.to(device), test_labels.to(device)
+        self.pixels = torch.arange(self.size, device=device)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data set in a record."""
+        return {"dataset": self.name}
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What a model must know of the data."""
+        return {"image_size": self.size, "num_classes": self.classes}
+
+    def epoch_batches(self, batch: int) -> int:
+        """Return the number of full batches of `batch` images."""
+        if batch > len(self.labels):
+            raise ValueError(
+                f"`--batch-size` must be at most the number of training images, got {batch} for {len(self.labels)} "
+                "images. HINT: lower it; every batch is full, as a captured step needs."
+            )
+        return len(self.labels) // batch
+
+    def draw(self, steps: int, batch: int, generator: torch.Generator) -> Tensor:
+        """Return the choices of one epoch, `[steps, 4, batch]`: image, top and left of its window, mirrored or not."""
+        order = torch.randperm(len(self.labels), generator=generator)[: steps * batch].view(steps, 1, batch)
+        window = torch.randint(2 * self.padding + 1, (steps, 2, batch), generator=generator)
+        mirrored = torch.randint(2, (steps, 1, batch), generator=generator)
+        return torch.cat([order, window, mirrored], dim=1).to(self.device)
+
+    def batch(self, choices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised images and the labels that `choices` (`[4, batch]`) name, in one gather."""
+        index, top, left, mirrored = choices.unsqueeze(-1)
+        rows = top + self.pixels
+        columns = left + torch.where(mirrored == 1, self.pixels.flip(0), self.pixels)
+        images = self.padded[index.unsqueeze(-1), :, rows.unsqueeze(2), columns.unsqueeze(1)]  # [batch, h, w, channels]
+        return self.normalise(images.permute(0, 3, 1, 2)), self.labels[index.squeeze(-1)]
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Return bytes as normalised floats."""
+        return (images.float() - self.mean) / self.std
+
+    def score(self, model: Callable[[Tensor], Tensor], limit: int | None) -> float:
+        """Return the percentage of test images, `limit` of them if given, that `model` classifies correctly."""
+        # The images are sorted by class, so that a smoke test takes them from everywhere.
+        stride = max(1, len(self.test) // (limit or len(self.test)))
+        test, labels = self.test[::stride], self.test_labels[::stride]
+        correct = 0
+        for pixels, truth in zip(test.split(500), labels.split(500), strict=True):
+            correct += (model(self.normalise(pixels)).argmax(1) == truth).sum().item()
+        return 100 * correct / len(labels)

@@ -1,0 +1,115 @@
+"""The tasks: `resmlp` and `vit` classify the images of a folder, `gpt` continues Python's standard library.
+
+Models, data and recipe are put together here from a command line that the study and the fidelity of gradients share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from examples.benchmarks.study.images import Images
+from examples.benchmarks.study.settings import parse_setting
+from examples.benchmarks.study.text import Text
+from examples.benchmarks.study.training import Data, Recipe
+from examples.models import LANGUAGE_MODELS, MODELS, build_model
+
+
+class Task(NamedTuple):
+    """Defaults of a task."""
+
+    model: str
+    batch: int
+
+
+TASKS = {"resmlp": Task("resmlp_s12", 256), "vit": Task("vit_8x384", 256), "gpt": Task("gpt_6x384", 64)}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the runs of one command have in common.
+
+    Args:
+        task: Name of the task.
+        model: Name of the model.
+        options: Its options that the data do not determine.
+        data: The data set.
+        recipe: How to train.
+    """
+
+    task: str
+    model: str
+    options: dict[str, int | None]
+    data: Data
+    recipe: Recipe
+
+    def build(self, seed: int) -> nn.Module:
+        """Return the model with the weights of `seed`."""
+        torch.manual_seed(seed)
+        options = {name: value for name, value in self.options.items() if value is not None}
+        return build_model(self.model, **self.data.shape, **options).to(self.data.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the study in the records."""
+        return {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line of `parser` with the options that say what is trained how."""
+    parser.add_argument("--task", choices=sorted(TASKS), default="resmlp")
+    parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
+    parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
+    parser.add_argument("--patch-size", type=int, default=4, help="of images")
+    parser.add_argument("--context", type=int, default=256, help="bytes of text that the model sees at a time")
+    parser.add_argument("--dim", type=int, help="channels, in place of the model's")
+    parser.add_argument("--depth", type=int, help="blocks, in place of the model's")
+    parser.add_argument("--epochs", type=int, default=20, help="for gpt, an epoch is 75 batches")
+    parser.add_argument("--batch-size", type=int, help="by default 256 images or 64 windows of text")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks")
+    parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="dense|S:B:FORMAT", required=True)
+    parser.add_argument("--limit-batches", type=int, help="train and test on this many batches only")
+    args = parser.parse_args(argv)
+    if args.task != "gpt" and args.root is None:
+        parser.error(f"--root must be a folder of images with train/ and test/ for --task {args.task}")
+    if args.model is not None and not args.model.startswith(f"{args.task}_"):
+        parser.error(f"--model must be one of --task {args.task}, got {args.model}")
+    return args
+
+
+def open_study(args: argparse.Namespace) -> Study:
+    """Return the study that the command line asks for, its data loaded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    task = TASKS[args.task]
+    size = {"dim": args.dim, "depth": args.depth}
+    data: Data
+    if args.task == "gpt":
+        options = {"context": args.context, **size}
+        data = Text(args.root, device, args.context)
+    else:
+        options = {"patch_size": args.patch_size, **size}
+        data = Images(args.root, device)
+    batch = args.batch_size or task.batch
+    batches = data.epoch_batches(batch)
+    batches = min(batches, args.limit_batches or batches)
+    recipe = Recipe(args.epochs, batches, batch, args.lr, args.weight_decay, args.precision, args.compile)
+    return Study(args.task, args.model or task.model, options, data, recipe)
+
+
+def load_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records that are in `path` already."""
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
+def is_recorded(key: dict[str, Any], records: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a record says all that `key` says; a field that is not there says nothing, as `None` does."""
+    return any(all(record.get(name) == value for name, value in key.items()) for record in records)

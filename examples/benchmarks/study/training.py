@@ -1,0 +1,182 @@
+"""The training that all tasks share: one optimizer step in a CUDA graph, and its learning rate over the epochs.
+
+A step gathers its batch, runs forward and backward under bf16 autocast and AdamW with decoupled weight decay. All of it
+is captured once and replayed, since an eager step of these small models is mostly launch overhead. What warms up the
+capture is undone before the training starts. The learning rate rises over 5 % of the steps and then falls to zero on a
+cosine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from examples.benchmarks.study.settings import Batch, autocast, training_loss
+from examples.classifier import cosine_factor, parameter_groups
+
+WARMUP_STEPS = 4
+"""Eager steps before the capture: kernels compile and the optimizer makes its state."""
+WARMUP = 0.05
+
+
+class Data(Protocol):
+    """A data set on one device."""
+
+    device: torch.device
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies the data set in a record."""
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What a model must know of the data."""
+
+    def epoch_batches(self, batch: int) -> int:
+        """Return the number of batches of an epoch."""
+
+    def draw(self, steps: int, batch: int, generator: torch.Generator) -> Tensor:
+        """Return the choices of one epoch, `[steps, ...]`."""
+
+    def batch(self, choices: Tensor) -> Batch:
+        """Return inputs and targets of the choices of one step."""
+
+    def score(self, model: Callable[[Tensor], Tensor], limit: int | None) -> float:
+        """Return how good the outputs of `model` are on what it was not trained on: the larger the better."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained.
+
+    Args:
+        epochs: Number of epochs.
+        batches: Steps per epoch.
+        batch: Samples per step.
+        lr: Highest learning rate.
+        weight_decay: Weight decay of the matrices.
+        precision: `bf16` (autocast) or `fp32`.
+        compile: Backend that compiles the blocks, or `None`.
+    """
+
+    epochs: int
+    batches: int
+    batch: int
+    lr: float
+    weight_decay: float
+    precision: str
+    compile: str | None
+
+
+class TrainStep:
+    """One optimizer step over static buffers, replayed from a CUDA graph where there is a GPU.
+
+    Args:
+        model: The model, already converted where it shall be.
+        data: The data set.
+        recipe: How to train.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, recipe: Recipe) -> None:
+        cuda = data.device.type == "cuda"
+        self.model, self.data, self.precision = model, data, recipe.precision
+        self.choices = first_choices(data, recipe)
+        self.lr = torch.tensor(recipe.lr, device=data.device)
+        self.loss_sum = torch.zeros((), device=data.device)
+        groups = parameter_groups(model, recipe.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.lr, capturable=cuda, fused=cuda)
+        self.graph = self._capture() if cuda else None
+
+    def __call__(self, choices: Tensor, lr: float) -> None:
+        """Train on the samples that `choices` name at the learning rate `lr`."""
+        self.choices.copy_(choices)
+        self.lr.fill_(lr)
+        if self.graph is None:
+            self._step()
+        else:
+            self.graph.replay()
+
+    def _step(self) -> None:
+        loss = training_loss(self.model, self.data.batch(self.choices), self.precision)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_sum += loss.detach()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Return a graph of one step; weights and optimizer state are then as they were before."""
+        initial = [p.detach().clone() for p in self.model.parameters()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), initial, strict=True):
+                parameter.copy_(value)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        self.loss_sum.zero_()
+        return graph
+
+
+def first_choices(data: Data, recipe: Recipe) -> Tensor:
+    """Return choices of one step that depend on no seed: for what comes before the training."""
+    return data.draw(1, recipe.batch, torch.Generator().manual_seed(0))[0]
+
+
+def train(
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None
+) -> tuple[list[float], float]:
+    """Train `model` and return the mean loss of each epoch and the seconds, without those of compilation and capture.
+
+    Args:
+        model: The model, already converted where it shall be.
+        data: The data set.
+        recipe: How to train.
+        seed: Fixes order and augmentation.
+        epochs: Stop after so many epochs of the recipe, in the middle of its learning rates.
+    """
+    if recipe.compile is not None:
+        compile_blocks(model, recipe.compile)
+    step, batches = TrainStep(model, data, recipe), recipe.batches
+    generator = torch.Generator().manual_seed(seed)
+    start, losses = time.perf_counter(), []
+    for epoch in range(epochs or recipe.epochs):
+        for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
+            step(choices, recipe.lr * cosine_factor(epoch * batches + i, recipe.epochs * batches, WARMUP))
+        losses.append(step.loss_sum.item() / batches)  # also waits for the GPU
+        step.loss_sum.zero_()
+        seconds = time.perf_counter() - start
+        print(f"  epoch {epoch + 1}/{recipe.epochs}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
+    return losses, time.perf_counter() - start
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compile the blocks of `model`, one of them for all, since they are alike: that takes seconds, not a minute."""
+    torch.compiler.reset()  # what was compiled for other models is of no use, and the compiler keeps only so many
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Data, precision: str, limit: int | None) -> float:
+    """Return the score of `model`, eagerly: compiling for other batches would take longer than running them."""
+    model.eval()
+
+    def scores(inputs: Tensor) -> Tensor:
+        with autocast(inputs.device, precision):
+            return model(inputs)
+
+    with torch.compiler.set_stance("force_eager"):
+        return data.score(scores, limit)

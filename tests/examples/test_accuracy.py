@@ -1,0 +1,234 @@
+"""The accuracy study on tiny data on the CPU: what a run trains, what it records, and what an interruption leaves."""
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+
+from examples.benchmarks import accuracy
+from examples.benchmarks.study import settings, tasks, training
+from examples.benchmarks.study.images import Images
+from examples.benchmarks.study.settings import Setting, parse_setting
+from lightning_actprune import convert
+
+SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
+RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
+OPTIONS = {"resmlp": ["--patch-size", "2"], "vit": ["--patch-size", "2"], "gpt": ["--context", "16"]}
+
+
+@pytest.fixture(scope="session")
+def source_folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sources")
+    for name in ("one", "two"):
+        (root / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 40)
+    return root
+
+
+@pytest.fixture
+def study(image_folder, source_folder, tmp_path):
+    """Run the study of a task with settings and more options."""
+
+    def run(task, *more, runs=("dense", "0.5:8:same")):
+        root = source_folder if task == "gpt" else image_folder
+        command = ["--task", task, "--root", str(root), "--out", str(tmp_path / "accuracy.json")]
+        return accuracy.main([*command, *SIZE, *RECIPE, *OPTIONS[task], *more, "--settings", *runs])
+
+    return run
+
+
+# Of the study as it was when its first records were made: final losses of dense and pruned with two seeds.
+BEFORE = {
+    "fp32": [0.9492133458455404, 0.9524948596954346, 0.9293727080027262, 0.9385332266489664],
+    "bf16": [0.9491587479909261, 0.9525732199350992, 0.9310600757598877, 0.9400317668914795],
+}
+
+
+@pytest.mark.parametrize("precision", BEFORE)
+def test_resmlp_trains_as_it_always_did(study, precision):
+    records = study("resmlp", "--depth", "2", "--precision", precision)
+    assert [r["final_loss"] for r in records] == pytest.approx(BEFORE[precision], rel=1e-5)
+    assert [r["accuracy"] for r in records] == [66.6667] * 4
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_every_task_records_what_it_did(study, task):
+    records = study(task, runs=("dense", "0:8:same", "0.9:8:same"))
+    runs = [(r["method"], r["sparsity"], r["block_size"], r["value_format"], r["seed"]) for r in records]
+    expected = [("dense", None, None, None), ("pruned", 0.0, 8, "same"), ("pruned", 0.9, 8, "same")]
+    assert runs == [(*setting, seed) for seed in (0, 1) for setting in expected]
+    for r in records:
+        assert (r["task"], r["model"], r["epochs"], r["batches"], r["batch"]) == (
+            task,
+            tasks.TASKS[task].model,
+            2,
+            3,
+            6,
+        )
+        assert r["losses"] == pytest.approx([r["losses"][0], r["final_loss"]], abs=1e-5)
+        assert {"dataset", "seconds", "gpu", "torch", "triton", "command"} <= r.keys()
+        assert math.isfinite(r["accuracy"])
+    dense, kept_all, pruned = records[:3]
+    assert kept_all["losses"] == pytest.approx(dense["losses"], rel=1e-5)
+    assert pruned["losses"] != pytest.approx(dense["losses"], rel=1e-3)
+    assert (dense["bits_per_value"], kept_all["bits_per_value"]) == (32, 32)
+    assert 0.1 * 32 < pruned["bits_per_value"] < 0.2 * 32
+    # The attention keeps its output, which is the input of its projection.
+    assert pruned["left_dense"] == ([] if task == "resmlp" else ["attn.proj"])
+    assert dense["left_dense"] == []
+
+
+def test_bits_per_value_are_those_of_the_storage(study):
+    # Of 1/(1 - s) values of 16 bits, one bit per block and one int32 per 128 blocks; each sample has 16 rows of four
+    # blocks or, behind fc1, of 16: 64 and 256 blocks, so that no part of 128 is cut but that of the small inputs.
+    *_, record = study("vit", "--precision", "bf16", runs=("0.75:8:same",))
+    blocks = {"qkv": 16 * 4, "fc1": 16 * 4, "fc2": 16 * 16}
+    stored = sum(n / 4 * 8 * 16 + n + 32 * math.ceil(n / 128) for n in blocks.values())
+    assert record["bits_per_value"] == pytest.approx(stored / (8 * sum(blocks.values())), abs=1e-4)
+
+
+def test_runs_already_recorded_are_skipped(study, tmp_path, capsys):
+    records = study("resmlp")
+    assert json.loads((tmp_path / "accuracy.json").read_text()) == records
+    capsys.readouterr()
+    assert study("resmlp") == records
+    assert capsys.readouterr().out.count("already in") == 4
+    assert len(study("resmlp", "--lr", "0.01", runs=("dense",))) == 6
+
+
+def test_records_of_other_texts_are_not_mixed(study, source_folder, tmp_path):
+    first = study("gpt", runs=("dense",))
+    added = source_folder / "three.py"
+    added.write_text("pass\n")
+    try:
+        records = study("gpt", runs=("dense",))
+    finally:
+        added.unlink()
+    assert len(records) == 2 * len(first) == 4
+    assert len({(r["dataset"], r["bytes"], r["sha256"]) for r in records}) == 2
+    assert len(accuracy.summaries.studies(records)) == 2
+
+
+def test_an_interruption_leaves_what_was_done(study, tmp_path, monkeypatch):
+    whole, started = accuracy.train, []
+
+    def interrupted(*args):
+        started.append(args)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(accuracy, "train", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study("resmlp")
+    assert len(json.loads((tmp_path / "accuracy.json").read_text())) == 1
+    assert len(study("resmlp")) == 4
+    assert len(started) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["accuracy.json"]
+
+
+def test_study_keeps_to_its_time_budget(study, capsys):
+    assert study("resmlp", "--time-budget-s", "0") == []
+    assert capsys.readouterr().out.count("would exceed the time budget") == 4
+
+
+def test_settings_are_read_as_they_are_printed():
+    assert parse_setting("dense") == Setting("dense")
+    assert parse_setting("0.5:16:same") == Setting("pruned", 0.5, 16, "same")
+    assert [str(parse_setting(text)) for text in ("dense", "0:32:int4", "0.25:8:fp8")] == [
+        "dense",
+        "0:32:int4",
+        "0.25:8:fp8",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0.5", "0.5:16", "1:16:same", "-0.5:16:same", "0.5:0:same", "0.5:16:int5", "s:b:same"]
+)
+def test_settings_that_mean_nothing_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be `dense` or `sparsity:block_size:value_format`"):
+        parse_setting(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [("--task vit", "--root must be a folder of images"), ("--task gpt --model vit_8x384", "one of --task gpt")],
+)
+def test_options_that_do_not_fit_the_task_are_refused(command, message, capsys):
+    with pytest.raises(SystemExit):
+        accuracy.parse([*command.split(), "--settings", "dense"])
+    assert message in capsys.readouterr().err
+
+
+def test_more_images_than_there_are_cannot_be_a_batch(image_folder):
+    args = accuracy.parse(["--root", str(image_folder), "--batch-size", "25", "--settings", "dense"])
+    with pytest.raises(ValueError, match=r"`--batch-size` must be at most .* got 25 for 24 images"):
+        tasks.open_study(args)
+
+
+def test_value_formats_are_passed_on(study, monkeypatch):
+    asked = []
+
+    def recorded(model, sparsity, block_size, value_format="same", **options):
+        asked.append((sparsity, block_size, value_format))
+        return convert(model, sparsity, block_size, **options)
+
+    monkeypatch.setattr(settings, "convert", recorded)
+    records = study("vit", runs=("0.5:8:int2", "0.5:8:same"))
+    assert asked == [(0.5, 8, "int2"), (0.5, 8, "same")] * 2
+    assert [r["value_format"] for r in records] == ["int2", "same"] * 2
+
+
+def test_images_are_cut_into_windows_and_mirrored(image_folder):
+    images = Images(image_folder, torch.device("cpu"), padding=2)
+    choices = images.draw(2, 9, torch.Generator().manual_seed(0))
+    assert choices.shape == (2, 4, 9)
+    assert len(choices[:, 0].unique()) == 18
+    batch, labels = images.batch(choices[1])
+    for image, label, (index, top, left, mirrored) in zip(batch, labels, choices[1].T.tolist(), strict=True):
+        window = images.padded[index, :, top : top + 8, left : left + 8]
+        expected = images.normalise(window.flip(-1) if mirrored else window)
+        torch.testing.assert_close(image, expected)
+        assert label == images.labels[index]
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_compiled_blocks_train_like_eager_ones(study, task, monkeypatch):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    whole = training.compile_blocks
+    monkeypatch.setattr(training, "compile_blocks", lambda model, backend: whole(model, counter))
+    eager, compiled = (study(task, "--depth", "3", *more) for more in ((), ("--compile", "aot_eager")))
+    assert len(compiled) == 2 * len(eager) == 8
+    for one, other in zip(eager, compiled[4:], strict=True):
+        assert (one["compile"], other["compile"]) == (None, "aot_eager")
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-4)
+        assert other["accuracy"] == pytest.approx(one["accuracy"], rel=1e-3)
+    assert counter.frame_count == 4  # once per run, whatever the number of blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [None, "inductor"])
+@pytest.mark.parametrize("task", tasks.TASKS)
+@pytest.mark.parametrize("setting", ["dense", "0.6:32:same"])
+def test_captured_step_trains_like_the_eager_one(image_folder, source_folder, task, setting, compiled):
+    root = source_folder if task == "gpt" else image_folder
+    options = ["--root", str(root), "--depth", "2", "--dim", "128", "--batch-size", "8", "--settings", setting]
+    study = tasks.open_study(accuracy.parse(["--task", task, *OPTIONS[task], *options]))
+    losses = []
+    for captured in (True, False):
+        model = study.build(seed=0)
+        batch = study.data.batch(training.first_choices(study.data, study.recipe))
+        settings.prune(model, parse_setting(setting), batch, "bf16")
+        if compiled and captured:
+            training.compile_blocks(model, compiled)
+        step = training.TrainStep(model, study.data, study.recipe)
+        if not captured:
+            step.graph = None
+        for choices in 4 * list(study.data.draw(3, 8, torch.Generator().manual_seed(1))):
+            step(choices, 1e-3)
+        losses.append(step.loss_sum.item() / 12)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[0] < math.log(256 if task == "gpt" else 3)
