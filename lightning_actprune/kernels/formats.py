@@ -31,17 +31,23 @@ NAN = tl.constexpr(0x7FC00000)
 
 
 def encode_format(value_format: str, block_size: int) -> int:
-    """Return ``FORMAT``: bytes of a row, bytes of its header, bits of the first and of the second plane."""
+    """Return ``FORMAT``.
+
+    From its highest bit on: bytes of a row, bits that are read and written as one number (in 8 bits), bytes of the
+    header (8), bits of a code in the first plane (4) and in the second (4).
+    """
     made = FORMATS[value_format]
     if not made.planes:
         return 0
     first, second = (*made.planes, 0)[:2]
-    return made.row_bytes(block_size, 0) << 16 | made.header << 8 | first << 4 | second
+    # Words, not bytes, where header and planes consist of these: they can be copied in the background.
+    unit = 32 if made.header == 4 and all(block_size * bits % 32 == 0 for bits in made.planes) else 8
+    return made.row_bytes(block_size, 0) << 24 | unit << 16 | made.header << 8 | first << 4 | second
 
 
 def values_layout(kept: int, block_size: int, stored: int) -> tuple[tuple[int, int], torch.dtype | None]:
     """Return shape and dtype of the values of so many blocks, ``None`` for that of the input; ``stored``: FORMAT."""
-    return ((kept, stored >> 16), torch.uint8) if stored else ((kept, block_size), None)
+    return ((kept, stored >> 24), torch.uint8) if stored else ((kept, block_size), None)
 
 
 def tile_width(block_size: int) -> int:
@@ -62,7 +68,7 @@ def quantize_tile(
     HIGH: tl.constexpr = FORMAT & 15
     LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
     USED: tl.constexpr = HEADER + LOW_BYTES + (B * HIGH + 7) // 8
-    row = values_ptr + place * (FORMAT >> 16)
+    row = values_ptr + place * (FORMAT >> 24)
     if HEADER == 2:
         codes, scale, finite = _fp8_codes(x)
         offset = scale
@@ -70,10 +76,10 @@ def quantize_tile(
         codes, scale, offset, finite = _integer_codes(x, n, B, BLOCK, (1 << (LOW + HIGH)) - 1)
     _store_header(row, tl.where(finite, scale, NAN), tl.where(finite, offset, 0), stored, FORMAT)
     if HIGH > 0:
-        _store_plane(row + HEADER, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW)
-        _store_plane(row + HEADER + LOW_BYTES, codes >> LOW, finite, stored, B, BLOCK, HIGH)
+        _store_plane(row + HEADER, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW, FORMAT)
+        _store_plane(row + HEADER + LOW_BYTES, codes >> LOW, finite, stored, B, BLOCK, HIGH, FORMAT)
     else:
-        _store_plane(row + HEADER, codes, finite, stored, B, BLOCK, LOW)
+        _store_plane(row + HEADER, codes, finite, stored, B, BLOCK, LOW, FORMAT)
     if USED % 2 == 1:
         tl.store(row + USED, tl.zeros_like(place).to(tl.uint8), mask=stored)
 
@@ -84,18 +90,19 @@ def dequantize_tile(
 ):  # fmt: skip
     """Return the values ``first`` to ``first + BLOCK`` of the rows ``place`` as fp32, zero where not ``stored``.
 
-    What lies beyond ``B`` is not defined. ``first`` is a multiple of 8.
+    What lies beyond ``B`` is not defined. ``first`` is a multiple of 64.
     """
     HEADER: tl.constexpr = (FORMAT >> 8) & 255
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
-    row = values_ptr + place * (FORMAT >> 16)
+    LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
+    row = values_ptr + place * (FORMAT >> 24)
     scale, offset = _load_header(row, stored, FORMAT)
-    codes = _load_plane(row + HEADER, first, stored, B, BLOCK, LOW)
+    codes = _load_plane(row + HEADER, first, stored, B, BLOCK, LOW, FORMAT)
     if HEADER == 2:
         return _fp8_values(codes) * scale[:, None]
     if HIGH > 0:
-        codes |= _load_plane(row + HEADER + (B * LOW + 7) // 8, first, stored, B, BLOCK, HIGH) << LOW
+        codes |= _load_plane(row + HEADER + LOW_BYTES, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
     return offset[:, None] + scale[:, None] * codes.to(tl.float32)
 
 
@@ -164,7 +171,7 @@ def _fp8_values(codes):
 @triton.jit
 def _store_header(row, scale, offset, stored, FORMAT: tl.constexpr):
     """Write the upper halves of ``scale`` and, if the format has it, ``offset``."""
-    if ((FORMAT >> 8) & 255) == 4 and (FORMAT >> 16) % 4 == 0:
+    if ((FORMAT >> 16) & 255) == 32:
         both = offset | ((scale >> 16) & 0xFFFF)
         tl.store(row.to(tl.pointer_type(tl.int32), bitcast=True), both, mask=stored)
     else:
@@ -177,7 +184,7 @@ def _store_header(row, scale, offset, stored, FORMAT: tl.constexpr):
 @triton.jit
 def _load_header(row, stored, FORMAT: tl.constexpr):
     """Return scale and offset as fp32 (the scale twice if there is no offset), zero where not ``stored``."""
-    if ((FORMAT >> 8) & 255) == 4 and (FORMAT >> 16) % 4 == 0:
+    if ((FORMAT >> 16) & 255) == 32:
         # At once: four bytes can be copied to shared memory in the background, two cannot.
         both = tl.load(row.to(tl.pointer_type(tl.int32), bitcast=True), mask=stored, other=0)
         scale, offset = both << 16, both & -0x10000
@@ -191,21 +198,34 @@ def _load_header(row, stored, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(row, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+def _store_plane(
+    row, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
     """Write codes ``[R, BLOCK]`` of ``BITS`` bits from ``row`` on, all zero if the block is not ``finite``."""
-    EACH: tl.constexpr = 8 // BITS
+    UNIT: tl.constexpr = (FORMAT >> 16) & 255
+    EACH: tl.constexpr = UNIT // BITS
     if EACH > 1:
         shifts = tl.arange(0, EACH) * BITS
         codes = tl.sum(tl.reshape(codes, [codes.shape[0], BLOCK // EACH, EACH]) << shifts[None, None, :], axis=2)
-    codes = tl.where(finite[:, None], codes, 0).to(tl.uint8)
+    codes = tl.where(finite[:, None], codes, 0)
     k = tl.arange(0, BLOCK // EACH)
-    tl.store(row[:, None] + k[None, :], codes, mask=stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :])
+    inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
+    if UNIT == 32:
+        row = row.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(row[:, None] + k[None, :], codes, mask=inside)
+    else:
+        tl.store(row[:, None] + k[None, :], codes.to(tl.uint8), mask=inside)
 
 
 @triton.jit
-def _load_plane(row, first, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+def _load_plane(
+    row, first, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
     """Return codes ``[R, BLOCK]`` of ``BITS`` bits as int32, from value ``first`` on."""
-    EACH: tl.constexpr = 8 // BITS
+    UNIT: tl.constexpr = (FORMAT >> 16) & 255
+    EACH: tl.constexpr = UNIT // BITS
+    if UNIT == 32:
+        row = row.to(tl.pointer_type(tl.int32), bitcast=True)
     k = first // EACH + tl.arange(0, BLOCK // EACH)
     inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
     codes = tl.load(row[:, None] + k[None, :], mask=inside, other=0).to(tl.int32)

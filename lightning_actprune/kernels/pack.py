@@ -99,8 +99,8 @@ def quantize_kernel(
     lane in its own row, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each row belongs to one
     tile, a tile overwrites no number but its own.
     """
-    ROW: tl.constexpr = FORMAT >> 16
-    _, _, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
+    ROW: tl.constexpr = FORMAT >> 24
+    _, _, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     tl.store(values_ptr + place.to(tl.int64) * ROW, tl.arange(0, RUN).to(tl.uint8), mask=kept)
     first, count = tl.min(place, axis=0), tl.sum(kept.to(tl.int32), axis=0)
     e = tl.arange(0, BLOCK)
@@ -109,7 +109,7 @@ def quantize_kernel(
         p = start + tl.arange(0, TILE)
         row = (first + p).to(tl.int64)
         lane = tl.load(values_ptr + row * ROW, mask=p < count, other=0).to(tl.int32)
-        _, _, s, n = _blocks_of(lane, runs, LANES)
+        _first, _run, s, n = _blocks_of(lane, runs, LANES)
         source = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
         column = (n % columns)[:, None] * B + e[None, :]
         inside = (p < count)[:, None] & ((column < length) & (e < B)[None, :])

@@ -143,7 +143,7 @@ def pack_sample_kernel(
 
     ``CAST``: the values are rounded to the contiguous ``copy [S, T, L]`` for the keys, and packed from there.
     """
-    ROW: tl.constexpr = FORMAT >> 16 if FORMAT else B
+    ROW: tl.constexpr = FORMAT >> 24 if FORMAT else B
     s = tl.program_id(0)
     x_ptr += s.to(tl.int64) * stride_sample * UNIT
     values_ptr += s.to(tl.int64) * keep * ROW
@@ -223,7 +223,7 @@ class SampleConfig(NamedTuple):
         }  # fmt: skip
 
 
-THREAD_VALUES = 32
+THREAD_VALUES = 16
 """Values that a thread quantises at once, with as many of the next tile waiting in registers beside them."""
 FEWEST_BLOCKS = 513
 """Smaller samples are selected several to a program."""
@@ -277,7 +277,7 @@ class SamplePlan:
         self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
         packed = itemsize if cast is None else cast.itemsize
-        row = stored >> 16 if stored else block_size * packed
+        row = stored >> 24 if stored else block_size * packed
         # Keys are int32, and the list must not be overtaken by the values (see above).
         in_values = keep * row >= 4 * blocks and keep * row % 4 == 0 and row >= 8
         self.scratch = 0 if in_values else samples * blocks

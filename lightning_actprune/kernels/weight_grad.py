@@ -181,7 +181,7 @@ class WeightGradPlan:
         self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
         lengths = self.list_columns.lengths
         stored = encode_format(shape.value_format, shape.block_size)
-        row = max(stored >> 16, block)
+        row = max(stored >> 24, block)
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * row) < 2**31
         self.product = Launch(
             weight_grad_kernel, (columns, ceil_div(outputs, config.bm), parts), shape.stride, outputs, length, rows,
