@@ -94,7 +94,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     module = ActivationPrunedLinear(384, 384, sparsity=0.6, device="cuda", dtype=torch.bfloat16)
     keep = BlockGeometry.of_stored(data, 32, 0.6).keep
     packed = torch.ops.actprune.pack(data, 32, keep)
-    rest = (1, 512, 384, False, torch.bfloat16)
+    rest = (1, 512, 384, False, torch.bfloat16, 32)
     return {
         "new_empty": lambda: data.new_empty(100),
         "dense forward": lambda: F.linear(x, weight),

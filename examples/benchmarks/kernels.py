@@ -58,8 +58,8 @@ def inputs(case: tuple[int, int, int, int], dtype: torch.dtype) -> list[tuple[Te
 
 def weight_gradient(grad_y: Tensor, packed: tuple[Tensor, ...], x: Tensor) -> Tensor:
     """Return the weight gradient from packed values."""
-    rows, length = grad_y.shape[0], x.shape[2]
-    grad: Tensor = torch.ops.actprune.weight_grad(grad_y, *packed, 1, rows, length, False, grad_y.dtype)
+    rows, length, block = grad_y.shape[0], x.shape[2], packed[0].shape[1]
+    grad: Tensor = torch.ops.actprune.weight_grad(grad_y, *packed, 1, rows, length, False, grad_y.dtype, block)
     return grad
 
 
@@ -75,7 +75,7 @@ def measure(
 
     packed = [pack(x) for x, _ in pairs]
     x, grad_y = pairs[0]
-    gathered = choose_method(grad_y, packed[0][0], x.shape[2], transposed=False) == "gather"
+    gathered = choose_method(grad_y, packed[0][0], x.shape[2], False, block_size) == "gather"
     backend = "gather" if gathered else "unpack"  # which is what the reference does too
     figures: dict[str, Any] = {"backend": backend, "pack_us": timer([lambda x=x: pack(x) for x, _ in pairs])}
     for method in ("gather", "unpack"):

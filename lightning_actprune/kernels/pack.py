@@ -153,6 +153,7 @@ class PackPlan:
         self.control = samples * CONTROL_WORDS if parts else 0
         self._keys = _keys(shape, strides, block_size, self.control, casts)
         self._select = _select(samples, blocks, keep, parts)
+        tile: tuple[int, ...]
         grid, tile, options = run_tile(samples, blocks, block_size)
         gathered = (rows * length, length) if casts else strides
         unit = stride_unit(*gathered)

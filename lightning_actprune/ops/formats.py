@@ -178,7 +178,7 @@ def _bf16(x: Tensor, up: bool) -> Tensor:
 def _join(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
     each = 8 // bits
-    padded = F.pad(codes, (0, -codes.shape[1] % each)).unflatten(1, (-(-codes.shape[1] // each), each))
+    padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(len(codes), -(-codes.shape[1] // each), each)
     joined: Tensor = (padded << (bits * torch.arange(each, device=codes.device))).sum(-1)
     return joined.to(torch.uint8)
 

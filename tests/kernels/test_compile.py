@@ -96,6 +96,8 @@ def test_nothing_spills(compiled):
 def test_selection_does_not_spill(request, compiled, target):
     if Version("3.9") <= TRITON and target != 89:
         request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 to 136 bytes a thread of 64 keys"))
+    if Version("3.5") > TRITON and target == 120:
+        request.applymarker(pytest.mark.xfail(reason="this Triton spills 40 bytes a thread where pack casts too"))
     for r in compiled:
         if r["kernel"] in HOLD_KEYS:
             # To fit one program more onto a multiprocessor, ptxas spills up to 24 bytes of its own accord.

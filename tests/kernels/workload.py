@@ -19,8 +19,8 @@ from lightning_actprune import kernels
 from lightning_actprune.kernels import column_sums, launch, unpack
 from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
+from lightning_actprune.ops import formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops import reference
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
@@ -100,6 +100,28 @@ def check_cast(x: Tensor, block_size: int, dtype: torch.dtype, keep: int) -> Non
         assert torch.equal(actual.cpu(), right), (x.shape, dtype, block_size)
 
 
+def check_quantized(x: Tensor, block_size: int, value_format: str) -> None:
+    """Store ``x [S, T, L]`` in few bits, and compare positions, values and weight gradient with the reference's."""
+    samples, rows, length = x.shape
+    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
+    packed = torch.ops.actprune.pack(x, block_size, keep, value_format)
+    expected = reference.pack(x.cpu(), block_size, keep, value_format)
+    for actual, right in zip(packed[1:], expected[1:], strict=True):
+        assert torch.equal(actual.cpu(), right), (x.shape, block_size, value_format)
+    blocks = block_size, value_format, x.dtype
+    values, right = (formats.dequantize(stored[0].cpu(), *blocks).float() for stored in (packed, expected))
+    # A number within rounding of an integer may become the next one: a step of a block of integers from -4 to 4.
+    assert (values - right).abs().max() <= 8 / 3 * (1 + 2**-6), (x.shape, block_size, value_format)
+    dense = reference.unpack(values, packed[1].cpu(), samples * rows, length)
+    found = torch.ops.actprune.unpack(*packed, samples * rows, length, *blocks)
+    assert torch.equal(found.cpu().float(), dense), (x.shape, block_size, value_format)
+    grad_y = oracle.integers(samples * rows, OUTPUTS, dtype=x.dtype)
+    shape = 1, samples * rows, length, False, torch.float32, block_size, value_format
+    with force_method("gather"):
+        actual = torch.ops.actprune.weight_grad(grad_y.to(x.device), *packed, *shape)
+    assert oracle.relative_error(actual, grad_y.double().t() @ dense.double()) < 1e-5, (x.shape, value_format)
+
+
 def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int]) -> None:
     """Compute the weight gradient from packed integers, whole and in parts: its sums are exact in fp32."""
     samples, rows, length = shape
@@ -109,7 +131,7 @@ def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, i
     for parts in SPLITS:
         with split_into(parts), force_method("gather"):
             actual = torch.ops.actprune.weight_grad(
-                grad_y.to(values.device), *packed, 1, samples * rows, length, False, torch.float32
+                grad_y.to(values.device), *packed, 1, samples * rows, length, False, torch.float32, values.shape[1]
             )
         assert torch.equal(actual.cpu(), grad_y.float().t() @ dense), (shape, values.dtype, parts)
 
@@ -138,6 +160,9 @@ def run_all(device: torch.device) -> list[str]:
             with one_launch(wanted):
                 check_cast(oracle.integers(2, 122, 130, device=device), 16, dtype, 400)
                 check_cast(oracle.integers(3, 42, 103, device=device)[:, 1:, 3:], 7, dtype, 400)
+        for wanted, value_format in itertools.product((True, False), ("int3", "fp8")):
+            with one_launch(wanted):
+                check_quantized(oracle.integers(2, 122, 130, device=device), 16, value_format)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":

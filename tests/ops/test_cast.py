@@ -61,7 +61,7 @@ def run(x, weight, bias, dtype, scope="sample"):
         torch.autocast(x.device.type, dtype),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
-        y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.6), 11, scope)
+        y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.6), 11, scope, "same")
     torch.manual_seed(1)
     grads = torch.autograd.grad(y, (x, weight, bias), torch.randn_like(y))
     return [y, *saved, grads[0].float(), *grads[1:]]

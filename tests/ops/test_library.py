@@ -26,17 +26,26 @@ def test_opcheck(device):
     grad_y = torch.randn(60, 8, device=device)
     ops = torch.ops.actprune
     torch.library.opcheck(ops.pack.default, (x, 16, 30))
-    torch.library.opcheck(ops.unpack.default, (values, bitmap, offsets, 60, 40))
-    torch.library.opcheck(ops.weight_grad.default, (grad_y, values, bitmap, offsets, 3, 20, 40, False, torch.float32))
+    torch.library.opcheck(ops.unpack.default, (values, bitmap, offsets, 60, 40, 16, "same", values.dtype))
+    torch.library.opcheck(
+        ops.weight_grad.default, (grad_y, values, bitmap, offsets, 3, 20, 40, False, torch.float32, 16)
+    )
     many = torch.randn(120, 8, device=device)
-    torch.library.opcheck(ops.weight_grad.default, (many, values, bitmap, offsets, 3, 20, 40, True, torch.float32))
+    torch.library.opcheck(ops.weight_grad.default, (many, values, bitmap, offsets, 3, 20, 40, True, torch.float32, 16))
+    few, bitmap, offsets = ops.pack(x, 16, 30, "int4")
+    torch.library.opcheck(ops.pack.default, (x, 16, 30, "int4"))
+    torch.library.opcheck(ops.unpack.default, (few, bitmap, offsets, 60, 40, 16, "int4", x.dtype))
+    rest = 3, 20, 40, False, torch.float32, 16, "int4"
+    torch.library.opcheck(ops.weight_grad.default, (grad_y, few, bitmap, offsets, *rest))
     assert values.shape == (90, 16)
 
 
-def test_fake_tensors_have_the_shapes_of_real_ones(device):
-    x, *real = arguments(device)
+@pytest.mark.parametrize("value_format", ["same", "int3", "fp8"])
+def test_fake_tensors_have_the_shapes_of_real_ones(device, value_format):
+    x, *_ = arguments(device)
+    real = torch.ops.actprune.pack(x, 16, 30, value_format)
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = torch.ops.actprune.pack(mode.from_tensor(x), 16, 30)
+        fake = torch.ops.actprune.pack(mode.from_tensor(x), 16, 30, value_format)
     assert [(f.shape, f.dtype) for f in fake] == [(r.shape, r.dtype) for r in real]
 
 

@@ -126,12 +126,14 @@ def test_method_follows_what_is_forced_and_the_precision_of_products():
         for precision, expected in (("highest", "gather"), ("high", "unpack"), ("highest", "gather")):
             torch.set_float32_matmul_precision(precision)
             with force_backend("triton"):
-                assert choose_method(grad_y, values, 384, transposed=False) == expected
-                assert choose_method(grad_y, values, 384, transposed=True) == "unpack"
+                assert choose_method(grad_y, values, 384, transposed=False, block_size=values.shape[1]) == expected
+                assert choose_method(grad_y, values, 384, transposed=True, block_size=values.shape[1]) == "unpack"
                 for method in ("gather", "unpack"):
                     with force_method(method):
-                        assert choose_method(grad_y, values, 384, transposed=False) == method
-            assert choose_method(grad_y, values, 384, transposed=False) == "reference"
+                        assert (
+                            choose_method(grad_y, values, 384, transposed=False, block_size=values.shape[1]) == method
+                        )
+            assert choose_method(grad_y, values, 384, transposed=False, block_size=values.shape[1]) == "reference"
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -32,11 +32,11 @@ def test_blocks_of_a_sample_compete_and_the_rest_is_exact(device, shape, method,
     grad_y = torch.randn(*shape[:2], 24, device=device)
     with force_method(method):
         if eager:
-            y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second")
+            y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second", "same")
             grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
         else:
             with Watched():
-                y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second")
+                y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second", "same")
                 grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
     dense = F.linear(x, weight, bias)
     wanted = torch.autograd.grad(dense, (x, bias), grad_y)
@@ -64,5 +64,5 @@ def test_one_feature_may_have_any_stride(eager):
     assert x.stride(2) != 1
     weight = torch.randn(4, 1, requires_grad=True)
     with nullcontext() if eager else Watched():
-        y = functional.linear_unchecked(x, weight, None, sparsity_parts(0.5), 16, "sample_second")
+        y = functional.linear_unchecked(x, weight, None, sparsity_parts(0.5), 16, "sample_second", "same")
     torch.testing.assert_close(y, x @ weight.t())
