@@ -32,7 +32,7 @@ BELOW_CALLBACKS |= {"pictures", "recomputed", "selection", "step_memory", "step_
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
-    "kernels": {"ops.geometry"},
+    "kernels": {"ops.formats", "ops.geometry"},
     "ops.geometry": {"arguments"},
     "ops": {"arguments", "kernels"},
     "functional": {"arguments", "ops"},

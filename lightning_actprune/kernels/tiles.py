@@ -67,7 +67,7 @@ FP32_BEFORE_HOPPER = {32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 4, 3,
 """Where the fp32 choice spills on compute capability 8.0 with Triton 3.9; not timed there."""
 
 FP32_QUANTIZED = {16: Config(128, 16, 4, 3, True), 32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 8, 3, True)}
-"""Where the fp32 choice spills, or nearly, if values are stored in few bits and so pass through registers; not timed."""
+"""Where the fp32 choice spills, or nearly, if values are stored in few bits and pass through registers; not timed."""
 
 
 def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine, quantized: bool = False) -> Config:

@@ -25,6 +25,7 @@ from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
+from tests.kernels import formats as stored
 
 # Samples of 15, 1098 and 37800 blocks: one for each way of selecting. Row lengths that blocks do not divide.
 STREAMED = (1, 4200, 130)
@@ -35,6 +36,9 @@ OUTPUTS = 33
 SPLITS = (1, 3)
 ONE_LAUNCH = [((2, 122, 130), 16, 0.6), ((2, 122, 130), 16, 0.95), ((3, 41, 100), 7, 0.3)]
 """Shape, block size and sparsity: keys in the values, where they do not fit, and where they are not aligned."""
+
+FORMATS = [((2, 61, 100), 16, 200, "int4"), ((3, 41, 70), 20, 90, "int3"), ((2, 37, 150), 64, 80, "fp8")]
+"""Shape, block size, kept blocks and value format: words, planes of bytes, rows that are not aligned to four."""
 
 
 def kernel_names() -> set[str]:
@@ -100,6 +104,22 @@ def check_cast(x: Tensor, block_size: int, dtype: torch.dtype, keep: int) -> Non
         assert torch.equal(actual.cpu(), right), (x.shape, dtype, block_size)
 
 
+def check_format(x: Tensor, block_size: int, keep: int, value_format: str) -> None:
+    """Pack ``x [S, T, L]`` in few bits, unpack it, and compute a weight gradient: all bits, and sums of few terms."""
+    samples, rows, length = x.shape
+    packed = packs.pack(x, block_size, keep, value_format)
+    right = stored.expected(x, block_size, keep, value_format)
+    for actual, expected in zip(packed, right, strict=True):
+        assert torch.equal(actual.cpu(), expected), (x.shape, x.dtype, block_size, value_format)
+    values = stored.read(right, x.shape, block_size, value_format)
+    expected = stored.rounded(values, x.dtype, x.device)
+    actual = unpack.unpack(*packed, (samples, rows, length), False, block_size, value_format, x.dtype)
+    assert torch.equal(actual.cpu(), expected), (x.shape, x.dtype, block_size, value_format)
+    grad_y = oracle.integers(samples * rows, OUTPUTS, dtype=x.dtype)
+    actual = weight_grads.weight_grad(grad_y.to(x.device), *packed, length, torch.float32, block_size, value_format)
+    assert oracle.relative_error(actual, grad_y.double().t() @ expected.flatten(0, 1).double()) < 1e-6, value_format
+
+
 def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int]) -> None:
     """Compute the weight gradient from packed integers, whole and in parts: its sums are exact in fp32."""
     samples, rows, length = shape
@@ -138,6 +158,10 @@ def run_all(device: torch.device) -> list[str]:
             with one_launch(wanted):
                 check_cast(oracle.integers(2, 122, 130, device=device), 16, dtype, 400)
                 check_cast(oracle.integers(3, 42, 103, device=device)[:, 1:, 3:], 7, dtype, 400)
+        for (shape, block_size, keep, name), wanted in itertools.product(FORMATS, (True, False)):
+            with one_launch(wanted):
+                check_format(oracle.integers(*shape, device=device), block_size, keep, name)
+                check_format(oracle.integers(*shape, dtype=torch.bfloat16, device=device), block_size, keep, name)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":
