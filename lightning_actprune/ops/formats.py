@@ -151,8 +151,7 @@ def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tenso
     safe, offset, high = (torch.where(finite, values, 0.0) for values in (blocks, offset, high))
     scale = _scale(high - offset, most)
     codes = ((safe - offset) * (1 / scale) + dither(blocks, numbers)).floor().clamp(0, most)
-    header = torch.cat([torch.where(finite, scale, torch.nan), offset], 1).to(torch.bfloat16)
-    return header.view(torch.uint8), codes.long()
+    return _header(torch.where(finite, scale, torch.nan), offset), codes.long()
 
 
 def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +159,13 @@ def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     safe = torch.where(finite, blocks, 0.0)
     scale = _scale(safe.abs().amax(1, keepdim=True), FP8_MAX)
     codes = (safe * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(finite, scale, torch.nan).to(torch.bfloat16).view(torch.uint8), codes.long()
+    return _header(torch.where(finite, scale, torch.nan)), codes.long()
+
+
+def _header(*numbers: Tensor) -> Tensor:
+    """Return fp32 numbers ``[nnz, 1]`` that bf16 has as bytes: by their bits, so that a NaN is the same everywhere."""
+    halves = (torch.cat(numbers, 1).view(torch.int32) >> 16).to(torch.int16)
+    return halves.flatten().view(torch.uint8).view(halves.shape[0], 2 * halves.shape[1])
 
 
 def _scale(spread: Tensor, most: float) -> Tensor:

@@ -1,0 +1,45 @@
+"""What tests of value formats share: the expected bytes and values, and each way to pack."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.kernels.pack import PackPlan
+from lightning_actprune.kernels.pack_sample import SamplePlan
+from lightning_actprune.ops import formats, reference
+
+QUANTIZED = [name for name in formats.FORMATS if name != "same"]
+Packed = tuple[Tensor, Tensor, Tensor]
+
+
+def expected(x: Tensor, block_size: int, keep: int, value_format: str) -> Packed:
+    """Return what the reference stores of ``x [S, T, L]``, on the CPU."""
+    values, bitmap, offsets = reference.pack(x.cpu(), block_size, keep)
+    blocks = x.shape[1] * -(-x.shape[2] // block_size)
+    numbers = reference.unpack_bits(bitmap, blocks).flatten().nonzero().flatten()
+    return formats.quantize(values, numbers, value_format), bitmap, offsets
+
+
+def pack(x: Tensor, block_size: int, keep: int, value_format: str, config=None) -> Packed:
+    """Pack by three launches or, with a configuration, by one."""
+    arguments = x.shape, x.stride()[:2], block_size, keep
+    if config is None:
+        plan = PackPlan(*arguments, x.device, value_format=value_format)
+    else:
+        plan = SamplePlan(*arguments, x.element_size(), config, value_format=value_format)
+    return plan(x)
+
+
+def rounded(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return fp32 ``values`` in ``dtype`` as a kernel rounds them: Triton's interpreter cuts them off to bf16."""
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        values = (values.view(torch.int32) & -0x10000).view(torch.float32)
+    return values.to(dtype)
+
+
+def read(packed: Packed, shape: tuple[int, int, int], block_size: int, value_format: str) -> Tensor:
+    """Return the fp32 tensor of ``shape [S, T, L]`` that the reference reads from packed values."""
+    values, bitmap, _ = (part.cpu() for part in packed)
+    wide = formats.dequantize(values, block_size, value_format, torch.float32)
+    return reference.unpack(wide, bitmap, shape[0] * shape[1], shape[2]).view(shape)
