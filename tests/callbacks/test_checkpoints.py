@@ -114,6 +114,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "sparsity": "CubicSchedule(end=0.8, start=0.1, warmup=0.0, until=1.0)",
         "block_size": 32,
         "scope": "sample",
+        "value_format": "same",
         "total_steps": None,
         "layers": ["body.0", "body.2", "head"],
     }

@@ -52,6 +52,7 @@ def test_arguments_are_stored_as_given():
         "schedule": LinearSchedule(0.5),
         "total_steps": 10,
         "skip_held": False,
+        "value_format": "int4",
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
