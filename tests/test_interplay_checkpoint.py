@@ -78,17 +78,13 @@ def step(model: nn.Module, probed: bool = False, autocast: bool = False) -> list
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
 @every_way
 @pytest.mark.parametrize("make", INNER)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_gradients_are_those_without_a_checkpoint(make, way, autocast: bool):
     plain, checkpointed = made(make), made(make, way)
     expected = step(plain, autocast=autocast)
-    assert_equal(step(checkpointed, autocast=autocast), expected)
+    torch.testing.assert_close(step(checkpointed, autocast=autocast), expected, rtol=0, atol=0)
     assert all(bool(grad.any()) for grad in expected)
 
 
@@ -102,7 +98,7 @@ def test_gradients_in_the_probed_step(make, way):
     held = "0.weight"  # reads the batch, so that it ran dense
     for (name, _), ours, theirs in zip(plain.named_parameters(), found[1:], expected[1:], strict=True):
         assert torch.equal(ours, theirs) == (name != held), name
-    assert_equal(step(checkpointed), expected)  # and later steps are pruned as before
+    torch.testing.assert_close(step(checkpointed), expected, rtol=0, atol=0)  # and later steps are pruned as before
 
 
 @each_form
@@ -115,7 +111,7 @@ def test_regions_within_a_region_in_fp64(reentrant: bool):
         inner[number] = WAYS["reentrant" if reentrant else "non_reentrant"](inner[number])
     outer = Region(inner, lambda module, y: checkpoint(module, y, use_reentrant=reentrant))
     outer(x).square().sum().backward()
-    assert_equal([x.grad, *(p.grad for p in inner.parameters())], list(expected))
+    torch.testing.assert_close((x.grad, *(p.grad for p in inner.parameters())), expected, rtol=0, atol=0)
 
 
 def test_a_retained_graph_runs_the_region_again_for_each_backward():
@@ -126,7 +122,7 @@ def test_a_retained_graph_runs_the_region_again_for_each_backward():
         loss.backward(retain_graph=True)
         loss.backward()
         grads.append([p.grad for p in model.parameters()])
-    assert_equal(grads[1], grads[0])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -190,4 +186,4 @@ def test_a_fit_with_checkpoints_ends_where_one_without_does(reentrant: bool):
         trainer(callback, max_epochs=2).fit(model)
         assert callback.skipped == []  # or the two would differ in what they prune
         weights.append([p.detach().clone() for p in model.parameters()])
-    assert_equal(weights[1], weights[0])
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)

@@ -78,16 +78,12 @@ def gradients(model: nn.Module, x: Tensor, *contexts: Any) -> list[Tensor]:
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
 def test_a_pack_hook_gets_the_packed_input_and_the_weight_alone():
     model, x, packed = made()
     expected, hooks = gradients(model, x), Hooks()
     # Each of the three packs anew, since the hooks hold copies.
     square = x.numel() // 72 * 64 * 4
-    assert_equal(gradients(model, x, hooks.open()), expected)
+    torch.testing.assert_close(gradients(model, x, hooks.open()), expected, rtol=0, atol=0)
     assert hooks.sizes(model) == sorted([*packed * 3, square])
     assert hooks.unpacked == len(hooks.packed) == 3 * 4 + 1
 
@@ -117,8 +113,8 @@ def test_save_on_cpu_changes_nothing(autocast: bool):
         return gradients(model, x, torch.autocast("cpu", torch.bfloat16, enabled=autocast), *contexts)
 
     expected = run()
-    assert_equal(run(save_on_cpu()), expected)
-    assert_equal(run(save_on_cpu(), save_on_cpu()), expected)
+    torch.testing.assert_close(run(save_on_cpu()), expected, rtol=0, atol=0)
+    torch.testing.assert_close(run(save_on_cpu(), save_on_cpu()), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("recorder", [SavedTensorMeter, HolderProbe])
@@ -129,7 +125,7 @@ def test_hooks_around_and_inside_a_recorder_get_what_they_get_without(recorder: 
     gradients(model, x, alone.open())
     hooks, opened = Hooks(), recorder(model)
     contexts = (opened, hooks.open()) if inside else (hooks.open(), opened)
-    assert_equal(gradients(model, x, *contexts), expected)
+    torch.testing.assert_close(gradients(model, x, *contexts), expected, rtol=0, atol=0)
     assert hooks.sizes(model) == alone.sizes(model)
     assert hooks.unpacked == alone.unpacked
     if recorder is SavedTensorMeter:
@@ -144,7 +140,7 @@ def test_recorders_inside_recorders_inside_hooks():
     model, x, packed = made()
     expected, hooks = gradients(model, x), Hooks()
     outer, probe, inner = SavedTensorMeter(model), HolderProbe(model), SavedTensorMeter(model)
-    assert_equal(gradients(model, x, hooks.open(), outer, probe, inner), expected)
+    torch.testing.assert_close(gradients(model, x, hooks.open(), outer, probe, inner), expected, rtol=0, atol=0)
     assert outer.report() == inner.report()
     assert hooks.sizes(model) == sorted([*packed * 3, x.numel() // 72 * 64 * 4])
 
@@ -172,7 +168,7 @@ def test_hooks_around_the_meter_are_those_of_the_forward_though_backward_runs_la
     model.zero_grad()
     with Hooks(lambda t: t * 0).open():
         loss.backward()
-    assert_equal([x.grad, *(p.grad for p in model.parameters())], expected)
+    torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -188,17 +184,19 @@ def test_an_input_may_change_once_it_is_packed_and_is_copied_nowhere_for_that(al
         copies = len(mutation.cloned) if allowed else 0
         loss.backward()
     assert copies == 0
-    assert_equal([p.grad for p in model.parameters()], expected)
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
 
 
 def test_layers_work_where_hooks_are_disabled_and_only_the_probe_says_that_it_cannot():
     model, x, _ = made()
     expected = gradients(model, x)
-    assert_equal(gradients(model, x, disable_saved_tensors_hooks("none in here")), expected)
+    torch.testing.assert_close(
+        gradients(model, x, disable_saved_tensors_hooks("none in here")), expected, rtol=0, atol=0
+    )
     with pytest.raises(RuntimeError, match="none in here"):
         gradients(model, x, HolderProbe(model), disable_saved_tensors_hooks("none in here"))
     with pytest.raises(RuntimeError, match="none in here"):
         gradients(model, x, disable_saved_tensors_hooks("none in here"), HolderProbe(model))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.overrides._get_current_function_mode() is None
-    assert_equal(gradients(model, x), expected)
+    torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)

@@ -1,0 +1,192 @@
+"""Models of which autocast makes copies of weights in every way, and what a dense one keeps of them."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+E = 64
+ELEMENTS = E * 96
+
+
+def bf16(**options: Any) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, **options)
+
+
+class Base(nn.Module):
+    """Two layers ``a`` and ``b`` on an input that needs a gradient; a subclass says how they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(E)
+        self.a, self.b = nn.Linear(E, 96), nn.Linear(E, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.norm(x))
+
+    def use(self, h: Tensor) -> Tensor:
+        return self.a(h).exp() * self.b(h.sin())
+
+
+class CalledTwice(Base):
+    def use(self, h):
+        return self.a(h).exp() * self.a(h.sin())
+
+
+class Tied(Base):
+    def __init__(self):
+        super().__init__()
+        self.b.weight = self.a.weight
+
+
+class UsedAsAFunction(Base):
+    def use(self, h):
+        return super().use(h) * F.linear(h.cos(), self.a.weight)
+
+
+class TwoRegions(Base):
+    def use(self, h):
+        first = super().use(h)
+        with bf16():
+            second = super().use(h.cos())
+        return first.float() * second.float()
+
+
+class RegionPerLayer(Base):
+    def use(self, h):
+        with bf16():
+            first = self.a(h)
+        with bf16():
+            return self.a(first.exp()[..., :E])
+
+
+class Fp32Inside(Base):
+    def use(self, h):
+        with bf16(enabled=False):
+            first = self.a(h.float())
+        return first.exp() * self.a(h.sin()) * self.b(h.cos())
+
+
+class Uncached(Base):
+    def use(self, h):
+        with bf16(cache_enabled=False):
+            return super().use(h) * self.a(h.cos())
+
+
+class Masked(Base):
+    """``torch.nn.utils.prune`` makes the weight anew before each call."""
+
+    def __init__(self):
+        super().__init__()
+        prune.l1_unstructured(self.a, "weight", amount=0.5)
+
+    def use(self, h):
+        return self.a(h).exp() * self.a(h.sin())
+
+
+class Checkpointed(Base):
+    def use(self, h):
+        return checkpoint(self.a, h, use_reentrant=False) * self.a(h.sin())
+
+
+class Encoder(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(E, 2, 96, dropout=0.0, batch_first=True)
+
+    def use(self, h):
+        return self.layer(h)
+
+
+class CrossAttention(Base):
+    """Query beside key and value: parts of one weight, of which autocast makes copies of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
+
+    def use(self, h):
+        memory = h.sin()
+        return self.attention(h, memory, memory)[0] + self.attention(h.cos(), memory, memory.sin())[0]
+
+
+class SizedAttention(Base):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, 2, kdim=40, vdim=24, batch_first=True)
+
+    def use(self, h):
+        return self.attention(h, h.sin()[..., :40], h.cos()[..., :24])[0]
+
+
+MODELS = {
+    Base: 2 * ELEMENTS,
+    CalledTwice: ELEMENTS,
+    Tied: ELEMENTS,
+    UsedAsAFunction: ELEMENTS,  # the function keeps the copy of `a`
+    Fp32Inside: 2 * ELEMENTS,
+    Uncached: 3 * ELEMENTS,
+    Masked: 2 * ELEMENTS,
+    Checkpointed: ELEMENTS,
+    Encoder: 3 * E * E + E * E + 2 * ELEMENTS,
+    CrossAttention: 2 * 3 * E * E + E * E,
+    SizedAttention: E * (E + 40 + 24 + E),
+}
+"""Elements of the weights whose copies a dense model keeps."""
+
+
+class LearnedQueries(Base):
+    """A parameter that three layers and a function read: autocast makes one copy of it for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(8, E))
+
+    def use(self, h):
+        return (self.a(self.queries) * self.b(self.queries)).sum() + F.linear(self.queries, self.b.weight) + self.a(h)
+
+
+class Leaf(Base):
+    """Layers that read the input itself."""
+
+    def forward(self, x):
+        return self.a(x) * self.b(x) + self.a(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Random(nn.Module):
+    """Layers from a small stock, of which some share a weight, on inputs from earlier ones, in regions of their own."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(E)
+        self.layers = nn.ModuleList(nn.Linear(E, E) for _ in range(4))
+        self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
+        self.layers[1].weight = self.layers[0].weight
+        uses = "layer", "layer", "layer", "function", "self", "cross"
+        contexts = {"none": nullcontext, "on": bf16, "off": lambda: bf16(enabled=False)}
+        contexts["uncached"] = lambda: bf16(cache_enabled=False)
+        self.plan = [(draw.choice(uses), draw.randrange(4), draw.choice(["none", "none", *contexts])) for _ in range(8)]
+        self.contexts = contexts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for use, number, context in self.plan:
+            with self.contexts[context]():
+                h = self.norm(x.float())
+                match use:
+                    case "layer":
+                        y = self.layers[number](h)
+                    case "function":
+                        y = F.linear(h, self.layers[number].weight)
+                    case "self":
+                        y = self.attention(h, h, h)[0]
+                    case _:
+                        y = self.attention(h, h.sin(), h.cos())[0]
+            x = x.float() + y.float()
+        return x
