@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune import convert
 from lightning_actprune.footprint import SavedTensorMeter
 from lightning_actprune.saved import unpack_listeners
-from lightning_actprune.step_memory import StepMemory
 from lightning_actprune.step_recorder import StepMemoryRecorder, operator_name
+from tests.recorded import recorded_step
 
 WIDTH = 64
 
@@ -47,20 +46,6 @@ def batch() -> Tensor:
     return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def run(
-    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, forward: Callable[[Tensor], Tensor] | None = None
-) -> StepMemory:
-    with StepMemoryRecorder(model, x, [optimizer]) as recorder:
-        loss = (forward or model)(x).square().mean()
-        recorder.moment()
-        optimizer.zero_grad()
-        recorder.mark("backward")
-        loss.backward()
-        recorder.mark("optimizer")
-        optimizer.step()
-    return recorder.result()
-
-
 @pytest.mark.parametrize("make", [blocks, attention])
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 @pytest.mark.parametrize("autocast", [False, True])
@@ -70,15 +55,15 @@ def test_the_end_of_the_forward_is_what_the_meter_counts(make, sparsity: float |
     if sparsity is not None:
         convert(model, sparsity=sparsity, block_size=16)
 
-    def forward(x: Tensor) -> Tensor:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(x).float()
+            y = model(x).float()
+        return y.square().mean()
 
     with SavedTensorMeter(model, x) as meter:
-        loss = forward(x).square().mean()
+        loss(model, x)
     report = meter.report()
-    del loss
-    step = run(model, x, torch.optim.SGD(model.parameters(), 0.1), forward)
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
     end = step.forward_end
     assert step.activation_bytes[end] == report.total_bytes == max(step.activation_bytes)
     assert step.packed_bytes[end] == sum(row.stored_bytes for row in report.rows if row.sparsity > 0)
@@ -94,7 +79,7 @@ def test_nothing_else_in_the_step_changes():
         model, x = blocks(), batch()
         convert(model, sparsity=0.5, block_size=16)
         if record:
-            run(model, x, torch.optim.SGD(model.parameters(), 0.0))
+            recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.0))
         else:
             model(x).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
@@ -106,7 +91,7 @@ def test_parameters_gradients_state_and_batch():
     model.register_buffer("steps", torch.zeros(7))
     optimizer = torch.optim.AdamW(model.parameters())
     trained = sum(parameter.nbytes for parameter in model.parameters())
-    first, second = run(model, x, optimizer), run(model, x, optimizer)
+    first, second = recorded_step(model, x, optimizer), recorded_step(model, x, optimizer)
     state = 2 * trained + sum(4 for _ in model.parameters())  # two moments, and a step in fp32 each
     assert (first.parameter_bytes, first.batch_bytes) == (trained + 28, x.nbytes)
     for step, before in ((first, 0), (second, 1)):
@@ -123,7 +108,7 @@ def test_parameters_gradients_state_and_batch():
 def test_backward_lets_go_in_turn():
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))), batch()
-    step = run(model, x, torch.optim.SGD(model.parameters(), 0.1))
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1))
     falling = [kept for kept, m in zip(step.activation_bytes, step.moments, strict=True) if m.phase == "backward"]
     assert falling == sorted(falling, reverse=True)
     assert len(set(falling)) == 5  # four outputs of tanh, each the input of the next layer too, and nothing
@@ -134,7 +119,7 @@ def test_backward_lets_go_in_turn():
 
 def test_a_storage_with_several_holders_goes_with_the_last():
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)), batch()
-    step = run(model, x, torch.optim.SGD(model.parameters(), 0.1))
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1))
     groups = {group.label: (group.count, group.nbytes) for group in step.groups(step.forward_end)}
     assert groups["* (relu) + * (addmm)"] == (1, 3 * 5 * WIDTH * 4)
     [shared] = [holding for holding in step.holdings if len(holding.holders) == 2]
@@ -145,7 +130,7 @@ def test_what_is_packed_once_is_counted_once():
     torch.manual_seed(0)
     model, x = Block(), batch()
     convert(model, sparsity=0.5, block_size=16)
-    step = run(nn.Sequential(model), x, torch.optim.SGD(model.parameters(), 0.1))
+    step = recorded_step(nn.Sequential(model), x, torch.optim.SGD(model.parameters(), 0.1))
     packed = [holding for holding in step.holdings if holding.packed]
     names = [tuple(holder.fqn for holder in holding.holders) for holding in packed]
     assert sorted(names) == [("0.down",)] * 3 + [("0.gate", "0.up")] * 3
@@ -183,10 +168,10 @@ def test_a_checkpoint_keeps_its_input_alone(reentrant: bool):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()), batch()
 
-    def forward(x: Tensor) -> Tensor:
-        return checkpoint(model[1], model[0](x), use_reentrant=reentrant)
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().mean()
 
-    step = run(model, x, torch.optim.SGD(model.parameters(), 0.1), forward)
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
     assert {moment.phase for moment in step.moments} == {"forward", "backward", "optimizer"}
     phases = [moment.phase for moment in step.moments]
     assert phases == sorted(phases, key=["forward", "backward", "optimizer"].index)
@@ -234,7 +219,7 @@ def test_a_compiled_model():
         loss = model(x).square().mean()
     loss.backward()
     compiled = torch.compile(model, backend="aot_eager")
-    step = run(compiled, x, torch.optim.SGD(model.parameters(), 0.1))
+    step = recorded_step(compiled, x, torch.optim.SGD(model.parameters(), 0.1))
     assert 0 < step.activation_bytes[step.forward_end] <= meter.report().total_bytes
     assert step.activation_bytes[-1] == 0
     assert torch.compile(model, backend="aot_eager")(x).shape == (3, 5, 4)
@@ -285,7 +270,7 @@ def test_frozen_and_shared_parameters():
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
     model[1].weight = model[0].weight
     model[2].requires_grad_(False)
-    step = run(model, x, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    step = recorded_step(model, x, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
     weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
     assert step.parameter_bytes == 2 * weight + 3 * bias
     assert step.moments[-1].gradient_bytes == weight + 2 * bias

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_actprune import HolderProbe, convert
 from lightning_actprune.step_memory import PHASES
-from lightning_actprune.step_recorder import StepMemoryRecorder
+from tests.recorded import recorded_step
 
 pytestmark = pytest.mark.gpu
 
@@ -32,25 +32,16 @@ class Mlp(nn.Module):
         return self.head(x)
 
 
-def plain_step(model, x, optimizer):
+def autocast_loss(model, x):
     with torch.autocast("cuda", torch.bfloat16):
-        loss = model(x).float().square().mean()
+        return model(x).float().square().mean()
+
+
+def plain_step(model, x, optimizer):
+    loss = autocast_loss(model, x)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-
-
-def recorded_step(model, x, optimizer):
-    with StepMemoryRecorder(model, x, [optimizer]) as recorder:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = model(x).float().square().mean()
-        recorder.moment()
-        optimizer.zero_grad()
-        recorder.mark("backward")
-        loss.backward()
-        recorder.mark("optimizer")
-        optimizer.step()
-    return recorder.result()
 
 
 def known(step, index):
@@ -86,7 +77,7 @@ def test_peak_and_parts(sparsity: float | None, outputs: int):
     torch.cuda.reset_peak_memory_stats()
     plain_step(model, x, optimizer)
     plain = torch.cuda.max_memory_allocated()
-    step = recorded_step(model, x, optimizer)
+    step = recorded_step(model, x, optimizer, autocast_loss)
     assert step.measured
     assert abs(step.peak_bytes - plain) <= slack(step)
     for index, moment in enumerate(step.moments):
@@ -108,7 +99,7 @@ def test_the_peak_of_the_optimizer_step():
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(2):
         plain_step(model, x, optimizer)
-    step = recorded_step(model, x, optimizer)
+    step = recorded_step(model, x, optimizer, autocast_loss)
     index = step.peak_in()
     assert step.moments[index].phase == "optimizer"
     assert step.parts(index)["other"] > 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from examples.models.patches import patch_count
+from examples.models.patches import PatchClassifier, patch_count
 
 
 class Affine(nn.Module):
@@ -65,7 +65,7 @@ class ResMLPBlock(nn.Module):
         return x + self.gamma2 * self.fc2(self.act(self.fc1(self.affine2(x))))
 
 
-class ResMLP(nn.Module):
+class ResMLP(PatchClassifier):
     """A ResMLP of any size.
 
     Args:
@@ -88,31 +88,23 @@ class ResMLP(nn.Module):
         num_classes: int = 1000,
         layer_scale: float | None = None,
     ) -> None:
-        super().__init__()
         tokens = patch_count(image_size, patch_size)
         scale = default_layer_scale(depth) if layer_scale is None else layer_scale
-        self.patch_embed = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.blocks = nn.ModuleList(ResMLPBlock(dim, tokens, scale) for _ in range(depth))
-        self.norm = Affine(dim)
-        self.head = nn.Linear(dim, num_classes)
+        super().__init__(
+            patch_embed=nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size),
+            blocks=nn.ModuleList(ResMLPBlock(dim, tokens, scale) for _ in range(depth)),
+            norm=Affine(dim),
+            head=nn.Linear(dim, num_classes),
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights of the Linear layers Xavier-uniformly and zero their biases and the head."""
+        super().reset_parameters()
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map `[batch, in_channels, image_size, image_size]` to class scores `[batch, num_classes]`."""
-        # Contiguous once here, so that the residual stream lies channel-innermost in memory through all blocks.
-        x = self.patch_embed(images).flatten(2).transpose(1, 2).contiguous()
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(dim=1))
 
 
 def default_layer_scale(depth: int) -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from examples.models.patches import patch_count
+from examples.models.patches import PatchClassifier, patch_count
 from examples.models.transformer import TransformerBlock, reset_blocks
 
 
-class ViT(nn.Module):
+class ViT(PatchClassifier):
     """A ViT of any size.
 
     Args:
@@ -34,29 +34,24 @@ class ViT(nn.Module):
         in_channels: int = 3,
         num_classes: int = 10,
     ) -> None:
-        super().__init__()
-        tokens = patch_count(image_size, patch_size)
-        self.patch_embed = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
-        self.positions = nn.Parameter(torch.zeros(1, tokens, dim))
-        self.blocks = nn.ModuleList(TransformerBlock(dim) for _ in range(depth))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, num_classes)
+        super().__init__(
+            patch_embed=nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size),
+            blocks=nn.ModuleList(TransformerBlock(dim) for _ in range(depth)),
+            norm=nn.LayerNorm(dim),
+            head=nn.Linear(dim, num_classes),
+        )
+        self.positions = nn.Parameter(torch.zeros(1, patch_count(image_size, patch_size), dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the positions and the weights of the blocks, and zero the head."""
+        super().reset_parameters()
         nn.init.normal_(self.positions, std=0.02)
         reset_blocks(self.blocks)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Map `[batch, in_channels, image_size, image_size]` to class scores `[batch, num_classes]`."""
-        # Contiguous, so that the residual stream lies channel-innermost in memory through all blocks.
-        x = self.patch_embed(images).flatten(2).transpose(1, 2).contiguous() + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(dim=1))
+    def embed(self, images: Tensor) -> Tensor:
+        """Map `[batch, in_channels, image_size, image_size]` to tokens `[batch, tokens, dim]` with their positions."""
+        return super().embed(images) + self.positions
 
 
 def vit_8x384(dim: int = 384, depth: int = 8, **options: object) -> ViT:
