@@ -6,10 +6,12 @@ import importlib.metadata
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 RESULTS = Path(__file__).with_name("results")
 MIB = 2**20
@@ -43,6 +45,23 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(f"[\n{lines}\n]\n")
     unfinished.replace(path)
+
+
+def step_memory(forward: Callable[[], Tensor], finish: Callable[[Tensor], None]) -> dict[str, int]:
+    """Return activations and peak of one training step in bytes, by the CUDA allocator.
+
+    Args:
+        forward: Returns the loss; what is then allocated more than before are the activations.
+        finish: Backward and the optimizer step.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    loss = forward()
+    activations = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    finish(loss)
+    torch.cuda.synchronize()
+    return {"activations_mib": activations, "peak_mib": torch.cuda.max_memory_allocated()}
 
 
 def require_gpu() -> None:

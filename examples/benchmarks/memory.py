@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.common import MIB, environment, write_records
+from examples.benchmarks.common import MIB, environment, step_memory, write_records
 from examples.models import build_model
 from lightning_actprune import convert
 from lightning_actprune.footprint import SavedTensorMeter
@@ -84,17 +84,10 @@ def measure(method: str, sparsity: float, block_size: int, batch: int) -> dict[s
 
     for _ in range(3):
         finish(forward())
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    loss = forward()
-    activations = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
-    finish(loss)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    figures = step_memory(forward, finish)
     with SavedTensorMeter(model, (images, labels)) as meter:
-        loss = forward()
-    figures = {"activations_mib": activations, "peak_mib": peak, "accounted_mib": meter.report().total_bytes}
+        forward()
+    figures["accounted_mib"] = meter.report().total_bytes
     return {name: round(value / MIB, 2) for name, value in figures.items()}
 
 

@@ -39,7 +39,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
-from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.common import MIB, environment, require_gpu, step_memory, write_records
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.third_party import WORKLOADS
 from lightning_actprune import HolderProbe, convert
@@ -92,14 +92,7 @@ def warm_up(training: Training) -> None:
 
 def allocated(training: Training) -> dict[str, int]:
     """Return activations and peak of one step in bytes, by the allocator."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    loss = training.forward()
-    activations = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
-    training.finish(loss)
-    torch.cuda.synchronize()
-    return {"activations_mib": activations, "peak_mib": torch.cuda.max_memory_allocated()}
+    return step_memory(training.forward, training.finish)
 
 
 def accounted(training: Training) -> tuple[dict[str, int], int]:

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.common import MIB, environment, write_records
+from examples.benchmarks.common import MIB, environment, step_memory, write_records
 from lightning_actprune import convert
 
 MODELS = {
@@ -117,14 +117,7 @@ class Case:
 
     def memory(self) -> dict[str, float]:
         """Return activations and peak of one step in MiB."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        loss = self.forward()
-        activations = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
-        self.finish(loss)
-        peak = torch.cuda.max_memory_allocated()
-        return {"activations_mib": round(activations / MIB, 1), "peak_mib": round(peak / MIB, 1)}
+        return {name: round(nbytes / MIB, 1) for name, nbytes in step_memory(self.forward, self.finish).items()}
 
     def times(self, steps: int) -> list[float]:
         """Return the milliseconds of each of ``steps`` steps, timed in groups of five."""
