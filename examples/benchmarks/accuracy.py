@@ -29,8 +29,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks import summaries
 from examples.benchmarks.common import environment, write_records
+from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import Setting, bits_per_value, kept_rows, prune
 from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         records.append({**key, **measure(study, setting, seed, limit), **environment()})
         write_records(args.out, records)
         durations[setting.method] = time.perf_counter() - start
-    for group in summaries.studies(records):
-        Console().print(summaries.accuracy(group).rich())
+    for summary, _ in results.tables(records):
+        Console().print(summary.rich())
     return records
 
 

@@ -31,8 +31,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks import summaries
 from examples.benchmarks.common import environment, write_records
+from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import Batch, Setting, bits_per_value, kept_rows, kind, prune, training_loss
 from examples.benchmarks.study.tasks import is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 found = measure(model, setting, batch, recipe.precision)
                 records += [{**common, **asdict(setting), **record, **environment()} for record in found]
                 write_records(args.out, records)
-    Console().print(summaries.fidelity(records).rich())
+    Console().print(results.fidelity(records).rich())
     return records
 
 

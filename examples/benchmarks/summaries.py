@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -165,69 +164,6 @@ def _model_cells(dense: dict[str, Any], pruned: dict[str, Any]) -> list[str]:
     memory = [f"{dense[name]:.0f} / {pruned[name]:.0f}" for name in ("activations_mib", "peak_mib")]
     saved = f"{pruned['saved_mib']:.1f} ({100 * pruned['saved_mib'] / dense['activations_mib']:.0f} %)"
     return [f"{pruned['packed']} of {pruned['converted']}", left, *memory, saved, f"{pruned['announced_mib']:.1f}"]
-
-
-RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256")
-RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
-"""What a training has to share with another for their accuracies to be compared."""
-
-
-def studies(records: Records) -> list[Records]:
-    """Return the records of the accuracy study that may be compared, study by study."""
-    found: dict[tuple[Any, ...], Records] = {}
-    for record in records:
-        found.setdefault(tuple(record.get(name) for name in RECIPE), []).append(record)
-    return list(found.values())
-
-
-def accuracy(records: Records) -> Summary:
-    """One row per setting of one study, mean ± standard deviation over the seeds; differences between like seeds."""
-    rows, text = [], records[0]["task"] == "gpt"
-    score, digits, sign = ("validation loss", 4, -1) if text else ("test accuracy %", 2, 1)
-    dense = {r["seed"]: r["accuracy"] for r in records if r["method"] == "dense"}
-    for group in groups(records, "method", "sparsity", "block_size", "value_format").values():
-        apart = [sign * (r["accuracy"] - dense[r["seed"]]) for r in group if r["seed"] in dense]
-        bits = f"{statistics.mean(r['bits_per_value'] for r in group):.2f}"
-        scores = mean_and_deviation([sign * r["accuracy"] for r in group], digits)
-        difference = mean_and_deviation(apart, digits, "+") if apart and group[0]["method"] != "dense" else "-"
-        losses = mean_and_deviation([r["final_loss"] for r in group], 4)
-        rows.append([kept(group[0]), bits, str(len(group)), scores, difference, losses])
-    header = ("method", "bits per value", "seeds", score, "difference to dense", "final training loss")
-    return Summary(study_title(records[0]), header, rows)
-
-
-def kept(record: dict[str, Any]) -> str:
-    """Return what a run keeps for backward, in words."""
-    if record["method"] == "dense":
-        return "dense"
-    values = "" if record["value_format"] == "same" else f", {record['value_format']}"
-    return f"pruned, s = {record['sparsity']}, b = {record['block_size']}{values}"
-
-
-def study_title(record: dict[str, Any]) -> str:
-    """Return what the runs of a study train on what and how."""
-    size = "".join(f", {name} {record[name]}" for name in ("dim", "depth") if record.get(name) is not None)
-    data = (
-        f"{record['dataset']} ({record['bytes']} bytes, {record['sha256']})" if "bytes" in record else record["dataset"]
-    )
-    training = f"{record['epochs']} epochs of {record['batches']} batches of {record['batch']}, {record['precision']}"
-    return f"{record['model']}{size} on {data}, {training}" + (", compiled" if record.get("compile") else "")
-
-
-def mean_and_deviation(values: Sequence[float], digits: int, sign: str = "") -> str:
-    """Return the mean and, of more values than one, their standard deviation."""
-    mean = f"{statistics.mean(values):{sign}.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
-
-
-def fidelity(records: Records) -> Summary:
-    """Cosine and norm ratio of pruned weight gradients to the exact ones, per kind of layer."""
-    rows = []
-    for r in records:
-        figures = f"{r['bits_per_value']:.2f}", f"{r['cosine']:.4f}", f"{r['norm_ratio']:.4f}"
-        rows.append([f"{r['model']}, {r['kind']}", kept(r), *figures])
-    header = ("layers", "method", "bits per value", "cosine", "norm ratio")
-    return Summary("Weight gradients of pruned layers beside the exact ones", header, rows)
 
 
 def timeline(records: Records) -> Summary:

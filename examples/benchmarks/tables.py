@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import plots, summaries, timeline
 from examples.benchmarks.common import RESULTS
+from examples.benchmarks.study import results as study
 from examples.benchmarks.summaries import Records, Summary
 
 ROOT = RESULTS.parents[2]
@@ -62,9 +63,8 @@ def memory(records: Records) -> str:
 
 def accuracy(records: Records) -> str:
     """Accuracy over the seeds by setting: one table per study, each with the commands it was made by."""
-    found, parts = summaries.studies(records), []
-    for group in found:
-        summary = summaries.accuracy(group)
+    found, parts = study.tables(records), []
+    for summary, group in found:
         title = f"{summary.title}:\n\n" if len(found) > 1 else ""
         runs = {r["command"]: r for r in reversed(group)}
         sources = "".join(source(r) for r in reversed(runs.values()))

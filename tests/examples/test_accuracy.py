@@ -3,12 +3,14 @@
 import argparse
 import json
 import math
+import shutil
 
 import pytest
 import torch
+from PIL import Image
 
 from examples.benchmarks import accuracy
-from examples.benchmarks.study import settings, tasks, training
+from examples.benchmarks.study import results, settings, tasks, training
 from examples.benchmarks.study.images import Images
 from examples.benchmarks.study.settings import Setting, parse_setting
 from lightning_actprune import convert
@@ -107,7 +109,20 @@ def test_records_of_other_texts_are_not_mixed(study, source_folder, tmp_path):
         added.unlink()
     assert len(records) == 2 * len(first) == 4
     assert len({(r["dataset"], r["bytes"], r["sha256"]) for r in records}) == 2
-    assert len(accuracy.summaries.studies(records)) == 2
+    assert len(results.studies(records)) == 2
+
+
+def test_records_of_images_say_what_the_images_are(image_folder, tmp_path):
+    cpu = torch.device("cpu")
+    facts = Images(image_folder, cpu).facts
+    shape = facts["train_images"], facts["test_images"], facts["image_size"], facts["classes"]
+    assert shape == (24, 12, 8, 3)
+    elsewhere = shutil.copytree(image_folder, tmp_path / "c")
+    assert Images(elsewhere, cpu).facts == facts
+    (elsewhere / "train" / "cat" / "07.png").rename(elsewhere / "train" / "dog" / "00_.png")
+    relabelled = Images(elsewhere, cpu).facts
+    Image.new("RGB", (8, 8)).save(elsewhere / "test" / "cat" / "00.png")
+    assert len({facts["sha256"], relabelled["sha256"], Images(elsewhere, cpu).facts["sha256"]}) == 3
 
 
 def test_an_interruption_leaves_what_was_done(study, tmp_path, monkeypatch):

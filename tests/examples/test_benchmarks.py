@@ -9,6 +9,7 @@ from PIL import Image
 from rich.console import Console
 
 from examples.benchmarks import kernels, plots, summaries, tables, tune_pack
+from examples.benchmarks.study import results
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -98,7 +99,7 @@ def test_readme_table_has_sparsities_across(records):
 def test_accuracy_is_compared_with_dense_of_the_same_seed():
     dense, pruned = ("dense",), ("pruned", 0.5, 16, "int4")
     figures = [(dense, 0, 70.0), (dense, 1, 72.0), (pruned, 0, 69.0), (pruned, 1, 71.0), (pruned, 2, 76.0)]
-    first, second = summaries.accuracy([accuracy_record(*each) for each in figures]).rows
+    first, second = results.accuracy([accuracy_record(*each) for each in figures]).rows
     assert first == ["dense", "16.00", "2", "71.00 ± 1.41", "-", "0.7100 ± 0.0141"]
     assert second[:2] == ["pruned, s = 0.5, b = 16, int4", "16.00"]
     assert second[2:5] == ["3", "72.00 ± 3.61", "-1.00 ± 0.00"]

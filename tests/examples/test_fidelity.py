@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from examples.benchmarks import fidelity, summaries
-from examples.benchmarks.study import tasks
+from examples.benchmarks import fidelity
+from examples.benchmarks.study import results, tasks
 from examples.benchmarks.study.settings import parse_setting
 from examples.models import build_model
 
@@ -56,7 +56,7 @@ def test_command_records_every_kind_once(task, image_folder, tmp_path, capsys):
         assert 1 > low["cosine"] > high["cosine"] > 0
         assert 16 > low["bits_per_value"] > high["bits_per_value"] > 0
         assert {"task", "model", "value_format", "norm_ratio", "after", "seed", "gpu", "command"} <= low.keys()
-    assert len(summaries.fidelity(records).rows) == 6
+    assert len(results.fidelity(records).rows) == 6
     capsys.readouterr()
     assert fidelity.main([*command, "--settings", "0.8:8:same"]) == records
     assert "epoch" not in capsys.readouterr().out

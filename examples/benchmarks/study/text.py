@@ -36,7 +36,7 @@ class Text:
         text = read_sources(root or Path(sysconfig.get_paths()["stdlib"]))
         self.device = device
         self.facts = {
-            "dataset": root.resolve().name if root else f"stdlib-{platform.python_version()}",
+            "dataset": "text" if root else f"stdlib-{platform.python_version()}",
             "bytes": len(text),
             "sha256": hashlib.sha256(text).hexdigest()[:16],
         }

@@ -1,0 +1,157 @@
+"""What the study's records say, as titled tables: runs that may be compared, their scores, and how pruned ones differ.
+
+Runs are of one study if they train the same on the same data; runs of one setting differ by their seed alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from examples.benchmarks.summaries import Records, Summary, groups
+
+RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256")
+RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
+"""What a training has to share with another for their accuracies to be compared."""
+BATCH = ("batches", "batch", "lr")
+"""What goes with the batch size."""
+
+
+class Score(NamedTuple):
+    """How `accuracy` is shown; `sign` is -1 where that is a loss."""
+
+    name: str
+    digits: int
+    sign: int
+
+    def of(self, records: Records) -> list[float]:
+        """Return what is shown of each record."""
+        return [self.sign * r["accuracy"] for r in records]
+
+
+def score_of(record: dict[str, Any]) -> Score:
+    """Return what the study of `record` scores."""
+    return Score("validation loss", 4, -1) if record["task"] == "gpt" else Score("test accuracy %", 2, 1)
+
+
+def alike(records: Records, names: Sequence[str]) -> list[Records]:
+    """Return `records` by what they say of `names`, in order of appearance; early ones do not say everything."""
+    found: dict[tuple[Any, ...], Records] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in names), []).append(record)
+    return list(found.values())
+
+
+def studies(records: Records) -> list[Records]:
+    """Return the records of the accuracy study that may be compared, study by study."""
+    return alike(records, RECIPE)
+
+
+def batch_studies(records: Records) -> list[Records]:
+    """Return the records that differ in what goes with the batch size, where there are several sizes."""
+    found = alike(records, [name for name in RECIPE if name not in BATCH])
+    return [group for group in found if len({r["batch"] for r in group}) > 1]
+
+
+def tables(records: Records) -> list[tuple[Summary, Records]]:
+    """Return a table of each study and of each comparison of batch sizes, and what records it is made of."""
+    return [
+        (table(g), g) for select, table in ((studies, accuracy), (batch_studies, batch_sizes)) for g in select(records)
+    ]
+
+
+def by_setting(records: Records) -> dict[str, Records]:
+    """Return `records` by what is kept for backward, in words."""
+    found: dict[str, Records] = {}
+    for record in records:
+        found.setdefault(kept(record), []).append(record)
+    return found
+
+
+def kept(record: dict[str, Any]) -> str:
+    """Return what a run keeps for backward, in words."""
+    if record["method"] == "dense":
+        return "dense"
+    values = "" if record["value_format"] == "same" else f", {record['value_format']}"
+    dropped = "" if drops_to_zero(record) else f", remainder {record['remainder']}"
+    return f"pruned, s = {record['sparsity']}, b = {record['block_size']}{values}{dropped}"
+
+
+def drops_to_zero(record: dict[str, Any]) -> bool:
+    """Return whether dropped blocks count as zero, as they do where a record does not say."""
+    return record.get("remainder", "zero") == "zero"
+
+
+def accuracy(records: Records) -> Summary:
+    """One row per setting of one study, mean ± standard deviation over the seeds; differences between like seeds."""
+    rows, score, settings = [], score_of(records[0]), by_setting(records)
+    for setting, group in settings.items():
+        bits = f"{statistics.mean(r['bits_per_value'] for r in group):.2f}"
+        scores = mean_and_deviation(score.of(group), score.digits)
+        apart = difference(group, settings.get("dense", []), score)
+        losses = mean_and_deviation([r["final_loss"] for r in group], 4)
+        rows.append([setting, bits, str(len(group)), scores, apart, losses])
+    header = ("method", "bits per value", "seeds", score.name, "difference to dense", "final training loss")
+    return Summary(study_title(records[0]), header, rows)
+
+
+def difference(runs: Records, dense: Records, score: Score) -> str:
+    """Return by how much `runs` differ from dense ones of the same seeds."""
+    by_seed = dict(zip((r["seed"] for r in dense), score.of(dense), strict=True))
+    apart = [mine - by_seed[r["seed"]] for r, mine in zip(runs, score.of(runs), strict=True) if r["seed"] in by_seed]
+    return mean_and_deviation(apart, score.digits, "+") if apart and runs[0]["method"] != "dense" else "-"
+
+
+def batch_sizes(records: Records) -> Summary:
+    """One row per batch size and pruned setting, for settings that more than one size was trained with."""
+    rows, score = [], score_of(records[0])
+    sizes = {setting: {r["batch"] for r in runs} for setting, runs in by_setting(records).items()}
+    for (batch, lr), group in groups(sorted(records, key=lambda r: r["batch"]), "batch", "lr").items():
+        settings = by_setting(group)
+        dense = settings.pop("dense", [])
+        reference = mean_and_deviation(score.of(dense), score.digits) if dense else "-"
+        for setting, runs in settings.items():
+            if len(sizes[setting]) > 1:
+                scores = mean_and_deviation(score.of(runs), score.digits), difference(runs, dense, score)
+                rows.append([str(batch), f"{lr:g}", setting, str(len(runs)), reference, *scores])
+    header = ("batch", "learning rate", "method", "seeds", f"{score.name}, dense", f"{score.name}, pruned")
+    return Summary(f"{subject(records[0])}, by batch size", (*header, "difference to dense"), rows)
+
+
+def study_title(record: dict[str, Any]) -> str:
+    """Return what the runs of a study train on what and how."""
+    training = f"{record['epochs']} epochs of {record['batches']} batches of {record['batch']}, {record['precision']}"
+    return f"{subject(record)}, {training}" + (", compiled" if record.get("compile") else "")
+
+
+def subject(record: dict[str, Any]) -> str:
+    """Return which model a study trains on which data."""
+    size = "".join(f", {name} {record[name]}" for name in ("dim", "depth") if record.get(name) is not None)
+    return f"{record['model']}{size} on {data(record)}"
+
+
+def data(record: dict[str, Any]) -> str:
+    """Return what the data of a study are; of early images only the name of their folder is known."""
+    if "bytes" in record:
+        return f"{record['dataset']} ({record['bytes']} bytes, {record['sha256']})"
+    if "train_images" not in record:
+        return record["dataset"]
+    shape = f"{record['image_size']} x {record['image_size']} in {record['classes']} classes"
+    return f"{record['train_images']} + {record['test_images']} images of {shape} ({record['sha256']})"
+
+
+def mean_and_deviation(values: Sequence[float], digits: int, sign: str = "") -> str:
+    """Return the mean and, of more values than one, their standard deviation."""
+    mean = f"{statistics.mean(values):{sign}.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def fidelity(records: Records) -> Summary:
+    """Cosine and norm ratio of pruned weight gradients to the exact ones, per kind of layer."""
+    rows = []
+    for r in records:
+        figures = f"{r['bits_per_value']:.2f}", f"{r['cosine']:.4f}", f"{r['norm_ratio']:.4f}"
+        rows.append([f"{r['model']}, {r['kind']}", kept(r), *figures])
+    header = ("layers", "method", "bits per value", "cosine", "norm ratio")
+    return Summary("Weight gradients of pruned layers beside the exact ones", header, rows)
