@@ -84,7 +84,7 @@ def draw(records: Records, path: Path) -> None:
     save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, colors: int = 64) -> None:
     """Write ``figure``; as a PNG with few colours, which a line drawing hardly shows and which halves the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix != ".png":
@@ -94,7 +94,7 @@ def save(figure: Figure, path: Path) -> None:
 
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=150, format="png")
-    Image.open(buffer).convert("RGB").quantize(64).save(path, optimize=True)
+    Image.open(buffer).convert("RGB").quantize(colors).save(path, optimize=True)
 
 
 def write_pictures(records: Records, out: Path) -> list[Path]:

@@ -9,7 +9,6 @@ from PIL import Image
 from rich.console import Console
 
 from examples.benchmarks import kernels, plots, summaries, tables, tune_pack
-from examples.benchmarks.study import results
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -35,14 +34,6 @@ def step_record(method, mode, milliseconds):
     head = {"model": "net", "batch": 8, "precision": "32-true", "mode": mode, "method": method}
     memory = {"activations_mib": 10.0 * milliseconds, "peak_mib": 20.0 * milliseconds}
     return {**head, **memory, "ms_median": milliseconds, **ENVIRONMENT}
-
-
-def accuracy_record(setting, seed, accuracy, **study):
-    method, *values = setting
-    head = {"task": "resmlp", "model": "net", "dataset": "images", "epochs": 2, "batches": 3, "batch": 4}
-    head |= {"precision": "bf16", **study, "method": method, "seed": seed}
-    head |= dict(zip(("sparsity", "block_size", "value_format"), values or [None] * 3, strict=True))
-    return {**head, "accuracy": accuracy, "final_loss": accuracy / 100, "bits_per_value": 16.0, **ENVIRONMENT}
 
 
 def test_weight_gradient_is_averaged_over_the_cases(records):
@@ -94,35 +85,6 @@ def test_readme_table_has_sparsities_across(records):
     assert "](docs/kernels_float32.png)" in text
     merged = [*records, {**records[0], "command": "python another.py"}]
     assert "took" not in tables.kernels(merged)
-
-
-def test_accuracy_is_compared_with_dense_of_the_same_seed():
-    dense, pruned = ("dense",), ("pruned", 0.5, 16, "int4")
-    figures = [(dense, 0, 70.0), (dense, 1, 72.0), (pruned, 0, 69.0), (pruned, 1, 71.0), (pruned, 2, 76.0)]
-    first, second = results.accuracy([accuracy_record(*each) for each in figures]).rows
-    assert first == ["dense", "16.00", "2", "71.00 ± 1.41", "-", "0.7100 ± 0.0141"]
-    assert second[:2] == ["pruned, s = 0.5, b = 16, int4", "16.00"]
-    assert second[2:5] == ["3", "72.00 ± 3.61", "-1.00 ± 0.00"]
-
-
-def test_accuracy_of_every_study_has_a_table_of_its_own():
-    same = "pruned", 0.5, 16, "same"
-    images = accuracy_record(("dense",), 0, 70.0)
-    text = {"task": "gpt", "dataset": "stdlib", "bytes": 10, "sha256": "ab", "dim": 64}
-    texts = [accuracy_record(("dense",), 0, -1.5, **text), accuracy_record(same, 0, -1.75, **text)]
-    other = accuracy_record(same, 0, -2.0, **{**text, "sha256": "cd", "compile": "inductor"}) | {"command": "later"}
-    assert ":\n\n|" not in tables.accuracy([images])
-    found = tables.accuracy([images, *texts, other]).split("net")[1:]
-    assert len(found) == 3
-    assert found[0].startswith(" on images, 2 epochs of 3 batches of 4, bf16:\n\n| method")
-    assert "| 70.00 | - |" in found[0]
-    assert found[1].startswith(", dim 64 on stdlib (10 bytes, ab), ")
-    assert "| pruned, s = 0.5, b = 16 | 16.00 | 1 | 1.7500 | +0.2500 |" in found[1]
-    assert "validation loss" in found[1]
-    assert "python made_up.py" in found[1]
-    assert "compiled" in found[2]
-    assert "| 2.0000 | - |" in found[2]  # no dense run of the same study to compare with
-    assert "`later`" in found[2]
 
 
 def test_sections_without_figures_are_left_alone(tmp_path):

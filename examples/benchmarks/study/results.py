@@ -74,13 +74,13 @@ def kept(record: dict[str, Any]) -> str:
     if record["method"] == "dense":
         return "dense"
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
-    dropped = "" if drops_to_zero(record) else f", remainder {record['remainder']}"
+    dropped = "" if remainder(record) == "zero" else f", remainder {remainder(record)}"
     return f"pruned, s = {record['sparsity']}, b = {record['block_size']}{values}{dropped}"
 
 
-def drops_to_zero(record: dict[str, Any]) -> bool:
-    """Return whether dropped blocks count as zero, as they do where a record does not say."""
-    return record.get("remainder", "zero") == "zero"
+def remainder(record: dict[str, Any]) -> str:
+    """Return what dropped blocks leave behind: where a record does not say, zeros."""
+    return record.get("remainder", "zero")
 
 
 def accuracy(records: Records) -> Summary:

@@ -1,0 +1,223 @@
+"""Draw what the accuracy study found from the records of ``accuracy.py``.
+
+    python examples/benchmarks/study_plots.py accuracy.json --out docs/
+
+Writes up to three pictures per study, which are runs that train the same model on the same data in the same way:
+
+- ``accuracy_heatmap_<task>.png``: mean accuracy less the mean of dense runs, by sparsity and block size;
+- ``accuracy_losses_<task>.png``: training loss of every epoch, dense and at rising sparsity, at one block size;
+- ``accuracy_bits_<task>.png``: accuracy against the bits that are stored per value, one point per setting.
+
+A picture whose runs are not there is left out. Of text, the validation loss stands for the accuracy. The first two are
+of kept values as they are and dropped ones as zeros, the method of the paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks.plots import SETTINGS, STYLES, save
+from examples.benchmarks.study import results
+from examples.benchmarks.summaries import Records, groups
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def split(records: Records) -> tuple[Records, Records]:
+    """Return the dense runs and those that keep values as they are and drop the others to zero."""
+    dense = [r for r in records if r["method"] == "dense"]
+    pruned = [r for r in records if r["method"] == "pruned"]
+    return dense, [r for r in pruned if r["value_format"] == "same" and results.remainder(r) == "zero"]
+
+
+def heatmap(records: Records) -> Figure | None:
+    """Draw by how much each sparsity and block size differs from dense; red is worse, white as good."""
+    dense, pruned = split(records)
+    if not dense:
+        return None
+    score = results.score_of(records[0])
+    reference, deviation = mean_and_deviation(score.of(dense))
+    cells = {
+        key: statistics.mean(score.of(group)) - reference
+        for key, group in groups(pruned, "sparsity", "block_size").items()
+    }
+    if len(cells) < 2:
+        return None
+    sparsities, sizes = (sorted({key[i] for key in cells}) for i in (0, 1))
+    figure, axes = one(size=(max(4.2, 1.6 + 0.8 * len(sizes)), 1.4 + 0.45 * len(sparsities)))
+    grid = [[score.sign * cells.get((s, b), float("nan")) for b in sizes] for s in sparsities]
+    # At least so much that what the seeds make of dense runs stays pale.
+    limit = max(2 * deviation, *map(abs, cells.values())) or 1.0
+    axes.imshow(grid, cmap="RdBu", vmin=-limit, vmax=limit, origin="lower", aspect="auto")
+    for (s, b), value in cells.items():
+        # Far from zero the colours are dark.
+        color = "white" if abs(value) > 0.6 * limit else "black"
+        place = sizes.index(b), sparsities.index(s)
+        axes.text(*place, f"{value:+.{score.digits}f}", ha="center", va="center", color=color)
+    axes.set_xticks(range(len(sizes)), map(str, sizes))
+    axes.set_yticks(range(len(sparsities)), map(str, sparsities))
+    axes.set_xlabel("block size")
+    axes.set_ylabel("sparsity")
+    mean = results.mean_and_deviation(score.of(dense), score.digits)
+    axes.set_title(f"{score.name}, difference to dense ({mean})")
+    return titled(figure, records)
+
+
+def loss_curves(records: Records) -> Figure | None:
+    """Draw the mean loss over the seeds, at the block size with the most sparsities (the smallest of several)."""
+    import matplotlib
+
+    dense, pruned = split([r for r in records if "losses" in r])
+    if not dense or not pruned:
+        return None
+    size = min({r["block_size"] for r in pruned}, key=lambda b: (-len(sparsities_at(pruned, b)), b))
+    sparsities = sparsities_at(pruned, size)
+    figure, axes = one(size=(4.5, 3.2))
+    # Without the palest end of the colours.
+    colors = matplotlib.colormaps["viridis_r"]([0.15 + 0.85 * i / len(sparsities) for i in range(len(sparsities))])
+    for sparsity, color in zip(sparsities, colors, strict=True):
+        runs = [r for r in pruned if (r["sparsity"], r["block_size"]) == (sparsity, size)]
+        draw_losses(axes, runs, color=color, label=f"s = {sparsity}")
+    draw_losses(axes, dense, color="black", linestyle="--", label="dense")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("training loss")
+    axes.set_title(f"Mean over the seeds, b = {size}")
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.legend(frameon=False)
+    return titled(figure, records)
+
+
+def sparsities_at(records: Records, size: int) -> list[float]:
+    """Return the sparsities of one block size, rising."""
+    return sorted({r["sparsity"] for r in records if r["block_size"] == size})
+
+
+def draw_losses(axes: Axes, runs: Records, **style: object) -> None:
+    """Draw the mean loss of each epoch."""
+    means = [statistics.mean(losses) for losses in zip(*(r["losses"] for r in runs), strict=True)]
+    axes.plot(range(1, len(means) + 1), means, linewidth=1.2, **style)
+
+
+def tradeoff(records: Records) -> Figure | None:
+    """Draw every setting by the bits it stores per value; bars and the band of dense are one standard deviation."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    settings = results.by_setting(sorted(records, key=lambda r: r["bits_per_value"]))
+    dense = settings.pop("dense", None)
+    if not dense or not settings:
+        return None
+    score = results.score_of(records[0])
+    figure, axes = one(size=(6.5, 4.2))
+    mean, deviation = mean_and_deviation(score.of(dense))
+    axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.12, linewidth=0)
+    axes.axhline(mean, color="black", linestyle="--", linewidth=1, label="dense")
+    storages = alike_in_storage(settings.values())
+    styles = dict(zip(dict.fromkeys(value_format for value_format, _ in storages), STYLES, strict=False))
+    for (value_format, remainder), runs in storages.items():
+        color, marker = styles[value_format]
+        filled = color if remainder == "zero" else "white"
+        label = value_format if remainder == "zero" else f"{value_format}, remainder {remainder}"
+        draw_points(axes, runs, score, label, color=color, marker=marker, markerfacecolor=filled)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("stored bits per value (beside each point: sparsity, block size)")
+    axes.set_ylabel(score.name)
+    axes.margins(x=0.08)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.legend(frameon=False)
+    return titled(figure, records)
+
+
+def alike_in_storage(settings: Iterable[Records]) -> dict[tuple[str, str], list[Records]]:
+    """Return the runs of each setting by how values are stored and by what dropped ones leave behind."""
+    found: dict[tuple[str, str], list[Records]] = {}
+    for runs in settings:
+        found.setdefault((runs[0]["value_format"], results.remainder(runs[0])), []).append(runs)
+    return found
+
+
+def draw_points(axes: Axes, settings: list[Records], score: results.Score, label: str, **style: str) -> None:
+    """Draw a point with an error bar and its setting for the runs of each setting."""
+    for number, runs in enumerate(settings):
+        x = statistics.mean(r["bits_per_value"] for r in runs)
+        y, error = mean_and_deviation(score.of(runs))
+        name = label if number == 0 else None
+        axes.errorbar(x, y, error, markersize=4, linewidth=0.8, capsize=2, linestyle="none", label=name, **style)
+        # Neighbours are labelled on different sides.
+        side = {"ha": "right", "xytext": (-3, 2)} if number % 2 else {"ha": "left", "xytext": (3, 2)}
+        text = f"{runs[0]['sparsity']:g}, {runs[0]['block_size']}"
+        axes.annotate(text, (x, y), textcoords="offset points", fontsize=5.5, color=style["color"], **side)
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and standard deviation, which of a single value is not known and drawn as zero."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def one(size: tuple[float, float]) -> tuple[Figure, Axes]:
+    """Return an empty figure of ``size`` inches and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots()
+
+
+def titled(figure: Figure, records: Records) -> Figure:
+    """Return ``figure`` with the study it is of above it."""
+    subject, training = results.study_title(records[0]), f"{len({r['seed'] for r in records})} seeds"
+    figure.suptitle(f"{subject}, {training}", fontsize=7, wrap=True)
+    return figure
+
+
+PICTURES: dict[str, Callable[[Records], Figure | None]] = {
+    "heatmap": heatmap,
+    "losses": loss_curves,
+    "bits": tradeoff,
+}
+
+
+def pictures(records: Records) -> Iterator[tuple[str, Figure]]:
+    """Yield every picture there are runs for, with its name; further studies of a task are numbered."""
+    import matplotlib
+
+    for (task,), group in groups(records, "task").items():
+        for number, study in enumerate(results.studies(group), start=1):
+            for kind, draw in PICTURES.items():
+                with matplotlib.rc_context(SETTINGS):
+                    figure = draw(study)
+                if figure is not None:
+                    yield f"accuracy_{kind}_{task}" + (f"_{number}" if number > 1 else ""), figure
+
+
+def write_pictures(records: Records, folder: Path) -> list[Path]:
+    """Write the pictures into ``folder`` and return where they are."""
+    paths = []
+    for name, figure in pictures(records):
+        paths.append(folder / f"{name}.png")
+        save(figure, paths[-1], colors=256)  # of 64, blue and green points get the same one
+    return paths
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw the pictures of a record file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the pictures")
+    args = parser.parse_args(argv)
+    for path in write_pictures(json.loads(args.records.read_text()), args.out):
+        print(f"Wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
