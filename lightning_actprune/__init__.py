@@ -17,6 +17,7 @@ from lightning_actprune.conversion import (
     convert,
     revert,
 )
+from lightning_actprune.energy import EnergyProbe
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
 from lightning_actprune.recomputed import RecomputationProbe
@@ -33,6 +34,7 @@ __all__ = [
     "ConversionReport",
     "ConvertedLayer",
     "CubicSchedule",
+    "EnergyProbe",
     "HolderProbe",
     "LinearSchedule",
     "RecomputationProbe",

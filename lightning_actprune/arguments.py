@@ -34,6 +34,16 @@ def check_sparsity(value: Any, name: str = "sparsity") -> float:
     return number
 
 
+def check_share(value: Any, name: str) -> float:
+    """Return ``value`` as a float in [0, 1], a share of something."""
+    hint = "HINT: it is a share of the whole, not a percentage; 0.2 is a fifth."
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number in [0, 1], got {value!r} of type {type(value).__name__}. {hint}")
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}. {hint}")
+    return float(value)
+
+
 def check_block_size(value: Any) -> int:
     """Return ``value`` as a positive int, the number of consecutive values in a block."""
     if isinstance(value, bool) or not isinstance(value, Integral):

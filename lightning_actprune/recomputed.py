@@ -23,24 +23,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
 
-from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
-from lightning_actprune.nn.attention import Projection, watchers
-from lightning_actprune.nn.kinds import Layer, weight_of_call
-from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.following import PrunedCallFollower
+from lightning_actprune.hooks import backward_runs
+from lightning_actprune.nn.kinds import Layer
+from lightning_actprune.ops.geometry import AnyScope
 from lightning_actprune.selection import linear_layers
 
 __all__ = ["RecomputationProbe"]
 
 
-class RecomputationProbe:
+class RecomputationProbe(PrunedCallFollower):
     """Find, in one real training step, the pruned layers that run only inside an activation checkpoint.
 
     Open it around forward and backward: a checkpoint shows in that a layer runs again while backward runs (see the
-    module). It uses plain forward hooks on the pruned layers, which are gone when the context is left, and does not
-    look at tensors. Layers that keep nothing, such as frozen ones, are not reported.
+    module). It uses plain forward hooks, which are gone when the context is left, and does not look at tensors. Layers
+    that keep nothing, such as frozen ones, are not reported.
 
     Args:
         model: The module that ``convert`` was called on.
@@ -60,39 +58,9 @@ class RecomputationProbe:
     """
 
     def __init__(self, model: nn.Module, *, eagerly: bool = False) -> None:
-        self._model = model
-        self._eagerly = eagerly
-        self._layers: set[Layer] = set()
+        super().__init__(model, eagerly=eagerly)
         self._again: set[Layer] = set()
         self._kept: set[Layer] = set()
-        self._handles: list[RemovableHandle] = []
-        self._active = False
-        self.ran = False
-        """Whether one of the layers was called, or there is none whose calls are seen."""
-
-    def __enter__(self) -> Self:
-        seen = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
-        layers = {layer for _, layer in linear_layers(self._model) if layer in seen}
-        self._layers = {layer for layer in layers if isinstance(layer, PrunedLayer)}
-        self.ran = not self._layers
-        self._active = True
-        watchers.append(self)
-        for layer in self._layers:
-            if weight_of_call(layer) is not None:
-                self._handles.append(layer.register_forward_pre_hook(ForwardHook(self._see_layer)))
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop following; what was found stays. Closing twice does nothing."""
-        if self._active:
-            self._active = False
-            watchers.remove(self)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
 
     @property
     def recomputed(self) -> list[str]:
@@ -100,21 +68,7 @@ class RecomputationProbe:
         found = self._again - self._kept
         return [fqns[0] for fqns, layer in linear_layers(self._model) if layer in found]
 
-    def enter_projection(self, projection: Projection, x: Tensor) -> None:
-        """Take note of a projection inside an attention module as the call of a layer, which it is not."""
-        if projection.layer in self._layers:
-            self._see(projection.layer, projection.weight)
-
-    def leave_projection(self, projection: Projection) -> None:
-        """Do nothing: a call counts when it begins."""
-
-    def _see_layer(self, layer: Layer, args: Any) -> None:
-        weight = weight_of_call(layer)
-        assert weight is not None
-        self._see(layer, weight)
-
-    def _see(self, layer: Layer, weight: Tensor) -> None:
-        self.ran = True
+    def _see(self, layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None) -> None:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return
         if backward_runs():

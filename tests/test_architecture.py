@@ -27,7 +27,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
-BELOW_CALLBACKS = {"arguments", "conversion", "footprint", "functional", "holders", "nn", "ops", "schedules"}
+BELOW_CALLBACKS = {"arguments", "conversion", "energy", "footprint", "functional", "holders", "nn", "ops", "schedules"}
 BELOW_CALLBACKS |= {"pictures", "recomputed", "selection", "step_memory", "step_recorder"}
 ALLOWED = {
     "arguments": set(),
@@ -44,7 +44,9 @@ ALLOWED = {
     "calls": {"arguments", "copies", "nn", "ops"},
     "hooks": set(),
     "saved": {"calls", "copies", "hooks", "nn", "selection"},
-    "recomputed": {"hooks", "nn", "selection"},
+    "following": {"hooks", "nn", "ops.geometry", "selection"},
+    "recomputed": {"following", "hooks", "nn", "ops.geometry", "selection"},
+    "energy": {"arguments", "conversion", "following", "hooks", "nn", "ops.geometry", "ops.reference", "selection"},
     "step_memory": set(),
     "step_recorder": {"calls", "hooks", "saved", "selection", "step_memory"},
     "pictures": {"step_memory"},

@@ -61,8 +61,8 @@ class Study:
         return {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line of `parser` with the options that say what is trained how."""
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings: bool = True) -> argparse.Namespace:
+    """Return the command line of `parser` with the options that say what is trained how, and with what settings."""
     parser.add_argument("--task", choices=sorted(TASKS), default="resmlp")
     parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
     parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
@@ -76,7 +76,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     parser.add_argument("--weight-decay", type=float, default=0.05)
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks")
-    parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="dense|S:B:FORMAT", required=True)
+    if settings:
+        parser.add_argument("--settings", nargs="+", type=parse_setting, metavar="dense|S:B:FORMAT", required=True)
     parser.add_argument("--limit-batches", type=int, help="train and test on this many batches only")
     args = parser.parse_args(argv)
     if args.task != "gpt" and args.root is None:
@@ -89,6 +90,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def open_study(args: argparse.Namespace) -> Study:
     """Return the study that the command line asks for, its data loaded."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # With cuDNN's attention, which torch 2.11 prefers on an H200, the captured training of the ViT, a dense one too,
+    # has a loss of NaN from its first epoch on; a single eager step has not.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     task = TASKS[args.task]
     size = {"dim": args.dim, "depth": args.depth}
     data: Data
