@@ -17,7 +17,7 @@ instead it is .97 to .99, .92 to .98, .98 to .99 (``ablation.json``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +89,19 @@ class EnergyProbe(PrunedCallFollower):
         super().__init__(model, eagerly=eagerly)
         self._limit, self._sparsity = check_share(limit, "limit"), check_sparsity(sparsity)
         self._sums: dict[Layer, Tensor] = {}
+
+    def add_up(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks of a distributed training judge by the same shares.
+
+        Args:
+            over_ranks: Returns the sum of a tensor over the ranks; called once, on each of them with as many values.
+        """
+        layers = [layer for _, layer in linear_layers(self._model) if layer in self._layers]
+        if not layers:
+            return
+        device = next((sums.device for sums in self._sums.values()), next(layers[0].parameters()).device)
+        found = [self._sums.get(layer, torch.zeros(2)).to(device) for layer in layers]
+        self._sums = dict(zip(layers, over_ranks(torch.stack(found)), strict=True))
 
     @property
     def shares(self) -> dict[str, float]:

@@ -37,7 +37,8 @@ def split(records: Records) -> tuple[Records, Records]:
     """Return the dense runs and those that keep values as they are and drop the others to zero."""
     dense = [r for r in records if r["method"] == "dense"]
     pruned = [r for r in records if r["method"] == "pruned"]
-    return dense, [r for r in pruned if r["value_format"] == "same" and results.remainder(r) == "zero"]
+    paper = [r for r in pruned if r["value_format"] == "same" and results.selection(r) == "largest"]
+    return dense, [r for r in paper if r.get("max_dropped_energy") is None]
 
 
 def heatmap(records: Records) -> Figure | None:
@@ -123,10 +124,10 @@ def tradeoff(records: Records) -> Figure | None:
     axes.axhline(mean, color="black", linestyle="--", linewidth=1, label="dense")
     storages = alike_in_storage(settings.values())
     styles = dict(zip(dict.fromkeys(value_format for value_format, _ in storages), STYLES, strict=False))
-    for (value_format, remainder), runs in storages.items():
+    for (value_format, selection), runs in storages.items():
         color, marker = styles[value_format]
-        filled = color if remainder == "zero" else "white"
-        label = value_format if remainder == "zero" else f"{value_format}, remainder {remainder}"
+        filled = color if selection == "largest" else "white"
+        label = value_format if selection == "largest" else f"{value_format}, {selection}"
         draw_points(axes, runs, score, label, color=color, marker=marker, markerfacecolor=filled)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -140,10 +141,10 @@ def tradeoff(records: Records) -> Figure | None:
 
 
 def alike_in_storage(settings: Iterable[Records]) -> dict[tuple[str, str], list[Records]]:
-    """Return the runs of each setting by how values are stored and by what dropped ones leave behind."""
+    """Return the runs of each setting by how values are stored and by which blocks are kept."""
     found: dict[tuple[str, str], list[Records]] = {}
     for runs in settings:
-        found.setdefault((runs[0]["value_format"], results.remainder(runs[0])), []).append(runs)
+        found.setdefault((runs[0]["value_format"], results.selection(runs[0])), []).append(runs)
     return found
 
 

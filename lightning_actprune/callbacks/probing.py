@@ -1,19 +1,21 @@
 """Probe the first training batch of a fit for layers that are better not pruned.
 
-Layers whose input is kept for backward anyway are turned dense. Of those inside an activation checkpoint a warning
-tells: which of the two to leave out is the user's choice.
+Layers whose input is kept for backward anyway are turned dense, and those whose dropped blocks would hold too much of
+the input's energy drop none. Of those inside an activation checkpoint a warning tells: which of the two to leave out is
+the user's choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_actprune.conversion import ConversionReport, SkippedLayer
+from lightning_actprune.energy import EnergyProbe, keep_blocks
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.recomputed import RecomputationProbe
 
@@ -21,31 +23,60 @@ _MAX_NAMES = 8
 """Layers that the warning names."""
 
 
+class Questions(NamedTuple):
+    """What the first batch shall show.
+
+    Args:
+        sparsity: Highest sparsity that the layers will have.
+        quantizes: Whether values are stored in few bits: then layers pack at sparsity 0 too.
+        skip_held: Whether to turn held layers dense; without it, nothing inside compiled modules is seen.
+        max_dropped_energy: Largest share of an input's energy that dropped blocks may hold.
+    """
+
+    sparsity: float
+    quantizes: bool
+    skip_held: bool
+    max_dropped_energy: float
+
+
+class Findings(NamedTuple):
+    """What the first batch has shown and what was done about it.
+
+    Args:
+        held: Layers turned dense, since something else keeps their input.
+        spread: Share of the energy that was to be dropped, by the name of the layers that drop nothing for it.
+    """
+
+    held: list[SkippedLayer]
+    spread: dict[str, float]
+
+
 class FirstBatchProbe:
     """Decides once in a fit, in the first training batch that runs a forward, which layers are left dense."""
 
     def __init__(self) -> None:
-        self._sparsity: float | None = None
-        self._skip_held = True
+        self._questions: Questions | None = None
         self._holders: HolderProbe | None = None
+        self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
 
-    def fit_starts(self, sparsity: float, skip_held: bool, quantizes: bool = False) -> None:
-        """Probe the next batch for layers that will have up to ``sparsity``; none at 0, unless values are quantised.
-
-        Layers are turned dense only with ``skip_held``; without it, nothing inside compiled modules is seen.
-        """
-        self._sparsity, self._skip_held = sparsity if sparsity > 0 or quantizes else None, skip_held
+    def fit_starts(self, questions: Questions) -> None:
+        """Probe the next batch; nothing where no layer packs."""
+        self._questions = questions if questions.sparsity > 0 or questions.quantizes else None
 
     def batch_starts(self, model: nn.Module, batch: Any) -> None:
         """Open the probes unless all is decided."""
         self.stop()  # of a batch that was skipped
-        if self._sparsity is None:
+        if self._questions is None:
             return
-        self._recomputations = RecomputationProbe(model, eagerly=self._skip_held)
+        sparsity, _, skip_held, limit = self._questions
+        self._recomputations = RecomputationProbe(model, eagerly=skip_held)
         self._recomputations.__enter__()
-        if self._skip_held:
-            self._holders = HolderProbe(model, batch, sparsity=self._sparsity)
+        if limit < 1 and sparsity > 0:
+            self._energy = EnergyProbe(model, limit, sparsity=sparsity, eagerly=skip_held)
+            self._energy.__enter__()
+        if skip_held:
+            self._holders = HolderProbe(model, batch, sparsity=sparsity)
             self._holders.__enter__()
 
     def backward_starts(self) -> None:
@@ -53,43 +84,63 @@ class FirstBatchProbe:
         if self._holders is not None:
             self._holders.check_alive()
 
-    def batch_ends(self, report: ConversionReport) -> list[SkippedLayer]:
-        """Turn the held layers dense and return them; warn of pruned ones inside activation checkpoints.
+    def batch_ends(
+        self, model: nn.Module, report: ConversionReport, over_ranks: Callable[[Tensor], Tensor]
+    ) -> Findings | None:
+        """Turn layers dense, or let them drop nothing; warn of pruned ones inside activation checkpoints.
 
         Not before backward is over: a checkpointed region has to run there as it did in the forward. By then references
         in Python show also for layers that kept their input themselves, at sparsity 0.
+
+        Args:
+            model: The module that holds the layers.
+            report: The conversion, which is brought up to date.
+            over_ranks: Returns the sum of a tensor over all ranks.
+
+        Returns:
+            What was found; ``None`` unless this was the batch that was probed.
 
         Raises:
             MisconfigurationException: If no layer is left to prune. The fit is one step old, and would go on to save
                 nothing.
         """
-        holders, recomputations = self._holders, self._recomputations
+        holders, energy, recomputations = self._holders, self._energy, self._recomputations
         if recomputations is None:
-            return []
+            return None
         if holders is not None:
             holders.check_alive()
         self.stop()
-        if (holders or recomputations).ran:
-            self._sparsity = None
+        if not (holders or recomputations).ran:
+            return None
+        self._questions = None
         held = [] if holders is None else holders.apply(report)
-        if held and not report.converted:
-            raise MisconfigurationException(
-                "No layer is left to prune: the input of each is kept for backward anyway, so packing it would add "
-                f"memory:\n{report.describe_skipped()}\nHINT: choose other layers with `include`, take the callback "
-                "out, or prune all the same with `ActivationPruning(skip_held=False)`."
-            )
+        spread: dict[str, float] = {}
+        if energy is not None:
+            energy.add_up(over_ranks)
+            converted = {layer.fqn for layer in report.converted}
+            spread = {name: share for name, share in energy.spread.items() if name in converted}
+            keep_blocks(model, report, spread)
+        check_left(report)
         recomputed = set(recomputations.recomputed)
         _warn_of_checkpoints([layer.fqn for layer in report.converted if layer.fqn in recomputed])
-        return held
+        return Findings(held, spread)
 
     def stop(self) -> None:
         """Close the probes, whatever happened in the step."""
-        if self._holders is not None:
-            self._holders.close()
-            self._holders = None
-        if self._recomputations is not None:
-            self._recomputations.close()
-            self._recomputations = None
+        for probe in (self._holders, self._energy, self._recomputations):
+            if probe is not None:
+                probe.close()
+        self._holders = self._energy = self._recomputations = None
+
+
+def check_left(report: ConversionReport) -> None:
+    """Raise if no layer is left to prune."""
+    if not report.converted:
+        raise MisconfigurationException(
+            "No layer is left to prune: packing their inputs would add memory, or drop too much of them:\n"
+            f"{report.describe_skipped()}\nHINT: choose other layers with `include`, take the callback out, or prune "
+            "all the same with `ActivationPruning(skip_held=False)` or a higher `max_dropped_energy`."
+        )
 
 
 def _warn_of_checkpoints(names: Sequence[str]) -> None:

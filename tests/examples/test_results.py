@@ -38,10 +38,13 @@ def test_accuracy_of_every_study_has_a_table_of_its_own():
 
 
 def test_what_dropped_blocks_leave_behind_is_part_of_the_setting():
-    old, zero, mean = study_record(HALF, 0, 70.0), *(study_record(HALF, 0, 70.0, remainder=r) for r in ("zero", "mean"))
-    found = results.by_setting([old, zero, mean, study_record(DENSE, 0, 70.0, remainder=None)])
-    assert list(found) == ["pruned, s = 0.5, b = 16", "pruned, s = 0.5, b = 16, remainder mean", "dense"]
-    assert found["pruned, s = 0.5, b = 16"] == [old, zero]
+    old, largest, swap = (
+        study_record(HALF, 0, 70.0),
+        *(study_record(HALF, 0, 70.0, block_selection=r) for r in ("largest", "swap")),
+    )
+    found = results.by_setting([old, largest, swap, study_record(DENSE, 0, 70.0, block_selection=None)])
+    assert list(found) == ["pruned, s = 0.5, b = 16", "pruned, s = 0.5, b = 16, swap", "dense"]
+    assert found["pruned, s = 0.5, b = 16"] == [old, largest]
 
 
 def test_images_are_named_by_what_they_are():

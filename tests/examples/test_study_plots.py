@@ -31,7 +31,10 @@ def grid_records(**more):
 @pytest.mark.parametrize(("task", "sign"), [("resmlp", 1), ("gpt", -1)])
 def test_heatmap_shows_means_less_those_of_dense(task, sign):
     others = [("pruned", 0.2, 32, "int4"), ("pruned", 0.2, 8, "same")]
-    left_out = study_record(others[0], 0, 5.0, task=task), study_record(others[1], 0, 5.0, task=task, remainder="mean")
+    left_out = (
+        study_record(others[0], 0, 5.0, task=task),
+        study_record(others[1], 0, 5.0, task=task, block_selection="swap"),
+    )
     axes = study_plots.heatmap([*grid_records(task=task), *left_out]).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["16", "32"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0.2", "0.5"]
@@ -52,17 +55,19 @@ def test_loss_curves_are_means_over_the_seeds_at_the_block_size_with_most_sparsi
 
 
 def test_tradeoff_has_a_point_per_setting_and_dense_as_a_band():
-    more = {("int4", "zero"): 4.0, ("int4", "mean"): 5.0, ("same", "zero"): 9.0}
+    more = {("int4", "largest"): 4.0, ("int4", "swap"): 5.0, ("same", "largest"): 9.0}
     runs = [
-        study_record(("pruned", 0.5, 16, value_format), seed, 70.0 + seed, bits_per_value=bits, remainder=remainder)
-        for (value_format, remainder), bits in more.items()
+        study_record(
+            ("pruned", 0.5, 16, value_format), seed, 70.0 + seed, bits_per_value=bits, block_selection=selection
+        )
+        for (value_format, selection), bits in more.items()
         for seed in (0, 2)
     ]
     dense = [study_record(DENSE, seed, 80.0 + seed) for seed in (0, 1, 2)]
     axes = study_plots.tradeoff(runs + dense).axes[0]
     assert axes.get_xscale() == "log"
     points = {bars.get_label(): [*bars.lines[0].get_xdata(), *bars.lines[0].get_ydata()] for bars in axes.containers}
-    assert points == {"int4": [4.0, 71.0], "int4, remainder mean": [5.0, 71.0], "same": [9.0, 71.0]}
+    assert points == {"int4": [4.0, 71.0], "int4, swap": [5.0, 71.0], "same": [9.0, 71.0]}
     ends = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert ends.tolist() == pytest.approx([71 - math.sqrt(2), 71 + math.sqrt(2)])
     band = axes.patches[0].get_extents().transformed(axes.transData.inverted())

@@ -74,13 +74,15 @@ def kept(record: dict[str, Any]) -> str:
     if record["method"] == "dense":
         return "dense"
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
-    dropped = "" if remainder(record) == "zero" else f", remainder {remainder(record)}"
-    return f"pruned, s = {record['sparsity']}, b = {record['block_size']}{values}{dropped}"
+    chosen = "" if selection(record) == "largest" else f", {selection(record)}"
+    limit = record.get("max_dropped_energy")
+    where = "" if limit is None else f" where that drops {limit:.0%} of the energy at most"
+    return f"pruned, s = {record['sparsity']}{where}, b = {record['block_size']}{values}{chosen}"
 
 
-def remainder(record: dict[str, Any]) -> str:
-    """Return what dropped blocks leave behind: where a record does not say, zeros."""
-    return record.get("remainder", "zero")
+def selection(record: dict[str, Any]) -> str:
+    """Return which blocks are kept: where a record does not say, the largest."""
+    return record.get("block_selection") or "largest"
 
 
 def accuracy(records: Records) -> Summary:

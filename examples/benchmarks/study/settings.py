@@ -1,9 +1,11 @@
 """What a run keeps for backward: everything (dense), or blocks of the inputs of the blocks' linear layers.
 
-A setting is written `dense` or `sparsity:block_size:value_format`, such as `0.5:16:same` (the kept values as they are)
-or `0:32:int4` (all blocks, 4 bits a value). All linear layers of the model's blocks are pruned but those that
-`HolderProbe` finds in a first forward: an input that something else keeps anyway would be packed on top. In a
-transformer that is the output projection of the attention, whose input the attention keeps.
+A setting is written `dense`, as the name of a preset, or as `sparsity:block_size:value_format`, such as `0.5:16:same`
+(the kept values as they are) or `0:32:int4` (all blocks, 4 bits a value); which blocks are kept and the largest share
+of the energy that may be dropped can follow: `0.8:32:same:unbiased`, `0.5:32:int2:0.2`. All linear layers of the
+model's blocks are pruned but those that `HolderProbe` finds in a first forward: an input that something else keeps
+anyway would be packed on top. In a transformer that is the output projection of the attention, whose input the
+attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`).
 """
 
 from __future__ import annotations
@@ -12,45 +14,61 @@ import argparse
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_actprune import HolderProbe, convert
+from lightning_actprune import EnergyProbe, HolderProbe, convert
+from lightning_actprune.arguments import BlockSelection, ValueFormatName
 from lightning_actprune.footprint import LayerFootprint, SavedTensorMeter
-
-FORMATS = ("same", "fp8", "int8", "int4", "int3", "int2")
+from lightning_actprune.presets import PRESETS, Preset
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method and, for `pruned`, its settings."""
+    """A method and, for `pruned`, its settings; what says nothing else than the default is `None`."""
 
     method: str
     sparsity: float | None = None
     block_size: int | None = None
     value_format: str | None = None
+    block_selection: str | None = None
+    max_dropped_energy: float | None = None
 
     def __str__(self) -> str:
         if self.method == "dense":
             return self.method
-        return f"{self.sparsity:g}:{self.block_size}:{self.value_format}"
+        more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
+        return ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
 
 
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
     if text == "dense":
         return Setting("dense")
-    found = re.fullmatch(r"(0|0?\.\d+):([1-9]\d*):(\w+)", text)
-    if found is None or found[3] not in FORMATS:
+    if text in PRESETS:
+        return _of_preset(PRESETS[text])
+    selections = "|".join(get_args(BlockSelection))
+    found = re.fullmatch(rf"(0|0?\.\d+):([1-9]\d*):(\w+)(?::({selections}))?(?::(0?\.\d+))?", text)
+    if found is None or found[3] not in get_args(ValueFormatName):
         raise argparse.ArgumentTypeError(
-            f"must be `dense` or `sparsity:block_size:value_format` with a sparsity in [0, 1) and a format of "
-            f"{', '.join(FORMATS)}, got {text!r}. HINT: 0.5:16:same, for example."
+            f"must be `dense`, a preset ({', '.join(PRESETS)}) or `sparsity:block_size:value_format`, perhaps with "
+            f"`:block_selection` and `:max_dropped_energy`, with a sparsity in [0, 1), a format of "
+            f"{', '.join(get_args(ValueFormatName))} and a selection of {selections}, got {text!r}. HINT: 0.5:16:same, "
+            "for example."
         )
-    return Setting("pruned", float(found[1]), int(found[2]), found[3])
+    selection = None if found[4] == "largest" else found[4]
+    return Setting("pruned", float(found[1]), int(found[2]), found[3], selection, float(found[5]) if found[5] else None)
+
+
+def _of_preset(preset: Preset) -> Setting:
+    selection = None if preset.block_selection == "largest" else preset.block_selection
+    limit = None if preset.max_dropped_energy == 1 else preset.max_dropped_energy
+    return Setting("pruned", preset.sparsity, preset.block_size, preset.value_format, selection, limit)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -73,13 +91,15 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
     """
     if setting.method == "dense":
         return []
-    # An argument that is needed only where it says something else than its default.
-    values = {} if setting.value_format == "same" else {"value_format": setting.value_format}
-    sizes = {"sparsity": setting.sparsity, "block_size": setting.block_size}
-    report = convert(model, **sizes, include="blocks.*", min_features=0, **values)
-    with HolderProbe(model, batch) as probe:
+    names = "sparsity", "block_size", "value_format", "block_selection"
+    arguments = {name: getattr(setting, name) for name in names if getattr(setting, name) is not None}
+    report = convert(model, **arguments, include="blocks.*", min_features=0)
+    limit = 1.0 if setting.max_dropped_energy is None else setting.max_dropped_energy
+    with HolderProbe(model, batch) as holders, EnergyProbe(model, limit) as energy:
         training_loss(model, batch, precision)
-    return sorted({kind(layer.fqn) for layer in probe.apply(report)})
+    left_dense = sorted({kind(layer.fqn) for layer in holders.apply(report)})
+    energy.apply(report)
+    return left_dense
 
 
 def kind(fqn: str) -> str:

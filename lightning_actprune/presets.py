@@ -1,0 +1,57 @@
+"""Bundles of settings for those who do not want to tune.
+
+``paper``
+    The method of arXiv:2311.16883 at its usual setting: 60 % of the blocks of 32 values are dropped, the rest kept as
+    they are.
+``balanced``
+    No block is dropped and every value kept in four bits, 4.5 with the header of its block: a bit more than a quarter
+    of 16-bit values, and gradients that are the exact ones but for noise of mean zero.
+``max``
+    Half of the blocks are dropped where these hold at most a fifth of the input's energy, and none elsewhere (see
+    ``energy``); the rest is kept in two bits. 1.3 stored bits per value where blocks are dropped, 2.5 elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from lightning_actprune.arguments import BlockSelection, ValueFormatName
+
+PresetName = Literal["paper", "balanced", "max"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset sets.
+
+    Args:
+        sparsity: Fraction of blocks dropped.
+        block_size: Values per block.
+        value_format: How kept values are stored.
+        block_selection: Which blocks are kept.
+        max_dropped_energy: Largest share of an input's energy that its dropped blocks may hold.
+    """
+
+    sparsity: float = 0.0
+    block_size: int = 32
+    value_format: ValueFormatName = "same"
+    block_selection: BlockSelection = "largest"
+    max_dropped_energy: float = 1.0
+
+
+PRESETS: dict[PresetName, Preset] = {
+    "paper": Preset(sparsity=0.6),
+    "balanced": Preset(value_format="int4"),
+    "max": Preset(sparsity=0.5, value_format="int2", max_dropped_energy=0.2),
+}
+
+
+def check_preset(value: Any) -> Preset:
+    """Return the preset of that name."""
+    if value not in get_args(PresetName):
+        raise ValueError(
+            f"`preset` must be one of {', '.join(map(repr, PRESETS))} or None, got {value!r}. HINT: 'paper' prunes as "
+            "the paper does, 'balanced' only quantises, 'max' does both and saves most."
+        )
+    return PRESETS[value]  # type: ignore[no-any-return,index]

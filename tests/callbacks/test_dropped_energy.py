@@ -1,0 +1,122 @@
+"""ActivationPruning(max_dropped_energy=...): layers whose dropped blocks hold much of their input drop none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_actprune import ActivationPruning, LinearSchedule
+from tests.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+
+NAMES = ["body.0", "body.2", "head"]
+SPREAD, CONCENTRATED = "body.0", "body.2"
+
+
+class Uneven(Net):
+    """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watch = sparsities
+
+    def make(self) -> None:
+        super().make()
+        with torch.no_grad():
+            self.body[0].bias.copy_(torch.where(torch.arange(128) < 32, 10.0, -10.0))
+
+
+def test_spread_layers_are_only_quantised_from_the_second_batch_on():
+    model, callback = Uneven(), ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, include="body.*")
+    trainer(callback).fit(model)
+    assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
+    assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
+    assert list(callback.spread) == [SPREAD]
+    assert 0.2 < callback.spread[SPREAD] < 0.5
+    assert_plain(model)
+
+
+def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
+    model, callback = Uneven(), ActivationPruning(0.5, max_dropped_energy=0.2, include="body.*")
+    model.watch = pruned_layers
+    trainer(callback).fit(model)
+    assert model.seen == [NAMES[:2]] + [[CONCENTRATED]] * (BATCHES - 1)
+    [skipped] = [layer for layer in callback.skipped if layer.fqn == SPREAD]
+    assert skipped.reason.startswith("the blocks that would be dropped hold ")
+
+
+def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
+    schedule = LinearSchedule(end=0.5, until=0.5)
+    model = Uneven()
+    options = {"schedule": schedule, "value_format": "int4", "include": "body.*"}
+    trainer(ActivationPruning(max_dropped_energy=0.2, **options)).fit(model)
+    assert [seen[0] for seen in model.seen] == [0.0] * BATCHES
+    assert [seen[1] for seen in model.seen] == [0.0, 0.25, 0.5, 0.5]
+
+
+def test_without_a_limit_nothing_is_judged():
+    model, callback = Uneven(), ActivationPruning(0.5, value_format="int4", include="body.*")
+    trainer(callback).fit(model)
+    assert model.seen == [[0.5, 0.5]] * BATCHES
+    assert callback.spread == {}
+
+
+def test_a_resumed_fit_goes_on_with_what_the_first_one_found(tmp_path, recwarn):
+    options = {"value_format": "int4", "max_dropped_energy": 0.2, "include": "body.*"}
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    first = ActivationPruning(0.5, **options)
+    trainer(first, save, enable_checkpointing=True).fit(Uneven())
+    resumed, callback = Uneven(), ActivationPruning(0.5, **options)
+    with torch.no_grad():
+        resumed.body[0].weight.zero_()
+    trainer(callback).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.seen == [[0.0, 0.5]] * (BATCHES - 2)
+    assert callback.spread == first.spread
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_another_limit_than_that_of_the_checkpoint_judges_anew(tmp_path):
+    options = {"value_format": "int4", "include": "body.*"}
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer(ActivationPruning(0.5, **options, max_dropped_energy=0.2), save, enable_checkpointing=True).fit(Uneven())
+    resumed = Uneven()
+    with pytest.warns(UserWarning, match="max_dropped_energy: 0.2 -> 0.9"):
+        trainer(ActivationPruning(0.5, **options, max_dropped_energy=0.9)).fit(
+            resumed, ckpt_path=tmp_path / "step=2.ckpt"
+        )
+    assert resumed.seen == [[0.5, 0.5]] * (BATCHES - 2)
+
+
+def test_no_layer_left_is_an_error():
+    model = Uneven()
+    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left to prune.*max_dropped_energy"):
+        trainer(ActivationPruning(0.5, max_dropped_energy=0.2, include=SPREAD)).fit(model)
+    assert_plain(model)
+
+
+def test_held_layers_are_dense_whatever_their_energy():
+    class Held(Uneven):
+        def make(self) -> None:
+            super().make()
+            self.body[3] = nn.ReLU()
+
+    model, callback = Held(), ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.0)
+    trainer(callback).fit(model)
+    assert "head" in {layer.fqn for layer in callback.skipped}
+    assert "head" not in callback.spread
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "0.2"])
+def test_limits_out_of_range_are_refused(value):
+    with pytest.raises(MisconfigurationException, match="`max_dropped_energy` must be a number in|must be in"):
+        ActivationPruning(max_dropped_energy=value)
+
+
+def test_what_is_found_is_shown(capsys):
+    trainer(ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, include="body.*")).fit(Uneven())
+    assert FEATURES == 64
+    assert "1 linear layers drop no block" in " ".join(capsys.readouterr().out.split())

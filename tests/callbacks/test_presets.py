@@ -1,0 +1,57 @@
+"""ActivationPruning(preset=...): what a name stands for, and what explicit arguments do to it."""
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_actprune import ActivationPruning, ConstantSchedule
+from lightning_actprune.presets import PRESETS, Preset
+from tests.helpers import Net, sparsities, trainer
+
+
+def settings(callback):
+    return Preset(
+        callback.sparsity,
+        callback.block_size,
+        callback.value_format,
+        callback.block_selection,
+        callback.max_dropped_energy,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_settings(name):
+    assert settings(ActivationPruning(preset=name)) == PRESETS[name]
+
+
+def test_without_a_name_it_is_balanced_or_with_a_sparsity_the_paper():
+    assert settings(ActivationPruning()) == PRESETS["balanced"]
+    assert settings(ActivationPruning(include="head")) == PRESETS["balanced"]
+    assert settings(ActivationPruning(0.6, 32)) == settings(ActivationPruning(sparsity=0.6)) == PRESETS["paper"]
+    scheduled = ActivationPruning(schedule=ConstantSchedule(0.3))
+    assert (scheduled.value_format, scheduled.max_dropped_energy) == ("same", 1.0)
+
+
+def test_explicit_arguments_override():
+    callback = ActivationPruning(preset="max", block_size=64, value_format="int4", max_dropped_energy=1.0)
+    assert settings(callback) == Preset(0.5, 64, "int4", "largest", 1.0)
+    assert settings(ActivationPruning(preset="paper", sparsity=0.0)).sparsity == 0
+    assert settings(ActivationPruning(value_format="int2")) == Preset(0.0, 32, "int2")
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(MisconfigurationException, match=r"`preset` must be one of 'paper', 'balanced', 'max'.*'best'"):
+        ActivationPruning(preset="best")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("paper", 0.6), ("balanced", 0.0)])
+def test_layers_get_what_the_preset_says(name, expected):
+    model = Net()
+    model.watch = sparsities
+    trainer(ActivationPruning(preset=name)).fit(model)
+    assert all(set(seen) == {expected} for seen in model.seen)
+
+
+def test_few_bits_and_double_precision_do_not_go_together():
+    with pytest.raises(MisconfigurationException, match=r"(?s)64-true.*value_format='int4'.*HINT"):
+        trainer(ActivationPruning(preset="balanced"), precision="64-true").fit(Net())
+    trainer(ActivationPruning(preset="paper"), precision="64-true").fit(Net())
