@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
+Remainder = Literal["zero", "mean"]
 MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
@@ -71,6 +72,16 @@ def check_value_format(value: Any, block_size: int) -> ValueFormatName:
         raise ValueError(
             f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with value_format={value!r}, got {block_size}. HINT: "
             "each block has a scale of its own; 32 is a good start."
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_remainder(value: Any) -> Remainder:
+    """Return ``value`` if it names what dropped blocks leave behind."""
+    if value not in get_args(Remainder):
+        raise ValueError(
+            f'`remainder` must be "zero" or "mean", got {value!r}. HINT: "zero" reads dropped blocks as zero (the '
+            'paper), "mean" as the mean of each feature, which takes 4 bytes per feature.'
         )
     return value  # type: ignore[no-any-return]
 

@@ -1,6 +1,7 @@
 """The operators ``torch.ops.actprune.*``: schema, shape function and implementation of each.
 
 ======================  ==============================================================================================
+``feature_mean``        ``x [..., IN]`` -> the mean of each feature ``[IN]`` (see ``ops.remainder``)
 ``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
 ``unpack``              the pruned tensor ``[R, L]``
 ``weight_grad``         ``grad_y [R, OUT]`` and a packed input -> weight gradient ``[OUT, IN]``
@@ -10,7 +11,7 @@ They are opaque to the compiler on purpose: a partitioner then saves what ``pack
 and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
 in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
 
-``pack`` and ``weight_grad`` of this module call the operators, or, told that the mode is plain eager, their
+The functions of the same names in this module call the operators, or, told that the mode is plain eager, their
 implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch
 2.11; ``host.json``: 4 and 17).
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_actprune.ops import pack as _pack
+from lightning_actprune.ops import remainder
 from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -30,9 +32,10 @@ from lightning_actprune.ops.sharing import Shared
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
+_library.define("feature_mean(Tensor x) -> Tensor", tags=_TAGS)
 _library.define(
-    "pack(Tensor x, int block_size, SymInt keep, str value_format='same') -> "
-    "(Tensor values, Tensor bitmap, Tensor offsets)",
+    "pack(Tensor x, int block_size, SymInt keep, str value_format='same', Tensor? mean=None, bool transposed=False) "
+    "-> (Tensor values, Tensor bitmap, Tensor offsets)",
     tags=_TAGS,
 )
 _library.define(
@@ -45,14 +48,42 @@ _library.define(
     "SymInt length, bool transposed, ScalarType dtype, int block_size, str value_format='same') -> Tensor",
     tags=_TAGS,
 )
+
+
+def _pack_centred(
+    x: Tensor,
+    block_size: int,
+    keep: int,
+    value_format: str = "same",
+    mean: Tensor | None = None,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if mean is not None:
+        x = remainder.centred(x, mean, transposed)
+    return _pack.pack(x, block_size, keep, value_format)
+
+
 # One implementation for every device: it chooses between kernels and reference itself.
-_library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
+_library.impl("feature_mean", remainder.feature_mean, "CompositeExplicitAutograd")
+_library.impl("pack", _pack_centred, "CompositeExplicitAutograd")
 _library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
 _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("actprune::feature_mean", lib=_library)
+def _feature_mean_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[-1], dtype=torch.float32)
+
+
 @torch.library.register_fake("actprune::pack", lib=_library)
-def _pack_fake(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
+def _pack_fake(
+    x: Tensor,
+    block_size: int,
+    keep: int,
+    value_format: str = "same",
+    mean: Tensor | None = None,
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
     blocks = rows * ceil_div(length, block_size)
     row = block_size if value_format == "same" else FORMATS[value_format].row_bytes(block_size, x.element_size())
@@ -109,11 +140,21 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is None
 
 
-def pack(x: Tensor, block_size: int, keep: int, value_format: str, eager: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, bitmap and offsets of ``x [S, T, L]``; ``eager``: the result of ``in_plain_eager_mode``."""
+def feature_mean(x: Tensor, eager: bool) -> Tensor:
+    """Return the mean of each feature of ``x [..., IN]``; ``eager``: the result of ``in_plain_eager_mode``."""
     if eager:
-        return _pack.pack(x, block_size, keep, value_format)
-    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep, value_format)
+        return remainder.feature_mean(x)
+    mean: Tensor = torch.ops.actprune.feature_mean(x)
+    return mean
+
+
+def pack(
+    x: Tensor, block_size: int, keep: int, value_format: str, mean: Tensor | None, transposed: bool, eager: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, bitmap and offsets of ``x [S, T, L]``, or of what ``ops.remainder.centred`` makes of it."""
+    if eager:
+        return _pack_centred(x, block_size, keep, value_format, mean, transposed)
+    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep, value_format, mean, transposed)
     return packed
 
 
@@ -124,8 +165,8 @@ def weight_grad(
     value_format: str,
     eager: bool,
 ) -> Tensor:
-    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed input."""
-    packed, shape, transposed, block_size = shared
+    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed input, without its mean."""
+    packed, shape, transposed, block_size, _ = shared
     if eager:
         return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype, block_size, value_format)
     arguments = grad_y, *packed, *shape, transposed, dtype, block_size, value_format

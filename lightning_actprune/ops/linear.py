@@ -7,9 +7,10 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned inpu
     db = sum_r g[r]           exact
     dW = g^T x_hat            the only approximation
 
-Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
-copy of the weight (one cast in backward is cheaper than keeping both). Several layers that read one tensor save the
-same packed input (``ops.sharing``).
+Saved for backward: the packed input, with the mean of each feature if that is what dropped blocks are read as
+(``ops.remainder``), and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast copy of the weight
+(one cast in backward is cheaper than keeping both). Several layers that read one tensor save the same packed input
+(``ops.sharing``).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
@@ -27,8 +28,10 @@ from torch.autograd.function import FunctionCtx
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import AnyScope, block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.remainder import add_mean_term
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
 
 
@@ -42,45 +45,43 @@ class PrunedLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         parts: int,
-        block_size: int,
-        scope: AnyScope,
-        value_format: str,
+        blocks: BlockSetting,
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.samples_second = scope == "sample_second"
-        setting = Setting(parts, block_size, scope, autocast_dtype(x), value_format)
+        ctx.samples_second = blocks.scope == "sample_second"
+        setting = Setting(parts, autocast_dtype(x), blocks)
         parameters = weight, bias
         if setting.autocast is not None:
             parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
         key = sharing.key_of(x, setting) if eager else None
         shared = None if key is None else sharing.find(x, key)
         if shared is not None:
-            rows = cast_input(x, setting.autocast, block_size)
+            rows = cast_input(x, setting.autocast, blocks.block_size)
             y = _dense(rows, rows, *parameters)
         else:
             y, shared = _dense_and_pack(x, parameters, setting, eager)
             if key is not None:
                 sharing.remember(x, key, shared)
         ctx.transposed, ctx.stored_shape, ctx.block = shared.transposed, shared.shape, shared.block
-        ctx.value_format = value_format
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
+        ctx.value_format = blocks.value_format
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed, shared.mean)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None, None, None)
+            return (*_backward(ctx, grad_y), None, None, None)
         with torch.no_grad():
             grads = _backward(ctx, grad_y)
         if not torch.compiler.is_compiling():  # create_graph=True
             # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
             leaf = torch.zeros((), requires_grad=True)
             grads = tuple([None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads])
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None)
 
 
 _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
@@ -88,19 +89,11 @@ _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
 is this very method."""
 
 
-def pruned_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parts: int,
-    block_size: int,
-    scope: AnyScope,
-    value_format: str,
-) -> Tensor:
+def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
-    y: Tensor = apply(x, weight, bias, parts, block_size, scope, value_format, eager)
+    y: Tensor = apply(x, weight, bias, parts, blocks, eager)
     return y
 
 
@@ -108,24 +101,26 @@ def _dense_and_pack(
     x: Tensor, parameters: tuple[Tensor, Tensor | None], setting: Setting, eager: bool
 ) -> tuple[Tensor, Shared]:
     """Return ``F.linear(x, *parameters)``, whose parameters are cast already, and what is kept of ``x``."""
+    blocks = setting.blocks
     plan = input_plan(x, setting) if eager else None
     if plan is not None and plan.new_cast is not None:
         rows = plan.new_cast()
         with on_device_of(x):
             packed = plan.launch(x, rows)
-        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block)
-    x = cast_input(x, setting.autocast, setting.block_size)
+        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block, None)
+    x = cast_input(x, setting.autocast, blocks.block_size)
+    mean = library.feature_mean(x, eager) if blocks.remainder == "mean" else None
     if plan is not None:
         rows = x.contiguous() if plan.copied else x
         y = _dense(x, rows, *parameters)
         with on_device_of(rows):
-            return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block)
-    stored, transposed = stored_view(x, setting.block_size, setting.scope)
+            return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block, mean)
+    stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
-    y = _dense(x, x if transposed or setting.scope == "sample_second" else stored, *parameters)
-    block, keep = block_and_keep(stored, setting.block_size, setting.parts)
-    packed = library.pack(stored, block, keep, setting.value_format, eager)
-    return y, Shared(packed, stored_shape(x, transposed), transposed, block)
+    y = _dense(x, x if transposed or blocks.scope == "sample_second" else stored, *parameters)
+    block, keep = block_and_keep(stored, blocks.block_size, setting.parts)
+    packed = library.pack(stored, block, keep, blocks.value_format, mean, transposed, eager)
+    return y, Shared(packed, stored_shape(x, transposed), transposed, block, mean)
 
 
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,10 +135,10 @@ def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    weight, *packed = ctx.saved_tensors
+    weight, values, bitmap, offsets, mean = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     eager = library.in_plain_eager_mode(grad_y)
-    grad_x = grad_w = grad_b = None
+    grad_x = grad_w = grad_b = sums = None
     flat = _flat(grad_y)
     if needs_x:
         weight = as_dtype(weight, flat.dtype)
@@ -153,10 +148,15 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
         rows = _flat(grad_y.transpose(0, 1)) if ctx.samples_second else flat  # in the order of the packed samples
-        shared = Shared(tuple(packed), ctx.stored_shape, ctx.transposed, ctx.block)
-        grad_w = library.weight_grad(rows, shared, ctx.weight_dtype, ctx.value_format, eager)
+        shared = Shared((values, bitmap, offsets), ctx.stored_shape, ctx.transposed, ctx.block, mean)
+        # With a mean two terms are added up, in fp32 also for 16-bit weights: rounded once, like the product alone.
+        dtype = ctx.weight_dtype if mean is None else torch.promote_types(ctx.weight_dtype, torch.float32)
+        grad_w = library.weight_grad(rows, shared, dtype, ctx.value_format, eager)
+        if mean is not None:
+            sums = _column_sums(flat, dtype, eager)
+            grad_w = as_dtype(add_mean_term(grad_w, sums, mean), ctx.weight_dtype)
     if needs_bias:
-        grad_b = _column_sums(flat, ctx.bias_dtype, eager)
+        grad_b = _column_sums(flat, ctx.bias_dtype, eager) if sums is None else as_dtype(sums, ctx.bias_dtype)
     return grad_x, grad_w, grad_b
 
 

@@ -21,6 +21,7 @@ from lightning_actprune.ops.autocast import cast_input
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
 from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
+from lightning_actprune.ops.setting import BlockSetting
 
 
 class Setting(NamedTuple):
@@ -28,17 +29,13 @@ class Setting(NamedTuple):
 
     Args:
         parts: Sparsity in parts of 10^9.
-        block_size: Values per block.
-        scope: Within what blocks compete.
         autocast: Type of the active autocast, ``None`` without one.
-        value_format: How the values of kept blocks are stored.
+        blocks: How inputs are cut into blocks and stored.
     """
 
     parts: int
-    block_size: int
-    scope: AnyScope
     autocast: torch.dtype | None
-    value_format: str = "same"
+    blocks: BlockSetting
 
 
 class InputPlan(NamedTuple):
@@ -64,8 +61,10 @@ class InputPlan(NamedTuple):
 def input_plan(x: Tensor, setting: Setting) -> InputPlan | None:
     """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do.
 
-    Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.block_size)``.
+    Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.blocks.block_size)``.
     """
+    if setting.blocks.remainder == "mean":
+        return None  # the kernels take no mean yet
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
     aligned = x.data_ptr() % 16 == 0
@@ -82,7 +81,7 @@ def _plan(
     setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
-    parts, block_size, scope, autocast, value_format = setting
+    parts, autocast, (block_size, scope, value_format, _) = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)

@@ -53,6 +53,7 @@ def test_arguments_are_stored_as_given():
         "total_steps": 10,
         "skip_held": False,
         "value_format": "int4",
+        "remainder": "mean",
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()

@@ -13,6 +13,7 @@ from lightning_actprune import functional
 from lightning_actprune.ops import library, linear, plan
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.weight_grad import choose_method, force_method
 from tests import oracle
 
@@ -92,23 +93,25 @@ def test_product_and_kernels_read_the_same_copy(autocast):
 def test_a_plan_is_one_object_per_layout_and_setting():
     x = torch.randn(2, 8, 32)
     with force_backend("triton"):
-        first = input_plan(x, Setting(5 * 10**8, 8, "sample", None))
-        assert input_plan(torch.randn(2, 8, 32), Setting(5 * 10**8, 8, "sample", None)) is first
+        first = input_plan(x, Setting(5 * 10**8, None, BlockSetting(8, "sample")))
+        assert input_plan(torch.randn(2, 8, 32), Setting(5 * 10**8, None, BlockSetting(8, "sample"))) is first
         others = [
-            input_plan(x, Setting(6 * 10**8, 8, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 16, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 8, "token", None)),
-            input_plan(x.half(), Setting(5 * 10**8, 8, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 8, "sample", torch.float16)),
-            input_plan(x, Setting(5 * 10**8, 8, "sample", torch.bfloat16)),
-            input_plan(torch.randn(2, 32, 8).transpose(1, 2), Setting(5 * 10**8, 8, "sample", None)),
-            input_plan(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), Setting(5 * 10**8, 8, "sample", None)),
+            input_plan(x, Setting(6 * 10**8, None, BlockSetting(8, "sample"))),
+            input_plan(x, Setting(5 * 10**8, None, BlockSetting(16, "sample"))),
+            input_plan(x, Setting(5 * 10**8, None, BlockSetting(8, "token"))),
+            input_plan(x.half(), Setting(5 * 10**8, None, BlockSetting(8, "sample"))),
+            input_plan(x, Setting(5 * 10**8, torch.float16, BlockSetting(8, "sample"))),
+            input_plan(x, Setting(5 * 10**8, torch.bfloat16, BlockSetting(8, "sample"))),
+            input_plan(torch.randn(2, 32, 8).transpose(1, 2), Setting(5 * 10**8, None, BlockSetting(8, "sample"))),
+            input_plan(
+                torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), Setting(5 * 10**8, None, BlockSetting(8, "sample"))
+            ),
         ]
     assert len({id(plan) for plan in [first, *others]}) == len(others) + 1
     with force_backend("reference"):
-        assert input_plan(x, Setting(5 * 10**8, 8, "sample", None)) is None
+        assert input_plan(x, Setting(5 * 10**8, None, BlockSetting(8, "sample"))) is None
     assert (
-        input_plan(x, Setting(5 * 10**8, 8, "sample", None)) is None
+        input_plan(x, Setting(5 * 10**8, None, BlockSetting(8, "sample"))) is None
     )  # on a CPU the reference is the automatic choice
 
 
