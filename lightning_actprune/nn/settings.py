@@ -20,7 +20,7 @@ class PruningSettings:
     ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
     tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
     one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
-    anew. ``turned_blocks`` is made here, and not in ``forward``, for speed and since torch 2.8 compiles no ``_replace``.
+    anew. ``turned_blocks`` is made here, not in ``forward``, for speed and because torch 2.8 compiles no ``_replace``.
     """
 
     sparsity: float

@@ -170,6 +170,8 @@ def test_short_names_on_the_command_line():
         "--trainer.callbacks+=ActivationPruning",
         "--trainer.callbacks.sparsity=0.3",
         "--trainer.callbacks.include=[body.*,head]",
+        "--trainer.callbacks.value_format=int4",
+        "--trainer.callbacks.remainder=mean",
         "--trainer.callbacks.schedule=LinearSchedule",
         "--trainer.callbacks.schedule.end=0.7",
         "--trainer.callbacks+=ActivationMemoryMonitor",
@@ -177,6 +179,7 @@ def test_short_names_on_the_command_line():
     )
     pruning, monitor = ours(made.trainer)
     assert (pruning.sparsity, pruning.include, pruning.schedule.end) == (0.3, ["body.*", "head"], 0.7)
+    assert (pruning.value_format, pruning.remainder) == ("int4", "mean")
     assert monitor.verbose is False
 
 

@@ -28,6 +28,7 @@ LAYERS = ["body.0", "body.2", "head"]
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
         ({"scope": "batch"}, '`scope` must be "sample" or "token", got \'batch\'. HINT'),
+        ({"remainder": None}, '`remainder` must be "zero" or "mean", got None. HINT'),
         ({"include": 3}, "`include` must be a glob pattern or a list of them, got 3. HINT"),
         ({"exclude": [""]}, "`exclude` must be a glob pattern"),
         ({"min_features": -1}, "`min_features` must be an int >= 0, got -1. HINT"),
