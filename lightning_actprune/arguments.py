@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
-Remainder = Literal["zero", "mean"]
+BlockSelection = Literal["largest", "swap", "unbiased"]
 MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
@@ -76,12 +76,13 @@ def check_value_format(value: Any, block_size: int) -> ValueFormatName:
     return value  # type: ignore[no-any-return]
 
 
-def check_remainder(value: Any) -> Remainder:
-    """Return ``value`` if it names what dropped blocks leave behind."""
-    if value not in get_args(Remainder):
+def check_block_selection(value: Any) -> BlockSelection:
+    """Return ``value`` if it names a way to choose the blocks that are kept."""
+    if value not in get_args(BlockSelection):
         raise ValueError(
-            f'`remainder` must be "zero" or "mean", got {value!r}. HINT: "zero" reads dropped blocks as zero (the '
-            'paper), "mean" as the mean of each feature, which takes 4 bytes per feature.'
+            f'`block_selection` must be "largest", "swap" or "unbiased", got {value!r}. HINT: "largest" keeps the '
+            'blocks of the largest norm (the paper), "swap" lets those near the threshold change places at random, '
+            '"unbiased" draws blocks at random and scales them up, so that what is stored is the input on average.'
         )
     return value  # type: ignore[no-any-return]
 

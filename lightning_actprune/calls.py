@@ -15,7 +15,6 @@ from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import input_geometry
-from lightning_actprune.ops.remainder import mean_bytes
 from lightning_actprune.ops.setting import BlockSetting
 
 
@@ -69,9 +68,8 @@ class LinearCall:
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
         assert self.blocks is not None
-        block_size, scope, value_format, remainder = self.blocks
-        stored = input_geometry(self.shape, block_size, sparsity, scope).stored_bytes(self.itemsize, value_format)
-        return stored + mean_bytes(self.shape.shape[-1], remainder)
+        geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.scope)
+        return geometry.stored_bytes(self.itemsize, self.blocks.value_format)
 
 
 def linear_call(layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting | None = None) -> LinearCall | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_actprune.arguments import Remainder, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
@@ -29,7 +29,7 @@ def linear(
     block_size: int = 32,
     scope: Scope = "sample",
     value_format: ValueFormatName = "same",
-    remainder: Remainder = "zero",
+    block_selection: BlockSelection = "largest",
 ) -> Tensor:
     """Apply a linear layer that keeps only the largest blocks of its input for backward.
 
@@ -47,8 +47,11 @@ def linear(
             is of the values along which blocks run.
         value_format: How the kept values are stored: ``"same"``, in their own type; ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, in so many bits each by stochastic rounding; ``"fp8"`` (``ops.formats``).
-        remainder: What dropped blocks are read as in the weight gradient: ``"zero"``, or ``"mean"``, the mean of each
-            feature, of which blocks then keep the differences (``ops.remainder``).
+        block_selection: Which blocks are kept: ``"largest"``, those of the largest L2 norm (the paper); ``"swap"``,
+            those of the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the
+            threshold change places; ``"unbiased"``, blocks drawn at random, the larger the more often, and scaled up
+            so that the expectation of what is stored is the input. The random numbers are hashes of the input: the
+            same input, the same choice. Without effect at ``sparsity=0``, where all are kept.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -65,7 +68,8 @@ def linear(
         torch.Size([8, 16, 32])
     """
     parts = sparsity_parts(check_sparsity(sparsity))
-    return linear_unchecked(x, weight, bias, parts, BlockSetting.checked(block_size, scope, value_format, remainder))
+    blocks = BlockSetting.checked(block_size, scope, value_format, block_selection)
+    return linear_unchecked(x, weight, bias, parts, blocks)
 
 
 def linear_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
@@ -106,7 +110,7 @@ def pack(
     block_size: int = 32,
     scope: Scope = "sample",
     value_format: ValueFormatName = "same",
-    remainder: Remainder = "zero",
+    block_selection: BlockSelection = "largest",
 ) -> Packed:
     """Return the packed form that a pruned layer keeps of ``x``, for inspection.
 
@@ -116,18 +120,17 @@ def pack(
         block_size: Values per block, positive.
         scope: Within what blocks compete, ``"sample"`` or ``"token"``.
         value_format: How the kept values are stored.
-        remainder: What dropped blocks leave behind.
+        block_selection: Which blocks are kept; those that ``"unbiased"`` keeps are scaled up.
 
     Raises:
         TypeError: If an argument has the wrong type or ``x`` is not floating point.
         ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
     """
-    sparsity, blocks = check_sparsity(sparsity), BlockSetting.checked(block_size, scope, value_format, remainder)
+    sparsity, blocks = check_sparsity(sparsity), BlockSetting.checked(block_size, scope, value_format, block_selection)
     check_input(x, x)
     with torch.no_grad():
-        mean = torch.ops.actprune.feature_mean(x) if blocks.remainder == "mean" else None
-        stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
+        stored, _ = stored_view(x, blocks.block_size, blocks.scope)
         geometry = BlockGeometry.of_stored(stored, blocks.block_size, sparsity)
-        sizes = geometry.block_size, geometry.keep
-        values, bitmap, offsets = torch.ops.actprune.pack(stored, *sizes, blocks.value_format, mean, transposed)
-    return Packed(values, bitmap, offsets, geometry, x.dtype, blocks.value_format, mean, transposed)
+        settings = geometry.block_size, geometry.keep, blocks.value_format, blocks.block_selection
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, *settings)
+    return Packed(values, bitmap, offsets, geometry, x.dtype, blocks.value_format)

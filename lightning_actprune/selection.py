@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.arguments import Remainder, Scope, ValueFormatName, check_patterns, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_patterns, check_sparsity
 from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
@@ -41,7 +41,7 @@ class ConversionOptions:
         exclude: Glob patterns on fully qualified names; a layer must match none.
         min_features: Layers with fewer input features stay dense.
         value_format: How the values of kept blocks are stored.
-        remainder: What dropped blocks leave behind.
+        block_selection: Which blocks are kept.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -55,7 +55,7 @@ class ConversionOptions:
     exclude: Sequence[str] | str = ()
     min_features: int = MIN_FEATURES
     value_format: ValueFormatName = "same"
-    remainder: Remainder = "zero"
+    block_selection: BlockSelection = "largest"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
@@ -74,7 +74,7 @@ class ConversionOptions:
     @property
     def blocks(self) -> BlockSetting:
         """How inputs are cut into blocks and stored, checked."""
-        return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.remainder)
+        return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.block_selection)
 
 
 class LayerClaimedError(ValueError):

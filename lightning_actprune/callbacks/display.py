@@ -16,7 +16,6 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.conversion import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.ops.geometry import BlockGeometry
-from lightning_actprune.ops.remainder import mean_bytes
 
 MAX_ROWS = 40
 """Rows of a table that are shown before the rest is summed up in one."""
@@ -101,8 +100,7 @@ def held_summary(held: Sequence[SkippedLayer], remaining: int) -> RenderableType
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
     shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
     geometry = BlockGeometry.of(*shape, layer.in_features, layer.block_size, sparsity)
-    stored = geometry.stored_bytes(value_bytes, layer.value_format) + mean_bytes(layer.in_features, layer.remainder)
-    return 1 - stored / geometry.dense_bytes(value_bytes)
+    return 1 - geometry.stored_bytes(value_bytes, layer.value_format) / geometry.dense_bytes(value_bytes)
 
 
 def _converted_table(layers: Sequence[ConvertedLayer], saved: Sequence[float]) -> Table:

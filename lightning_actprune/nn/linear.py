@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import Remainder, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.functional import linear_unchecked
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 from lightning_actprune.ops.setting import BlockSetting
@@ -28,7 +28,7 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, ``"fp8"`` (see ``functional.linear``).
-        remainder: What dropped blocks are read as: ``"zero"``, or ``"mean"``, the mean of each feature.
+        block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
         device: Device of the parameters.
         dtype: Type of the parameters.
 
@@ -55,12 +55,12 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         block_size: int = 32,
         scope: Scope = "sample",
         value_format: ValueFormatName = "same",
-        remainder: Remainder = "zero",
+        block_selection: BlockSelection = "largest",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        blocks = BlockSetting.checked(block_size, scope, value_format, remainder)
+        blocks = BlockSetting.checked(block_size, scope, value_format, block_selection)
         self._pruning = PruningSettings(check_sparsity(sparsity), blocks)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import Remainder, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.ops.geometry import AnyScope, sparsity_parts
 from lightning_actprune.ops.setting import BlockSetting
 
@@ -74,9 +74,9 @@ class PrunedLayer(Converted):
         return self._pruning.blocks.value_format
 
     @property
-    def remainder(self) -> Remainder:
-        """What dropped blocks leave behind."""
-        return self._pruning.blocks.remainder
+    def block_selection(self) -> BlockSelection:
+        """Which blocks are kept."""
+        return self._pruning.blocks.block_selection
 
     @property
     def packs(self) -> bool:
@@ -92,4 +92,4 @@ class PrunedLayer(Converted):
         """Return the settings as they are shown in a printed module."""
         shown = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
         shown += "" if self.value_format == "same" else f", value_format={self.value_format!r}"
-        return shown if self.remainder == "zero" else f"{shown}, remainder={self.remainder!r}"
+        return shown if self.block_selection == "largest" else f"{shown}, block_selection={self.block_selection!r}"

@@ -1,7 +1,6 @@
 """The operators ``torch.ops.actprune.*``: schema, shape function and implementation of each.
 
 ======================  ==============================================================================================
-``feature_mean``        ``x [..., IN]`` -> the mean of each feature ``[IN]`` (see ``ops.remainder``)
 ``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
 ``unpack``              the pruned tensor ``[R, L]``
 ``weight_grad``         ``grad_y [R, OUT]`` and a packed input -> weight gradient ``[OUT, IN]``
@@ -11,7 +10,7 @@ They are opaque to the compiler on purpose: a partitioner then saves what ``pack
 and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
 in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
 
-The functions of the same names in this module call the operators, or, told that the mode is plain eager, their
+``pack`` and ``weight_grad`` of this module call the operators, or, told that the mode is plain eager, their
 implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch
 2.11; ``host.json``: 4 and 17).
 """
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lightning_actprune.ops import pack as _pack
-from lightning_actprune.ops import remainder
 from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -32,10 +30,9 @@ from lightning_actprune.ops.sharing import Shared
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
-_library.define("feature_mean(Tensor x) -> Tensor", tags=_TAGS)
 _library.define(
-    "pack(Tensor x, int block_size, SymInt keep, str value_format='same', Tensor? mean=None, bool transposed=False) "
-    "-> (Tensor values, Tensor bitmap, Tensor offsets)",
+    "pack(Tensor x, int block_size, SymInt keep, str value_format='same', str block_selection='largest') -> "
+    "(Tensor values, Tensor bitmap, Tensor offsets)",
     tags=_TAGS,
 )
 _library.define(
@@ -48,41 +45,15 @@ _library.define(
     "SymInt length, bool transposed, ScalarType dtype, int block_size, str value_format='same') -> Tensor",
     tags=_TAGS,
 )
-
-
-def _pack_centred(
-    x: Tensor,
-    block_size: int,
-    keep: int,
-    value_format: str = "same",
-    mean: Tensor | None = None,
-    transposed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if mean is not None:
-        x = remainder.centred(x, mean, transposed)
-    return _pack.pack(x, block_size, keep, value_format)
-
-
 # One implementation for every device: it chooses between kernels and reference itself.
-_library.impl("feature_mean", remainder.feature_mean, "CompositeExplicitAutograd")
-_library.impl("pack", _pack_centred, "CompositeExplicitAutograd")
+_library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
 _library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
 _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("actprune::feature_mean", lib=_library)
-def _feature_mean_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[-1], dtype=torch.float32)
-
-
 @torch.library.register_fake("actprune::pack", lib=_library)
 def _pack_fake(
-    x: Tensor,
-    block_size: int,
-    keep: int,
-    value_format: str = "same",
-    mean: Tensor | None = None,
-    transposed: bool = False,
+    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
 ) -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
     blocks = rows * ceil_div(length, block_size)
@@ -140,21 +111,14 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is None
 
 
-def feature_mean(x: Tensor, eager: bool) -> Tensor:
-    """Return the mean of each feature of ``x [..., IN]``; ``eager``: the result of ``in_plain_eager_mode``."""
-    if eager:
-        return remainder.feature_mean(x)
-    mean: Tensor = torch.ops.actprune.feature_mean(x)
-    return mean
-
-
 def pack(
-    x: Tensor, block_size: int, keep: int, value_format: str, mean: Tensor | None, transposed: bool, eager: bool
+    x: Tensor, block_size: int, keep: int, value_format: str, block_selection: str, eager: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return values, bitmap and offsets of ``x [S, T, L]``, or of what ``ops.remainder.centred`` makes of it."""
+    """Return values, bitmap and offsets of ``x [S, T, L]``; ``eager``: the result of ``in_plain_eager_mode``."""
     if eager:
-        return _pack_centred(x, block_size, keep, value_format, mean, transposed)
-    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep, value_format, mean, transposed)
+        return _pack.pack(x, block_size, keep, value_format, block_selection)
+    arguments = x, block_size, keep, value_format, block_selection
+    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(*arguments)
     return packed
 
 
@@ -165,8 +129,8 @@ def weight_grad(
     value_format: str,
     eager: bool,
 ) -> Tensor:
-    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed input, without its mean."""
-    packed, shape, transposed, block_size, _ = shared
+    """Return the weight gradient in ``dtype`` from ``grad_y [R, OUT]`` and a packed input."""
+    packed, shape, transposed, block_size = shared
     if eager:
         return _weight_grad.weight_grad(grad_y, *packed, *shape, transposed, dtype, block_size, value_format)
     arguments = grad_y, *packed, *shape, transposed, dtype, block_size, value_format

@@ -7,10 +7,9 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned inpu
     db = sum_r g[r]           exact
     dW = g^T x_hat            the only approximation
 
-Saved for backward: the packed input, with the mean of each feature if that is what dropped blocks are read as
-(``ops.remainder``), and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast copy of the weight
-(one cast in backward is cheaper than keeping both). Several layers that read one tensor save the same packed input
-(``ops.sharing``).
+Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
+copy of the weight (one cast in backward is cheaper than keeping both). Several layers that read one tensor save the
+same packed input (``ops.sharing``).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
@@ -30,7 +29,6 @@ from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import Setting, input_plan
-from lightning_actprune.ops.remainder import add_mean_term
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
 
@@ -67,7 +65,7 @@ class PrunedLinearFunction(torch.autograd.Function):
                 sharing.remember(x, key, shared)
         ctx.transposed, ctx.stored_shape, ctx.block = shared.transposed, shared.shape, shared.block
         ctx.value_format = blocks.value_format
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed, shared.mean)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
         return y
 
     @staticmethod
@@ -107,20 +105,19 @@ def _dense_and_pack(
         rows = plan.new_cast()
         with on_device_of(x):
             packed = plan.launch(x, rows)
-        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block, None)
+        return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block)
     x = cast_input(x, setting.autocast, blocks.block_size)
-    mean = library.feature_mean(x, eager) if blocks.remainder == "mean" else None
     if plan is not None:
         rows = x.contiguous() if plan.copied else x
         y = _dense(x, rows, *parameters)
         with on_device_of(rows):
-            return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block, mean)
+            return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block)
     stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
     y = _dense(x, x if transposed or blocks.scope == "sample_second" else stored, *parameters)
     block, keep = block_and_keep(stored, blocks.block_size, setting.parts)
-    packed = library.pack(stored, block, keep, blocks.value_format, mean, transposed, eager)
-    return y, Shared(packed, stored_shape(x, transposed), transposed, block, mean)
+    packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
+    return y, Shared(packed, stored_shape(x, transposed), transposed, block)
 
 
 def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,10 +132,10 @@ def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    weight, values, bitmap, offsets, mean = ctx.saved_tensors
+    weight, *packed = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     eager = library.in_plain_eager_mode(grad_y)
-    grad_x = grad_w = grad_b = sums = None
+    grad_x = grad_w = grad_b = None
     flat = _flat(grad_y)
     if needs_x:
         weight = as_dtype(weight, flat.dtype)
@@ -148,15 +145,10 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = as_dtype(grad_x, ctx.x_dtype)
     if needs_weight:
         rows = _flat(grad_y.transpose(0, 1)) if ctx.samples_second else flat  # in the order of the packed samples
-        shared = Shared((values, bitmap, offsets), ctx.stored_shape, ctx.transposed, ctx.block, mean)
-        # With a mean two terms are added up, in fp32 also for 16-bit weights: rounded once, like the product alone.
-        dtype = ctx.weight_dtype if mean is None else torch.promote_types(ctx.weight_dtype, torch.float32)
-        grad_w = library.weight_grad(rows, shared, dtype, ctx.value_format, eager)
-        if mean is not None:
-            sums = _column_sums(flat, dtype, eager)
-            grad_w = as_dtype(add_mean_term(grad_w, sums, mean), ctx.weight_dtype)
+        shared = Shared(tuple(packed), ctx.stored_shape, ctx.transposed, ctx.block)
+        grad_w = library.weight_grad(rows, shared, ctx.weight_dtype, ctx.value_format, eager)
     if needs_bias:
-        grad_b = _column_sums(flat, ctx.bias_dtype, eager) if sums is None else as_dtype(sums, ctx.bias_dtype)
+        grad_b = _column_sums(flat, ctx.bias_dtype, eager)
     return grad_x, grad_w, grad_b
 
 

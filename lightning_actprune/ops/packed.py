@@ -11,7 +11,6 @@ from lightning_actprune.arguments import ValueFormatName
 from lightning_actprune.ops import formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops.geometry import BlockGeometry
-from lightning_actprune.ops.remainder import add_mean
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Packed:
         geometry: Shape of the packed tensor and of its blocks.
         dtype: Type of the values that were packed.
         value_format: How they are stored.
-        mean: What was taken from each feature before, fp32 ``[features]``; ``None`` if nothing was.
-        transposed: Whether the rows of the geometry are the features, and not its values in a row.
     """
 
     values: Tensor
@@ -35,14 +32,11 @@ class Packed:
     geometry: BlockGeometry
     dtype: torch.dtype
     value_format: ValueFormatName = "same"
-    mean: Tensor | None = None
-    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything stored."""
-        stored = self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
-        return stored if self.mean is None else stored + self.mean.nbytes
+        return self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
 
     def mask(self) -> Tensor:
         """Return which blocks were kept, bool ``[R, NB]``."""
@@ -50,20 +44,15 @@ class Packed:
         return reference.unpack_bits(self.bitmap, g.blocks_per_sample).reshape(g.total_rows, g.blocks_per_row)
 
     def unpack(self) -> Tensor:
-        """Return the pruned tensor ``[samples, rows, length]``.
-
-        Where a block was dropped are zeros, or the means of the features; kept blocks have theirs added back.
-        """
+        """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
         g = self.geometry
         stored, blocks = (self.values, self.bitmap, self.offsets), (g.block_size, self.value_format, self.dtype)
         dense: Tensor = torch.ops.actprune.unpack(*stored, g.total_rows, g.length, *blocks)
-        dense = dense.reshape(g.samples, g.rows, g.length)
-        return dense if self.mean is None else add_mean(dense, self.mean, self.transposed)
+        return dense.reshape(g.samples, g.rows, g.length)
 
     def to_bsr(self) -> Tensor:
-        """Return the kept blocks as they are stored as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
+        """Return the pruned tensor as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
 
-        That is the pruned tensor, or, if there is a ``mean``, what is left of it without: dense, it has no zeros.
         A row whose length is no multiple of ``b`` is filled up with zeros, as its last block is. Kept blocks stay
         explicit even if all their values are zero.
         """

@@ -63,8 +63,6 @@ def input_plan(x: Tensor, setting: Setting) -> InputPlan | None:
 
     Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.blocks.block_size)``.
     """
-    if setting.blocks.remainder == "mean":
-        return None  # the kernels take no mean yet
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
     aligned = x.data_ptr() % 16 == 0
@@ -81,7 +79,7 @@ def _plan(
     setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
-    parts, autocast, (block_size, scope, value_format, _) = setting
+    parts, autocast, (block_size, scope, *choices) = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
@@ -95,12 +93,13 @@ def _plan(
 
     source = _castable(given, x, stored, transposed, block_size, scope)
     if source is not None:
-        launch = kernels.plan(source.shape, source.stride(), block, keep, dtype, device, aligned, x.dtype, value_format)
+        strides = source.stride()
+        launch = kernels.plan(source.shape, strides, block, keep, dtype, device, aligned, x.dtype, *choices)
         new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
         return InputPlan(False, stored_shape(x, transposed), transposed, block, launch, new_cast)
     aligned = aligned or copied or x is not given
     strides = stored.stride()
-    launch = kernels.plan(stored.shape, strides, block, keep, x.dtype, device, aligned, None, value_format)
+    launch = kernels.plan(stored.shape, strides, block, keep, x.dtype, device, aligned, None, *choices)
     return InputPlan(copied, stored_shape(x, transposed), transposed, block, launch, None)
 
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from lightning_actprune.arguments import (
-    Remainder,
+    BlockSelection,
     ValueFormatName,
+    check_block_selection,
     check_block_size,
-    check_remainder,
     check_scope,
     check_value_format,
 )
@@ -24,16 +24,16 @@ class BlockSetting(NamedTuple):
         block_size: Values per block, not yet cut to a row.
         scope: Within what blocks compete.
         value_format: How the values of kept blocks are stored (``ops.formats``).
-        remainder: What dropped blocks leave behind (``ops.remainder``).
+        block_selection: Which blocks are kept (``ops.block_selection``).
     """
 
     block_size: int
     scope: AnyScope
     value_format: ValueFormatName = "same"
-    remainder: Remainder = "zero"
+    block_selection: BlockSelection = "largest"
 
     @classmethod
-    def checked(cls, block_size: Any, scope: Any, value_format: Any, remainder: Any) -> Self:
+    def checked(cls, block_size: Any, scope: Any, value_format: Any, block_selection: Any) -> Self:
         """Return the setting that a user asks for.
 
         Raises:
@@ -41,4 +41,5 @@ class BlockSetting(NamedTuple):
             ValueError: If an argument is out of range.
         """
         block_size, scope = check_block_size(block_size), check_scope(scope)
-        return cls(block_size, scope, check_value_format(value_format, block_size), check_remainder(remainder))
+        value_format = check_value_format(value_format, block_size)
+        return cls(block_size, scope, value_format, check_block_selection(block_selection))

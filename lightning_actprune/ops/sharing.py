@@ -38,14 +38,12 @@ class Shared(NamedTuple):
         shape: ``[batch, rows, length]`` as stored.
         transposed: Whether the rows are the features.
         block: Values per block, cut to a row.
-        mean: What was taken from the input before it was packed, fp32 ``[IN]``, ``None`` if nothing was.
     """
 
     packed: Packed
     shape: tuple[int, int, int]
     transposed: bool
     block: int
-    mean: Tensor | None
 
 
 class _Entry(NamedTuple):
@@ -53,7 +51,6 @@ class _Entry(NamedTuple):
     shape: tuple[int, int, int]
     transposed: bool
     block: int
-    mean: TensorWeakRef | None
 
 
 _inputs: dict[int, tuple[weakref.ref[Tensor], dict[tuple[Any, ...], _Entry]]] = {}
@@ -79,17 +76,15 @@ def find(x: Tensor, key: tuple[Any, ...]) -> Shared | None:
     if entry is None:
         return None
     values, bitmap, offsets = [reference() for reference in entry.packed]
-    mean = None if entry.mean is None else entry.mean()
-    if values is None or bitmap is None or offsets is None or (mean is None and entry.mean is not None):
+    if values is None or bitmap is None or offsets is None:
         return None
-    return Shared((values, bitmap, offsets), *entry[1:4], mean)
+    return Shared((values, bitmap, offsets), *entry[1:])
 
 
 def remember(x: Tensor, key: tuple[Any, ...], shared: Shared) -> None:
     """Let later consumers of ``x`` find ``shared`` for as long as both live."""
     values, bitmap, offsets = shared.packed
-    mean = None if shared.mean is None else TensorWeakRef(shared.mean)
-    entry = _Entry((TensorWeakRef(values), TensorWeakRef(bitmap), TensorWeakRef(offsets)), *shared[1:4], mean)
+    entry = _Entry((TensorWeakRef(values), TensorWeakRef(bitmap), TensorWeakRef(offsets)), *shared[1:])
     number = id(x)
     known = _inputs.get(number)
     if known is not None and known[0]() is x:
