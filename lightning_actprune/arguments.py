@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
+BlockSelection = Literal["largest", "swap", "unbiased"]
 MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
@@ -81,6 +82,17 @@ def check_value_format(value: Any, block_size: int) -> ValueFormatName:
         raise ValueError(
             f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with value_format={value!r}, got {block_size}. HINT: "
             "each block has a scale of its own; 32 is a good start."
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def check_block_selection(value: Any) -> BlockSelection:
+    """Return ``value`` if it names a way to choose the blocks that are kept."""
+    if value not in get_args(BlockSelection):
+        raise ValueError(
+            f'`block_selection` must be "largest", "swap" or "unbiased", got {value!r}. HINT: "largest" keeps the '
+            'blocks of the largest norm (the paper), "swap" lets those near the threshold change places at random, '
+            '"unbiased" draws blocks at random and scales them up, so that what is stored is the input on average.'
         )
     return value  # type: ignore[no-any-return]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_actprune.arguments import ValueFormatName
 from lightning_actprune.copies import WeightCopy, shared_copy, weight_copy
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
-from lightning_actprune.ops.geometry import AnyScope, input_geometry
+from lightning_actprune.ops.geometry import input_geometry
+from lightning_actprune.ops.setting import BlockSetting
 
 
 @dataclass(eq=False)
@@ -33,9 +33,7 @@ class LinearCall:
         dense_copy: Which of autocast's copies the dense layer would keep as its input, if one that others share.
         weight_copy: Autocast's copy of the weight that the dense layer would keep too; only known of a pruned layer.
         weight_keys: Storages of the weight itself, if that is what the dense layer would keep.
-        block_size: Values per block of a pruned layer, 0 of any other.
-        scope: Within what blocks compete.
-        value_format: How the values of kept blocks are stored.
+        blocks: How a pruned layer cuts its input into blocks and stores it, ``None`` of any other.
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
         packs: Whether what this call keeps is packed, known by then too.
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
@@ -50,9 +48,7 @@ class LinearCall:
     dense_copy: Any = None
     weight_copy: WeightCopy | None = None
     weight_keys: frozenset[StorageWeakRef] = frozenset()
-    block_size: int = 0
-    scope: AnyScope = "sample"
-    value_format: ValueFormatName = "same"
+    blocks: BlockSetting | None = None
     sparsity: float = 0.0
     packs: bool = False
     saved: bool = False
@@ -67,22 +63,23 @@ class LinearCall:
 
         There is one plain weak reference to an object, which the calls keep, so its number is no other's.
         """
-        return id(self.given), self.block_size, self.scope, self.value_format
+        return id(self.given), self.blocks
 
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
-        geometry = input_geometry(self.shape, self.block_size, sparsity, self.scope)
-        return geometry.stored_bytes(self.itemsize, self.value_format)
+        assert self.blocks is not None
+        geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.scope)
+        return geometry.stored_bytes(self.itemsize, self.blocks.value_format)
 
 
-def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = None) -> LinearCall | None:
+def linear_call(layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting | None = None) -> LinearCall | None:
     """Return the record of a call that keeps its input ``x``, ``None`` if it keeps nothing.
 
     Args:
         layer: The layer.
         weight: What ``x`` is multiplied with: the layer's weight, or some rows of that of an in-projection.
         x: The first argument, whatever it is.
-        scope: Within what blocks of ``x`` compete if it does not lie as the layer's setting means it.
+        blocks: How a pruned layer cuts ``x`` into blocks if that does not lie as the layer's setting means it.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
@@ -98,7 +95,7 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None = N
     if dtype != x.dtype and flat:
         call.dense_copy = shared_copy(x)
     if isinstance(layer, PrunedLayer):
-        call.block_size, call.scope, call.value_format = layer.block_size, scope or layer.scope, layer.value_format
+        call.blocks = layer._pruning.blocks if blocks is None else blocks
         call.weight_copy = weight_copy(weight, x)
         if call.weight_copy is None:
             call.weight_keys = frozenset(key for key, _ in storages(weight))

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_actprune.arguments import Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.kinds import pruned_class
 from lightning_actprune.nn.settings import Converted, PrunedLayer, PruningSettings
@@ -44,6 +44,7 @@ class ConvertedLayer:
     block_size: int
     scope: Scope
     value_format: ValueFormatName = "same"
+    block_selection: BlockSelection = "largest"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def convert(
     exclude: Sequence[str] | str = (),
     min_features: int = MIN_FEATURES,
     value_format: ValueFormatName = "same",
+    block_selection: BlockSelection = "largest",
 ) -> ConversionReport:
     """Convert the linear layers of ``model`` in place; ``revert`` undoes it.
 
@@ -90,6 +92,7 @@ def convert(
         min_features: Layers with fewer input features stay dense.
         value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, ``"fp8"`` (see ``functional.linear``).
+        block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
 
     Returns:
         Converted and skipped layers; the latter with reasons.
@@ -107,7 +110,8 @@ def convert(
         >>> revert(model)
         ['0', '2']
     """
-    options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features, value_format)
+    stored = value_format, block_selection
+    options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features, *stored)
     owner = new_owner("convert()")
     report = convert_layers(model, options, owner)
     try:
@@ -165,7 +169,8 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
     for candidate in chosen:
         _convert_layer(candidate, options, owner)
         kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
-        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *_settings(options)))
+        settings = options.sparsity, options.block_size, options.scope, options.value_format, options.block_selection
+        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings))
     return report
 
 
@@ -197,13 +202,9 @@ def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str)
     layer, attention = candidate.layer, candidate.attention
     if not isinstance(layer, PrunedLayer):
         layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
-    layer._pruning = PruningSettings(*_settings(options), owner)  # type: ignore[assignment]
+    layer._pruning = PruningSettings(options.sparsity, options.blocks, owner)  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
-
-
-def _settings(options: ConversionOptions) -> tuple[float, int, Scope, ValueFormatName]:
-    return options.sparsity, options.block_size, options.scope, options.value_format
 
 
 def _prunes(attention: RoutedMultiheadAttention) -> bool:

@@ -11,17 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_actprune.arguments import (
-    Scope,
-    ValueFormatName,
-    check_block_size,
-    check_scope,
-    check_sparsity,
-    check_value_format,
-)
-from lightning_actprune.ops.geometry import AnyScope, BlockGeometry, sparsity_parts, stored_view
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
+from lightning_actprune.ops.setting import BlockSetting
 
 __all__ = ["linear", "pack"]
 
@@ -35,6 +29,7 @@ def linear(
     block_size: int = 32,
     scope: Scope = "sample",
     value_format: ValueFormatName = "same",
+    block_selection: BlockSelection = "largest",
 ) -> Tensor:
     """Apply a linear layer that keeps only the largest blocks of its input for backward.
 
@@ -52,6 +47,11 @@ def linear(
             is of the values along which blocks run.
         value_format: How the kept values are stored: ``"same"``, in their own type; ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, in so many bits each by stochastic rounding; ``"fp8"`` (``ops.formats``).
+        block_selection: Which blocks are kept: ``"largest"``, those of the largest L2 norm (the paper); ``"swap"``,
+            those of the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the
+            threshold change places; ``"unbiased"``, blocks drawn at random, the larger the more often, and scaled up
+            so that the expectation of what is stored is the input. The random numbers are hashes of the input: the
+            same input, the same choice. Without effect at ``sparsity=0``, where all are kept.
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -67,30 +67,22 @@ def linear(
         >>> functional.linear(x, w, sparsity=0.5, block_size=16).shape
         torch.Size([8, 16, 32])
     """
-    sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-    value_format = check_value_format(value_format, block_size)
-    return linear_unchecked(x, weight, bias, sparsity_parts(sparsity), block_size, scope, value_format)
+    parts = sparsity_parts(check_sparsity(sparsity))
+    blocks = BlockSetting.checked(block_size, scope, value_format, block_selection)
+    return linear_unchecked(x, weight, bias, parts, blocks)
 
 
-def linear_unchecked(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parts: int,
-    block_size: int,
-    scope: AnyScope,
-    value_format: ValueFormatName,
-) -> Tensor:
+def linear_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
     """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
-    if not prunes(weight, parts, value_format):
+    if not prunes(weight, parts, blocks):
         return F.linear(x, weight, bias)
     check_input(x, weight)
-    return pruned_linear(x, weight, bias, parts, block_size, scope, value_format)
+    return pruned_linear(x, weight, bias, parts, blocks)
 
 
-def prunes(weight: Tensor, parts: int, value_format: ValueFormatName) -> bool:
+def prunes(weight: Tensor, parts: int, blocks: BlockSetting) -> bool:
     """Return whether an input is kept for the gradient of ``weight``, and packed."""
-    return (parts != 0 or value_format != "same") and torch.is_grad_enabled() and weight.requires_grad
+    return (parts != 0 or blocks.value_format != "same") and torch.is_grad_enabled() and weight.requires_grad
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
@@ -118,6 +110,7 @@ def pack(
     block_size: int = 32,
     scope: Scope = "sample",
     value_format: ValueFormatName = "same",
+    block_selection: BlockSelection = "largest",
 ) -> Packed:
     """Return the packed form that a pruned layer keeps of ``x``, for inspection.
 
@@ -127,16 +120,17 @@ def pack(
         block_size: Values per block, positive.
         scope: Within what blocks compete, ``"sample"`` or ``"token"``.
         value_format: How the kept values are stored.
+        block_selection: Which blocks are kept; those that ``"unbiased"`` keeps are scaled up.
 
     Raises:
         TypeError: If an argument has the wrong type or ``x`` is not floating point.
         ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
     """
-    sparsity, block_size, scope = check_sparsity(sparsity), check_block_size(block_size), check_scope(scope)
-    value_format = check_value_format(value_format, block_size)
+    sparsity, blocks = check_sparsity(sparsity), BlockSetting.checked(block_size, scope, value_format, block_selection)
     check_input(x, x)
     with torch.no_grad():
-        stored, _ = stored_view(x, block_size, scope)
-        geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
-        values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep, value_format)
-    return Packed(values, bitmap, offsets, geometry, x.dtype, value_format)
+        stored, _ = stored_view(x, blocks.block_size, blocks.scope)
+        geometry = BlockGeometry.of_stored(stored, blocks.block_size, sparsity)
+        settings = geometry.block_size, geometry.keep, blocks.value_format, blocks.block_selection
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, *settings)
+    return Packed(values, bitmap, offsets, geometry, x.dtype, blocks.value_format)

@@ -169,9 +169,10 @@ class HolderProbe(SavedTensorRecorder):
             return
         settings = _dense_for_now.get(layer, layer._pruning)
         sparsity = max(settings.sparsity, self._sparsity)
-        if sparsity == 0 and settings.value_format == "same":
+        if sparsity == 0 and settings.blocks.value_format == "same":
             return
-        call.value_format = settings.value_format
+        if call.blocks is not None:
+            call.blocks = call.blocks._replace(value_format=settings.blocks.value_format)
         self._calls[call] = sparsity
         self._unchecked.append(call)
         if key is None:
@@ -181,7 +182,7 @@ class HolderProbe(SavedTensorRecorder):
         # What runs dense inside a checkpoint would have to run dense again in its backward.
         if key in self._holders and layer.packs and hooks_are_innermost():
             _dense_for_now[layer] = settings
-            layer._pruning = replace(settings, sparsity=0.0, value_format="same")
+            layer._pruning = replace(settings, sparsity=0.0, blocks=settings.blocks._replace(value_format="same"))
 
     def _on_return(self, call: LinearCall) -> None:
         if call.layer in _dense_for_now:

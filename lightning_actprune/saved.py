@@ -242,7 +242,7 @@ class SavedTensorRecorder:
         """Follow a projection inside an attention module as the call of a layer, which it is not."""
         layer = projection.layer
         if layer in self._layers:
-            self._enter(layer, linear_call(layer, projection.weight, projection.with_samples(x), projection.scope))
+            self._enter(layer, linear_call(layer, projection.weight, projection.with_samples(x), projection.blocks))
 
     def leave_projection(self, projection: Projection) -> None:
         """Note that what ``enter_projection`` announced is over, also by an exception."""

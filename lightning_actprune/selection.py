@@ -17,17 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.arguments import (
-    Scope,
-    ValueFormatName,
-    check_block_size,
-    check_patterns,
-    check_scope,
-    check_sparsity,
-    check_value_format,
-)
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_patterns, check_sparsity
 from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.ops.setting import BlockSetting
 
 MIN_FEATURES = 64
 """Default of ``min_features``. Packing takes about as long for 16 as for 256 features (launches dominate), so each MiB
@@ -48,6 +41,7 @@ class ConversionOptions:
         exclude: Glob patterns on fully qualified names; a layer must match none.
         min_features: Layers with fewer input features stay dense.
         value_format: How the values of kept blocks are stored.
+        block_selection: Which blocks are kept.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -61,12 +55,11 @@ class ConversionOptions:
     exclude: Sequence[str] | str = ()
     min_features: int = MIN_FEATURES
     value_format: ValueFormatName = "same"
+    block_selection: BlockSelection = "largest"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
-        object.__setattr__(self, "block_size", check_block_size(self.block_size))
-        object.__setattr__(self, "scope", check_scope(self.scope))
-        check_value_format(self.value_format, self.block_size)
+        object.__setattr__(self, "block_size", self.blocks.block_size)
         object.__setattr__(self, "include", check_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
         if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):
@@ -77,6 +70,11 @@ class ConversionOptions:
             raise ValueError(
                 f"`min_features` must be an int >= 0, got {self.min_features}. HINT: 0 converts every size."
             )
+
+    @property
+    def blocks(self) -> BlockSetting:
+        """How inputs are cut into blocks and stored, checked."""
+        return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.block_selection)
 
 
 class LayerClaimedError(ValueError):

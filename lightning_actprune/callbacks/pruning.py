@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
 from lightning_actprune.callbacks.display import conversion_summary, held_summary, show
 from lightning_actprune.callbacks.precision import check_precision
@@ -65,6 +65,8 @@ class ActivationPruning(pl.Callback):
             the same.
         value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
             ``"int3"``, ``"int2"``: in so many bits, rounded stochastically; at ``sparsity=0`` too.
+        block_selection: Which blocks are kept: ``"largest"`` (the paper), or, at random, ``"swap"`` or ``"unbiased"``
+            (see ``functional.linear``); without effect at ``sparsity=0``.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -93,6 +95,7 @@ class ActivationPruning(pl.Callback):
         total_steps: int | None = None,
         skip_held: bool = True,
         value_format: ValueFormatName = "same",
+        block_selection: BlockSelection = "largest",
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -106,6 +109,7 @@ class ActivationPruning(pl.Callback):
         self.total_steps = total_steps
         self.skip_held = skip_held
         self.value_format = value_format
+        self.block_selection = block_selection
         self.verbose = verbose
         self._options = self._checked_options()
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
@@ -192,6 +196,7 @@ class ActivationPruning(pl.Callback):
             "block_size": self._options.block_size,
             "scope": self._options.scope,
             "value_format": self._options.value_format,
+            "block_selection": self._options.block_selection,
             "total_steps": self.total_steps,
             "layers": self._claimed,
         }
@@ -212,12 +217,11 @@ class ActivationPruning(pl.Callback):
                 f"`total_steps` must be a positive int or None, got {steps!r}. HINT: it is the number of optimizer "
                 "steps of the whole training; None asks the Trainer."
             )
-        patterns = self.include, self.exclude
+        blocks, patterns = (self.block_size, self.scope), (self.include, self.exclude)
+        stored = self.value_format, self.block_selection
         try:
             sparsity = check_sparsity(self.sparsity) if self.schedule is None else self._sparsity_at(0.0)
-            return ConversionOptions(
-                sparsity, self.block_size, self.scope, *patterns, self.min_features, self.value_format
-            )
+            return ConversionOptions(sparsity, *blocks, *patterns, self.min_features, *stored)
         except (TypeError, ValueError) as error:
             raise MisconfigurationException(str(error)) from error
 

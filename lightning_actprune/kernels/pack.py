@@ -242,6 +242,7 @@ def plan(
     aligned: bool,
     cast: torch.dtype | None = None,
     value_format: str = "same",
+    block_selection: str = "largest",
 ) -> PackPlan | SamplePlan:
     """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``, stored in ``value_format``.
 

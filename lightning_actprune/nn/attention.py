@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_actprune.functional import linear_unchecked, prunes
 from lightning_actprune.nn.linear import ActivationPrunedLinear
 from lightning_actprune.nn.settings import Converted, PrunedLayer
-from lightning_actprune.ops.geometry import AnyScope
+from lightning_actprune.ops.setting import BlockSetting
 
 
 class Projection:
@@ -49,9 +49,9 @@ class Projection:
         return self.weight.shape
 
     @property
-    def scope(self) -> AnyScope:
-        """Within what blocks of the input as it lies compete."""
-        return "sample_second" if self.layer.scope == "sample" else "token"
+    def blocks(self) -> BlockSetting:
+        """How the input as it lies is cut into blocks and stored."""
+        return self.layer._pruning.turned_blocks
 
     def chunk(self, chunks: int) -> list[Projection]:
         """Return so many equal parts of the rows."""
@@ -67,14 +67,12 @@ class Projection:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
-        settings = self.layer._pruning
-        parts = settings.parts.size(0)
-        if not prunes(self.weight, parts, settings.value_format):
+        parts, blocks = self.layer._pruning.parts.size(0), self.blocks
+        if not prunes(self.weight, parts, blocks):
             return F.linear(x, self.weight, bias)
         # Of a view with the batch first, torch makes the same copy, and keeps it.
         rows = self.with_samples(x).contiguous()
-        setting = settings.block_size, self.scope, settings.value_format
-        y = linear_unchecked(rows, self.weight, bias, parts, *setting)
+        y = linear_unchecked(rows, self.weight, bias, parts, blocks)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

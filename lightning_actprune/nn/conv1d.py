@@ -38,10 +38,9 @@ class ActivationPrunedConv1D(PrunedLayer, Conv1D):  # type: ignore[misc]
         """Return ``x W + b``: ``[..., IN] -> [..., OUT]``."""
         settings = self._pruning
         parts = settings.parts.size(0)
-        if not prunes(self.weight, parts, settings.value_format):
+        if not prunes(self.weight, parts, settings.blocks):
             return cast(Tensor, super().forward(x))
-        weight, setting = self.weight.t(), (settings.block_size, settings.scope, settings.value_format)
-        return linear_unchecked(x, weight, self.bias, parts, *setting)
+        return linear_unchecked(x, self.weight.t(), self.bias, parts, settings.blocks)
 
     def __repr__(self) -> str:
         inputs, outputs = self.weight.shape

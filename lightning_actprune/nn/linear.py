@@ -6,16 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import (
-    Scope,
-    ValueFormatName,
-    check_block_size,
-    check_scope,
-    check_sparsity,
-    check_value_format,
-)
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.functional import linear_unchecked
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
+from lightning_actprune.ops.setting import BlockSetting
 
 
 class ActivationPrunedLinear(PrunedLayer, nn.Linear):
@@ -34,6 +28,7 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, ``"fp8"`` (see ``functional.linear``).
+        block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
         device: Device of the parameters.
         dtype: Type of the parameters.
 
@@ -60,21 +55,18 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
         block_size: int = 32,
         scope: Scope = "sample",
         value_format: ValueFormatName = "same",
+        block_selection: BlockSelection = "largest",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        block_size = check_block_size(block_size)
-        value_format = check_value_format(value_format, block_size)
-        self._pruning = PruningSettings(check_sparsity(sparsity), block_size, check_scope(scope), value_format)
+        blocks = BlockSetting.checked(block_size, scope, value_format, block_selection)
+        self._pruning = PruningSettings(check_sparsity(sparsity), blocks)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
-        return linear_unchecked(
-            input, self.weight, self.bias, settings.parts.size(0), settings.block_size, settings.scope,
-            settings.value_format,
-        )  # fmt: skip
+        return linear_unchecked(input, self.weight, self.bias, settings.parts.size(0), settings.blocks)
 
     def extra_repr(self) -> str:
         """Show the pruning settings in the printed module."""

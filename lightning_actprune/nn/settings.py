@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.arguments import Scope, ValueFormatName, check_sparsity
-from lightning_actprune.ops.geometry import sparsity_parts
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.ops.geometry import AnyScope, sparsity_parts
+from lightning_actprune.ops.setting import BlockSetting
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,17 +20,19 @@ class PruningSettings:
     ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
     tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
     one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
-    anew.
+    anew. ``turned_blocks`` is made here, not in ``forward``, for speed and because torch 2.8 compiles no ``_replace``.
     """
 
     sparsity: float
-    block_size: int
-    scope: Scope
-    value_format: ValueFormatName = "same"
+    blocks: BlockSetting
     owner: str | None = None
     parts: Tensor = field(init=False, repr=False)
+    turned_blocks: BlockSetting = field(init=False, repr=False)
+    """For an input whose samples are its second dimension, as inside attention."""
 
     def __post_init__(self) -> None:
+        scope: AnyScope = "sample_second" if self.blocks.scope == "sample" else "token"
+        object.__setattr__(self, "turned_blocks", self.blocks._replace(scope=scope))
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
         object.__setattr__(self, "parts", parts)
 
@@ -58,17 +61,22 @@ class PrunedLayer(Converted):
     @property
     def block_size(self) -> int:
         """Values per block."""
-        return self._pruning.block_size
+        return self._pruning.blocks.block_size
 
     @property
     def scope(self) -> Scope:
         """Within what blocks compete."""
-        return self._pruning.scope
+        return cast(Scope, self._pruning.blocks.scope)
 
     @property
     def value_format(self) -> ValueFormatName:
         """How the values of kept blocks are stored."""
-        return self._pruning.value_format
+        return self._pruning.blocks.value_format
+
+    @property
+    def block_selection(self) -> BlockSelection:
+        """Which blocks are kept."""
+        return self._pruning.blocks.block_selection
 
     @property
     def packs(self) -> bool:
@@ -83,4 +91,5 @@ class PrunedLayer(Converted):
     def describe_settings(self) -> str:
         """Return the settings as they are shown in a printed module."""
         shown = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
-        return shown if self.value_format == "same" else f"{shown}, value_format={self.value_format!r}"
+        shown += "" if self.value_format == "same" else f", value_format={self.value_format!r}"
+        return shown if self.block_selection == "largest" else f"{shown}, block_selection={self.block_selection!r}"

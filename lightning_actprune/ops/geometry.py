@@ -192,7 +192,7 @@ def stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
     """Return ``[batch, rows, length]`` of the stored layout of ``x``, whatever the scope in which blocks compete."""
     features = x.shape[-1]
     if not transposed:
-        return 1, x.numel() // max(features, 1), features
+        return 1, x.shape[:-1].numel(), features
     return x.shape[0], features, x.shape[1:-1].numel()
 
 

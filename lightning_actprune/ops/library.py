@@ -31,7 +31,7 @@ _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library.define(
-    "pack(Tensor x, int block_size, SymInt keep, str value_format='same') -> "
+    "pack(Tensor x, int block_size, SymInt keep, str value_format='same', str block_selection='largest') -> "
     "(Tensor values, Tensor bitmap, Tensor offsets)",
     tags=_TAGS,
 )
@@ -52,7 +52,9 @@ _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutogra
 
 
 @torch.library.register_fake("actprune::pack", lib=_library)
-def _pack_fake(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
+def _pack_fake(
+    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
     samples, rows, length = x.shape
     blocks = rows * ceil_div(length, block_size)
     row = block_size if value_format == "same" else FORMATS[value_format].row_bytes(block_size, x.element_size())
@@ -109,11 +111,14 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     return _get_current_dispatch_mode() is None
 
 
-def pack(x: Tensor, block_size: int, keep: int, value_format: str, eager: bool) -> tuple[Tensor, Tensor, Tensor]:
+def pack(
+    x: Tensor, block_size: int, keep: int, value_format: str, block_selection: str, eager: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, bitmap and offsets of ``x [S, T, L]``; ``eager``: the result of ``in_plain_eager_mode``."""
     if eager:
-        return _pack.pack(x, block_size, keep, value_format)
-    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(x, block_size, keep, value_format)
+        return _pack.pack(x, block_size, keep, value_format, block_selection)
+    arguments = x, block_size, keep, value_format, block_selection
+    packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(*arguments)
     return packed
 
 

@@ -27,8 +27,9 @@ from torch.autograd.function import FunctionCtx
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import AnyScope, block_and_keep, stored_shape, stored_view
+from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
 
 
@@ -42,30 +43,28 @@ class PrunedLinearFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         parts: int,
-        block_size: int,
-        scope: AnyScope,
-        value_format: str,
+        blocks: BlockSetting,
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.samples_second = scope == "sample_second"
-        setting = Setting(parts, block_size, scope, autocast_dtype(x), value_format)
+        ctx.samples_second = blocks.scope == "sample_second"
+        setting = Setting(parts, autocast_dtype(x), blocks)
         parameters = weight, bias
         if setting.autocast is not None:
             parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
         key = sharing.key_of(x, setting) if eager else None
         shared = None if key is None else sharing.find(x, key)
         if shared is not None:
-            rows = cast_input(x, setting.autocast, block_size)
+            rows = cast_input(x, setting.autocast, blocks.block_size)
             y = _dense(rows, rows, *parameters)
         else:
             y, shared = _dense_and_pack(x, parameters, setting, eager)
             if key is not None:
                 sharing.remember(x, key, shared)
         ctx.transposed, ctx.stored_shape, ctx.block = shared.transposed, shared.shape, shared.block
-        ctx.value_format = value_format
+        ctx.value_format = blocks.value_format
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
         return y
 
@@ -73,14 +72,14 @@ class PrunedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None, None, None)
+            return (*_backward(ctx, grad_y), None, None, None)
         with torch.no_grad():
             grads = _backward(ctx, grad_y)
         if not torch.compiler.is_compiling():  # create_graph=True
             # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
             leaf = torch.zeros((), requires_grad=True)
             grads = tuple([None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads])
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None)
 
 
 _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
@@ -88,19 +87,11 @@ _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
 is this very method."""
 
 
-def pruned_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    parts: int,
-    block_size: int,
-    scope: AnyScope,
-    value_format: str,
-) -> Tensor:
+def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
     """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
-    y: Tensor = apply(x, weight, bias, parts, block_size, scope, value_format, eager)
+    y: Tensor = apply(x, weight, bias, parts, blocks, eager)
     return y
 
 
@@ -108,23 +99,24 @@ def _dense_and_pack(
     x: Tensor, parameters: tuple[Tensor, Tensor | None], setting: Setting, eager: bool
 ) -> tuple[Tensor, Shared]:
     """Return ``F.linear(x, *parameters)``, whose parameters are cast already, and what is kept of ``x``."""
+    blocks = setting.blocks
     plan = input_plan(x, setting) if eager else None
     if plan is not None and plan.new_cast is not None:
         rows = plan.new_cast()
         with on_device_of(x):
             packed = plan.launch(x, rows)
         return _dense(rows, rows, *parameters), Shared(packed, plan.shape, plan.transposed, plan.block)
-    x = cast_input(x, setting.autocast, setting.block_size)
+    x = cast_input(x, setting.autocast, blocks.block_size)
     if plan is not None:
         rows = x.contiguous() if plan.copied else x
         y = _dense(x, rows, *parameters)
         with on_device_of(rows):
             return y, Shared(plan.launch(rows), plan.shape, plan.transposed, plan.block)
-    stored, transposed = stored_view(x, setting.block_size, setting.scope)
+    stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
-    y = _dense(x, x if transposed or setting.scope == "sample_second" else stored, *parameters)
-    block, keep = block_and_keep(stored, setting.block_size, setting.parts)
-    packed = library.pack(stored, block, keep, setting.value_format, eager)
+    y = _dense(x, x if transposed or blocks.scope == "sample_second" else stored, *parameters)
+    block, keep = block_and_keep(stored, blocks.block_size, setting.parts)
+    packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
     return y, Shared(packed, stored_shape(x, transposed), transposed, block)
 
 

@@ -21,6 +21,7 @@ from lightning_actprune.ops.autocast import cast_input
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
 from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
+from lightning_actprune.ops.setting import BlockSetting
 
 
 class Setting(NamedTuple):
@@ -28,17 +29,13 @@ class Setting(NamedTuple):
 
     Args:
         parts: Sparsity in parts of 10^9.
-        block_size: Values per block.
-        scope: Within what blocks compete.
         autocast: Type of the active autocast, ``None`` without one.
-        value_format: How the values of kept blocks are stored.
+        blocks: How inputs are cut into blocks and stored.
     """
 
     parts: int
-    block_size: int
-    scope: AnyScope
     autocast: torch.dtype | None
-    value_format: str = "same"
+    blocks: BlockSetting
 
 
 class InputPlan(NamedTuple):
@@ -64,7 +61,7 @@ class InputPlan(NamedTuple):
 def input_plan(x: Tensor, setting: Setting) -> InputPlan | None:
     """Return how the kernels pack ``x``, or ``None`` if that is not for them, or not for a plan, to do.
 
-    Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.block_size)``.
+    Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.blocks.block_size)``.
     """
     if not x.is_cuda and forced_backend() is None:
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
@@ -82,7 +79,7 @@ def _plan(
     setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
-    parts, block_size, scope, autocast, value_format = setting
+    parts, autocast, (block_size, scope, *choices) = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
@@ -96,12 +93,13 @@ def _plan(
 
     source = _castable(given, x, stored, transposed, block_size, scope)
     if source is not None:
-        launch = kernels.plan(source.shape, source.stride(), block, keep, dtype, device, aligned, x.dtype, value_format)
+        strides = source.stride()
+        launch = kernels.plan(source.shape, strides, block, keep, dtype, device, aligned, x.dtype, *choices)
         new_cast = functools.partial(torch.empty_strided, shape, x.stride(), dtype=x.dtype, device=device)
         return InputPlan(False, stored_shape(x, transposed), transposed, block, launch, new_cast)
     aligned = aligned or copied or x is not given
     strides = stored.stride()
-    launch = kernels.plan(stored.shape, strides, block, keep, x.dtype, device, aligned, None, value_format)
+    launch = kernels.plan(stored.shape, strides, block, keep, x.dtype, device, aligned, None, *choices)
     return InputPlan(copied, stored_shape(x, transposed), transposed, block, launch, None)
 
 

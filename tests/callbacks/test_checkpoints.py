@@ -115,6 +115,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "block_size": 32,
         "scope": "sample",
         "value_format": "same",
+        "block_selection": "largest",
         "total_steps": None,
         "layers": ["body.0", "body.2", "head"],
     }

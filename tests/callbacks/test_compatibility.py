@@ -124,6 +124,7 @@ trainer:
       init_args:
         block_size: 16
         exclude: [head]
+        block_selection: unbiased
         schedule:
           class_path: lightning_actprune.CubicSchedule
           init_args:
@@ -153,6 +154,7 @@ def test_config_file_and_its_round_trip(tmp_path: Path):
     for made in first, second:
         pruning, monitor = ours(made.trainer)
         assert (pruning.sparsity, pruning.block_size, pruning.exclude) == (0.6, 16, ["head"])
+        assert pruning.block_selection == "unbiased"
         assert repr(pruning.schedule) == repr(CubicSchedule(end=0.8, warmup=0.25))
         assert monitor.measure_batch == 1
     saved = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]
@@ -170,6 +172,8 @@ def test_short_names_on_the_command_line():
         "--trainer.callbacks+=ActivationPruning",
         "--trainer.callbacks.sparsity=0.3",
         "--trainer.callbacks.include=[body.*,head]",
+        "--trainer.callbacks.value_format=int4",
+        "--trainer.callbacks.block_selection=swap",
         "--trainer.callbacks.schedule=LinearSchedule",
         "--trainer.callbacks.schedule.end=0.7",
         "--trainer.callbacks+=ActivationMemoryMonitor",
@@ -177,6 +181,7 @@ def test_short_names_on_the_command_line():
     )
     pruning, monitor = ours(made.trainer)
     assert (pruning.sparsity, pruning.include, pruning.schedule.end) == (0.3, ["body.*", "head"], 0.7)
+    assert (pruning.value_format, pruning.block_selection) == ("int4", "swap")
     assert monitor.verbose is False
 
 

@@ -28,6 +28,7 @@ LAYERS = ["body.0", "body.2", "head"]
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
         ({"scope": "batch"}, '`scope` must be "sample" or "token", got \'batch\'. HINT'),
+        ({"block_selection": None}, '`block_selection` must be "largest", "swap" or "unbiased", got None. HINT'),
         ({"include": 3}, "`include` must be a glob pattern or a list of them, got 3. HINT"),
         ({"exclude": [""]}, "`exclude` must be a glob pattern"),
         ({"min_features": -1}, "`min_features` must be an int >= 0, got -1. HINT"),
@@ -53,6 +54,7 @@ def test_arguments_are_stored_as_given():
         "total_steps": 10,
         "skip_held": False,
         "value_format": "int4",
+        "block_selection": "unbiased",
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()

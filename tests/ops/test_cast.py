@@ -15,6 +15,7 @@ from lightning_actprune.ops import linear, plan
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import input_geometry, sparsity_parts
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.setting import BlockSetting
 from tests.ops.test_plan import VIEWS
 
 CAST_BY_KERNELS = {"rows", "vector", "plain", "tokens", "features", "channels-first", "unaligned"}
@@ -61,7 +62,7 @@ def run(x, weight, bias, dtype, scope="sample"):
         torch.autocast(x.device.type, dtype),
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
     ):
-        y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.6), 11, scope, "same")
+        y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.6), BlockSetting(11, scope))
     torch.manual_seed(1)
     grads = torch.autograd.grad(y, (x, weight, bias), torch.randn_like(y))
     return [y, *saved, grads[0].float(), *grads[1:]]
@@ -80,7 +81,7 @@ def test_all_is_as_if_the_input_had_been_cast_before(kernel_device, plans, kind,
     weight = torch.randn(5, x.shape[-1], device=kernel_device, requires_grad=True)
     bias = torch.randn(5, device=kernel_device, requires_grad=True)
     with force_backend("triton"):
-        found = input_plan(x, Setting(HALF, 11, scope, dtype))
+        found = input_plan(x, Setting(HALF, dtype, BlockSetting(11, scope)))
         by_kernels = kind in CAST_BY_KERNELS or (kind in GAPS and scope == "sample")
         assert (found is not None and found.new_cast is not None) == by_kernels
         found, expected = run(x, weight, bias, dtype, scope), run(x.to(dtype), weight, bias, dtype, scope)
@@ -100,7 +101,7 @@ def test_samples_that_are_second_lie_as_they_are_stored_only_if_there_is_one(ker
     )
     weight, bias = (torch.randn(*shape, device=kernel_device, requires_grad=True) for shape in ((5, x.shape[-1]), (5,)))
     with force_backend("triton"):
-        found = input_plan(x, Setting(HALF, 11, "sample_second", torch.bfloat16))
+        found = input_plan(x, Setting(HALF, torch.bfloat16, BlockSetting(11, "sample_second")))
         assert (found.new_cast is not None) == (kind in ONE)
         found = run(x, weight, bias, torch.bfloat16, "sample_second")
         expected = run(x.bfloat16(), weight, bias, torch.bfloat16, "sample_second")
@@ -113,7 +114,7 @@ def test_copy_lies_as_torchs_cast_does(kernel_device):
     for kind in CAST_BY_KERNELS | GAPS:
         x = view(kind, torch.float16, kernel_device)
         with force_backend("triton"):
-            copy = input_plan(x, Setting(HALF, 11, "sample", torch.float16)).new_cast()
+            copy = input_plan(x, Setting(HALF, torch.float16, BlockSetting(11, "sample"))).new_cast()
         assert (copy.stride(), copy.dtype, copy.device) == (x.half().stride(), torch.float16, x.device)
 
 
@@ -122,15 +123,15 @@ def test_copy_lies_as_torchs_cast_does(kernel_device):
 def test_input_of_16_bits_is_cast_by_torch_if_at_all(given, dtype):
     x = torch.randn(2, 8, 32).to(given)
     with force_backend("triton"):
-        assert input_plan(x, Setting(HALF, 8, "sample", dtype)).new_cast is None
-        assert input_plan(x.float(), Setting(HALF, 8, "sample", None)).new_cast is None
+        assert input_plan(x, Setting(HALF, dtype, BlockSetting(8, "sample"))).new_cast is None
+        assert input_plan(x.float(), Setting(HALF, None, BlockSetting(8, "sample"))).new_cast is None
 
 
 @dtypes
 def test_fp64_is_not_cast(dtype):
     x, weight = torch.randn(2, 8, 32, dtype=torch.float64), torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     with force_backend("triton"), pytest.raises(RuntimeError, match="float64"):
-        input_plan(x, Setting(HALF, 8, "sample", dtype))
+        input_plan(x, Setting(HALF, dtype, BlockSetting(8, "sample")))
     with torch.autocast("cpu", dtype):
         assert functional.linear(x, weight, sparsity=0.5, block_size=8).dtype == torch.float64
 

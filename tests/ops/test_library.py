@@ -37,6 +37,8 @@ def test_opcheck(device):
     torch.library.opcheck(ops.unpack.default, (few, bitmap, offsets, 60, 40, 16, "int4", x.dtype))
     rest = 3, 20, 40, False, torch.float32, 16, "int4"
     torch.library.opcheck(ops.weight_grad.default, (grad_y, few, bitmap, offsets, *rest))
+    torch.library.opcheck(ops.pack.default, (x, 16, 30, "same", "swap"))
+    torch.library.opcheck(ops.pack.default, (x, 16, 30, "int4", "unbiased"))
     assert values.shape == (90, 16)
 
 

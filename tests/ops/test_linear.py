@@ -144,6 +144,15 @@ def test_empty_batch(device):
     assert not bias.grad.any()
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0)], ids=str)
+def test_no_features(device, shape):
+    x, weight, bias = setup(device, *shape)
+    functional.linear(x, weight, bias, sparsity=0.5, block_size=8).sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.shape == (24, 0)
+    assert torch.equal(bias.grad, torch.full_like(bias, x.shape[:-1].numel()))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_several_gradients_at_once_equal_them_one_by_one(device, method):
     """Vectorised jacobians: ``vmap`` hands the backward tensors without memory of their own."""

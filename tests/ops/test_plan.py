@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from unittest import mock
 
 import pytest
@@ -10,11 +11,15 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune import functional
+from lightning_actprune.kernels import pack as packs
 from lightning_actprune.ops import library, linear, plan
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.weight_grad import choose_method, force_method
 from tests import oracle
+
+HALF = 5 * 10**8
 
 VIEWS = {
     "rows": lambda: torch.randn(6, 40),
@@ -90,26 +95,36 @@ def test_product_and_kernels_read_the_same_copy(autocast):
 
 
 def test_a_plan_is_one_object_per_layout_and_setting():
-    x = torch.randn(2, 8, 32)
+    x, same = torch.randn(2, 8, 32), BlockSetting(8, "sample")
     with force_backend("triton"):
-        first = input_plan(x, Setting(5 * 10**8, 8, "sample", None))
-        assert input_plan(torch.randn(2, 8, 32), Setting(5 * 10**8, 8, "sample", None)) is first
+        first = input_plan(x, Setting(HALF, None, same))
+        assert input_plan(torch.randn(2, 8, 32), Setting(HALF, None, same)) is first
         others = [
-            input_plan(x, Setting(6 * 10**8, 8, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 16, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 8, "token", None)),
-            input_plan(x.half(), Setting(5 * 10**8, 8, "sample", None)),
-            input_plan(x, Setting(5 * 10**8, 8, "sample", torch.float16)),
-            input_plan(x, Setting(5 * 10**8, 8, "sample", torch.bfloat16)),
-            input_plan(torch.randn(2, 32, 8).transpose(1, 2), Setting(5 * 10**8, 8, "sample", None)),
-            input_plan(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), Setting(5 * 10**8, 8, "sample", None)),
+            input_plan(x, Setting(6 * 10**8, None, same)),
+            input_plan(x, Setting(HALF, None, BlockSetting(16, "sample"))),
+            input_plan(x, Setting(HALF, None, BlockSetting(8, "token"))),
+            input_plan(x, Setting(HALF, None, BlockSetting(8, "sample", "int4"))),
+            input_plan(x, Setting(HALF, None, BlockSetting(8, "sample", block_selection="swap"))),
+            input_plan(x.half(), Setting(HALF, None, same)),
+            input_plan(x, Setting(HALF, torch.float16, same)),
+            input_plan(x, Setting(HALF, torch.bfloat16, same)),
+            input_plan(torch.randn(2, 32, 8).transpose(1, 2), Setting(HALF, None, same)),
+            input_plan(torch.randn(2 * 8 * 32 + 1)[1:].view(2, 8, 32), Setting(HALF, None, same)),
         ]
     assert len({id(plan) for plan in [first, *others]}) == len(others) + 1
     with force_backend("reference"):
-        assert input_plan(x, Setting(5 * 10**8, 8, "sample", None)) is None
-    assert (
-        input_plan(x, Setting(5 * 10**8, 8, "sample", None)) is None
-    )  # on a CPU the reference is the automatic choice
+        assert input_plan(x, Setting(HALF, None, same)) is None
+    assert input_plan(x, Setting(HALF, None, same)) is None  # on a CPU the reference is the automatic choice
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "cast"])
+def test_the_kernels_are_told_format_and_selection(autocast):
+    x, blocks = torch.randn(2, 8, 48), BlockSetting(16, "sample", "int4", "unbiased")
+    plan._plan.cache_clear()
+    with force_backend("triton"), mock.patch.object(packs, "plan", wraps=packs.plan) as asked:
+        input_plan(x, Setting(HALF, autocast, blocks))
+    arguments = inspect.signature(packs.plan.__wrapped__).bind(*asked.call_args.args, **asked.call_args.kwargs)
+    assert (arguments.arguments["value_format"], arguments.arguments["block_selection"]) == ("int4", "unbiased")
 
 
 def test_a_forced_backend_that_cannot_be_is_refused_as_before():

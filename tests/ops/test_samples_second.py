@@ -11,8 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune import functional
 from lightning_actprune.ops.geometry import input_geometry, sparsity_parts, stored_view
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
+
+SECOND = BlockSetting(16, "sample_second")
 
 
 class Watched(TorchDispatchMode):
@@ -32,11 +35,11 @@ def test_blocks_of_a_sample_compete_and_the_rest_is_exact(device, shape, method,
     grad_y = torch.randn(*shape[:2], 24, device=device)
     with force_method(method):
         if eager:
-            y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second", "same")
+            y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), SECOND)
             grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
         else:
             with Watched():
-                y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), 16, "sample_second", "same")
+                y = functional.linear_unchecked(x, weight, bias, sparsity_parts(0.5), SECOND)
                 grads = torch.autograd.grad(y, (x, weight, bias), grad_y)
     dense = F.linear(x, weight, bias)
     wanted = torch.autograd.grad(dense, (x, bias), grad_y)
@@ -64,5 +67,5 @@ def test_one_feature_may_have_any_stride(eager):
     assert x.stride(2) != 1
     weight = torch.randn(4, 1, requires_grad=True)
     with nullcontext() if eager else Watched():
-        y = functional.linear_unchecked(x, weight, None, sparsity_parts(0.5), 16, "sample_second", "same")
+        y = functional.linear_unchecked(x, weight, None, sparsity_parts(0.5), SECOND)
     torch.testing.assert_close(y, x @ weight.t())

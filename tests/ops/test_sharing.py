@@ -21,9 +21,9 @@ def saved_storages(*outputs):
     return [y.grad_fn.saved_tensors[1].untyped_storage()._cdata for y in outputs]
 
 
-def layer(x, sparsity=0.5, block_size=8, scope="sample", outputs=6):
+def layer(x, sparsity=0.5, block_size=8, outputs=6, **settings):
     weight = torch.randn(outputs, x.shape[-1], device=x.device, requires_grad=True)
-    return weight, functional.linear(x, weight, sparsity=sparsity, block_size=block_size, scope=scope)
+    return weight, functional.linear(x, weight, sparsity=sparsity, block_size=block_size, **settings)
 
 
 def distinct(*outputs):
@@ -59,8 +59,8 @@ def test_three_layers_keep_one_packed_input_and_get_the_gradients_of_their_own(d
 
 def test_other_settings_share_nothing():
     x = torch.randn(2, 6, 16)
-    settings = ({}, {"sparsity": 0.25}, {"block_size": 4}, {"scope": "token"})
-    assert distinct(*(layer(x, **one)[1] for one in settings)) == 4
+    settings = ({}, {"sparsity": 0.25}, {"block_size": 4}, {"scope": "token"}, {"block_selection": "swap"})
+    assert distinct(*(layer(x, **one)[1] for one in settings)) == 5
     with torch.autocast("cpu", torch.bfloat16):
         _, y = layer(x)
     assert distinct(y, layer(x)[1]) == 2
