@@ -30,25 +30,25 @@ from lightning_actprune.following import PrunedCallFollower
 from lightning_actprune.hooks import backward_runs
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.ops.geometry import AnyScope, block_and_keep, sparsity_parts, stored_view
+from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.reference import split_blocks
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.selection import linear_layers
 
 __all__ = ["EnergyProbe"]
 
 
-def dropped_energy(x: Tensor, sparsity: float, block_size: int = 32, scope: AnyScope = "sample") -> Tensor:
+def dropped_energy(x: Tensor, sparsity: float, blocks: BlockSetting) -> Tensor:
     """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, fp32 ``[2]``.
 
     Args:
         x: Input of a layer, ``[..., features]``.
         sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Values per block.
-        scope: Within what blocks compete.
+        blocks: How ``x`` is cut into blocks.
     """
     with torch.no_grad():
-        stored, _ = stored_view(x, block_size, scope)
-        block, keep = block_and_keep(stored, block_size, sparsity_parts(sparsity))
+        stored, _ = stored_view(x, blocks.block_size, blocks.scope)
+        block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity))
         # Sums in fp32 without a copy in fp32, which would be what is largest in a step.
         norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=torch.float32)
         energies = norms.square().flatten(1)
@@ -126,14 +126,14 @@ class EnergyProbe(PrunedCallFollower):
         """
         return keep_blocks(self._model, report, self.spread)
 
-    def _see(self, layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None) -> None:
+    def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:
         if not isinstance(layer, PrunedLayer) or layer.owner is None or backward_runs():
             return
         sparsity = max(layer.sparsity, self._sparsity)
         if sparsity == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
             return
         if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0:
-            sums = dropped_energy(x.detach(), sparsity, layer.block_size, scope or layer.scope)
+            sums = dropped_energy(x.detach(), sparsity, blocks)
             self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
 
 

@@ -13,7 +13,7 @@ from lightning_actprune.hooks import ForwardHook, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import Layer, weight_of_call
 from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.ops.geometry import AnyScope
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.selection import linear_layers
 
 
@@ -63,7 +63,7 @@ class PrunedCallFollower(ABC):
         """Take note of a projection inside an attention module as the call of a layer, which it is not."""
         if projection.layer in self._layers:
             self.ran = True
-            self._see(projection.layer, projection.weight, projection.with_samples(x), projection.scope)
+            self._see(projection.layer, projection.weight, projection.with_samples(x), projection.blocks)
 
     def leave_projection(self, projection: Projection) -> None:  # noqa: B027  # nothing is the default on purpose
         """Do nothing: a call counts when it begins."""
@@ -72,8 +72,9 @@ class PrunedCallFollower(ABC):
         weight = weight_of_call(layer)
         assert weight is not None
         self.ran = True
-        self._see(layer, weight, args[0] if args else None, None)
+        if isinstance(layer, PrunedLayer):  # not reverted meanwhile
+            self._see(layer, weight, args[0] if args else None, layer._pruning.blocks)
 
     @abstractmethod
-    def _see(self, layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None) -> None:
-        """Look at a call with its first argument; ``scope``: within what blocks compete if not as the layer says."""
+    def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:
+        """Look at a call with its first argument, and how that is cut into blocks."""

@@ -54,4 +54,4 @@ def check_preset(value: Any) -> Preset:
             f"`preset` must be one of {', '.join(map(repr, PRESETS))} or None, got {value!r}. HINT: 'paper' prunes as "
             "the paper does, 'balanced' only quantises, 'max' does both and saves most."
         )
-    return PRESETS[value]  # type: ignore[no-any-return,index]
+    return PRESETS[value]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightning_actprune.following import PrunedCallFollower
 from lightning_actprune.hooks import backward_runs
 from lightning_actprune.nn.kinds import Layer
-from lightning_actprune.ops.geometry import AnyScope
+from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.selection import linear_layers
 
 __all__ = ["RecomputationProbe"]
@@ -68,7 +68,7 @@ class RecomputationProbe(PrunedCallFollower):
         found = self._again - self._kept
         return [fqns[0] for fqns, layer in linear_layers(self._model) if layer in found]
 
-    def _see(self, layer: Layer, weight: Tensor, x: Any, scope: AnyScope | None) -> None:
+    def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return
         if backward_runs():

@@ -28,7 +28,7 @@ MAX_LINES = 300
 
 # What each part may import besides itself; the most specific row counts.
 BELOW_CALLBACKS = {"arguments", "conversion", "energy", "footprint", "functional", "holders", "nn", "ops", "schedules"}
-BELOW_CALLBACKS |= {"pictures", "recomputed", "selection", "step_memory", "step_recorder"}
+BELOW_CALLBACKS |= {"pictures", "presets", "recomputed", "selection", "step_memory", "step_recorder"}
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
@@ -44,12 +44,13 @@ ALLOWED = {
     "calls": {"arguments", "copies", "nn", "ops"},
     "hooks": set(),
     "saved": {"calls", "copies", "hooks", "nn", "selection"},
-    "following": {"hooks", "nn", "ops.geometry", "selection"},
-    "recomputed": {"following", "hooks", "nn", "ops.geometry", "selection"},
-    "energy": {"arguments", "conversion", "following", "hooks", "nn", "ops.geometry", "ops.reference", "selection"},
+    "following": {"hooks", "nn", "ops.setting", "selection"},
+    "recomputed": {"following", "hooks", "nn", "ops.setting", "selection"},
+    "energy": {"arguments", "conversion", "following", "hooks", "nn", "ops", "selection"},
     "step_memory": set(),
     "step_recorder": {"calls", "hooks", "saved", "selection", "step_memory"},
     "pictures": {"step_memory"},
+    "presets": {"arguments"},
     "footprint": {"calls", "saved", "selection", "step_memory"},
     "holders": {"arguments", "calls", "conversion", "hooks", "nn", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,

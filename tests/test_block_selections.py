@@ -91,7 +91,7 @@ def test_the_largest_are_the_default(asked: list[str]):
     model(x())
     assert asked == ["largest"] * 5
     assert {layer.block_selection for layer in report.converted} == {"largest"}
-    assert ActivationPruning().block_selection == "largest"
+    assert ActivationPruning(0.6).block_selection == "largest"
 
 
 def test_without_sparsity_nothing_is_selected(asked: list[str]):

@@ -133,7 +133,7 @@ def test_a_fit_prunes_and_restores(conv1d):
             if self.body is None:
                 self.body, self.head = block(conv1d, 64), nn.Linear(64, 4)
 
-    model, callback = Gpt(), ActivationPruning(verbose=False)
+    model, callback = Gpt(), ActivationPruning(0.6, verbose=False)
     model.watch = lambda net: type(net.body.c_proj).__name__
     trainer(callback).fit(model)
     assert set(model.seen) == {"ActivationPrunedConv1D"}

@@ -7,6 +7,7 @@ from torch import nn
 from lightning_actprune import EnergyProbe, convert, functional, revert
 from lightning_actprune.energy import dropped_energy
 from lightning_actprune.nn.linear import ActivationPrunedLinear
+from lightning_actprune.ops.setting import BlockSetting
 
 
 def spread_and_concentrated() -> nn.Sequential:
@@ -22,7 +23,7 @@ def spread_and_concentrated() -> nn.Sequential:
 def test_energy_is_what_the_unpacked_input_lacks(shape, scope):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     kept = functional.pack(x, sparsity=0.4, block_size=16, scope=scope).unpack()
-    dropped, total = dropped_energy(x, 0.4, 16, scope).tolist()
+    dropped, total = dropped_energy(x, 0.4, BlockSetting(16, scope)).tolist()
     torch.testing.assert_close(torch.tensor(total), x.square().sum())
     torch.testing.assert_close(torch.tensor(total - dropped), kept.square().sum())
 
@@ -30,13 +31,15 @@ def test_energy_is_what_the_unpacked_input_lacks(shape, scope):
 def test_energy_of_a_transposed_input_is_that_of_its_blocks():
     x = torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
     kept = functional.pack(x, sparsity=0.5, block_size=32).unpack()
-    dropped, total = dropped_energy(x, 0.5, 32).tolist()
+    dropped, total = dropped_energy(x, 0.5, BlockSetting(32, "sample")).tolist()
     torch.testing.assert_close(torch.tensor(total - dropped), kept.square().sum())
 
 
 def test_energy_of_sixteen_bits_is_summed_in_fp32():
     x = torch.full((4, 4096), 0.01, dtype=torch.float16)
-    assert dropped_energy(x, 0.5, 32)[1].item() == pytest.approx(x.double().square().sum().item(), rel=1e-5)
+    assert dropped_energy(x, 0.5, BlockSetting(32, "sample"))[1].item() == pytest.approx(
+        x.double().square().sum().item(), rel=1e-5
+    )
 
 
 def test_only_spread_inputs_keep_all_their_blocks():

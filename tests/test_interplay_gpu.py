@@ -122,7 +122,7 @@ def test_a_fit_with_checkpoints_warns_once():
     data = DataLoader(torch.randn(8, 196, WIDTH), batch_size=4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(ActivationPruning(), accelerator="gpu", precision="16-mixed").fit(Fitted(), data)
+        trainer(ActivationPruning(0.6), accelerator="gpu", precision="16-mixed").fit(Fitted(), data)
     [text] = [str(w.message) for w in caught if "activation checkpoint" in str(w.message)]
     assert "net.q, net.k, net.v" in text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_actprune.callbacks.probing import Findings
 from lightning_actprune.conversion import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.ops.geometry import BlockGeometry
 
@@ -88,13 +89,26 @@ def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: i
     return Group(*parts)
 
 
-def held_summary(held: Sequence[SkippedLayer], remaining: int) -> RenderableType:
-    """Return the layers that were turned dense after the first batch, and how many stay pruned."""
-    text = (
-        f"Activation pruning: {len(held)} linear layers stay dense, since packing their inputs would add memory "
-        f"(skip_held=False prunes them all the same); {remaining} are pruned."
-    )
-    return Group(text, _skipped_table(held))
+def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableType]:
+    """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
+    if found.held:
+        text = (
+            f"Activation pruning: {len(found.held)} linear layers stay dense, since packing their inputs would add "
+            f"memory (skip_held=False prunes them all the same); {len(report.converted)} are pruned."
+        )
+        yield Group(text, _skipped_table(found.held))
+    if found.spread:
+        made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
+        shown, rest = shortened(list(found.spread.items()))
+        for name, share in shown:
+            made.add_row(name, percent(share))
+        if rest:
+            made.add_row(f"... and {len(rest)} more")
+        text = (
+            f"Activation pruning: {len(found.spread)} linear layers drop no block, since the energy of their inputs is "
+            "spread over all blocks (max_dropped_energy=1 prunes them all the same)."
+        )
+        yield Group(text, made)
 
 
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -131,6 +132,13 @@ class FirstBatchProbe:
             if probe is not None:
                 probe.close()
         self._holders = self._energy = self._recomputations = None
+
+
+def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
+    """Return the sum of ``values`` over the ranks of a distributed training."""
+    total = trainer.strategy.reduce(values, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total
 
 
 def check_left(report: ConversionReport) -> None:

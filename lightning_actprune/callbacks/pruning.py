@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
 from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
-from lightning_actprune.callbacks.display import conversion_summary, held_summary, show
+from lightning_actprune.callbacks.display import conversion_summary, findings, show
 from lightning_actprune.callbacks.precision import check_precision
-from lightning_actprune.callbacks.probing import FirstBatchProbe
+from lightning_actprune.callbacks.probing import FirstBatchProbe, Questions, check_left, sum_over_ranks
+from lightning_actprune.callbacks.progress import SparsityProgress, checked
 from lightning_actprune.conversion import (
     ConversionReport,
     ConvertedLayer,
@@ -27,9 +27,11 @@ from lightning_actprune.conversion import (
     new_owner,
     revert,
 )
+from lightning_actprune.energy import keep_blocks
 from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
-from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, LayerClaimedError, linear_layers
+from lightning_actprune.presets import PresetName, check_preset
+from lightning_actprune.schedules import SparsitySchedule
+from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, linear_layers
 
 
 class ActivationPruning(pl.Callback):
@@ -53,7 +55,7 @@ class ActivationPruning(pl.Callback):
 
     Args:
         sparsity: Fraction of blocks dropped, in [0, 1). Not used if there is a ``schedule``.
-        block_size: Consecutive values of a row per block, positive; cut to the row if larger.
+        block_size: Consecutive values of a row per block, positive; cut to the row if larger; 32 by default.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
         include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified layer names; a layer must match none.
@@ -67,6 +69,10 @@ class ActivationPruning(pl.Callback):
             ``"int3"``, ``"int2"``: in so many bits, rounded stochastically; at ``sparsity=0`` too.
         block_selection: Which blocks are kept: ``"largest"`` (the paper), or, at random, ``"swap"`` or ``"unbiased"``
             (see ``functional.linear``); without effect at ``sparsity=0``.
+        max_dropped_energy: Largest share, in [0, 1], of an input's energy that its dropped blocks may hold in the first
+            batch; layers above it drop none (see ``EnergyProbe``). 1 judges none.
+        preset: What the arguments that are not given stand at: ``"paper"``, ``"balanced"`` or ``"max"`` (``presets``).
+            By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -84,8 +90,8 @@ class ActivationPruning(pl.Callback):
 
     def __init__(
         self,
-        sparsity: float = 0.6,
-        block_size: int = 32,
+        sparsity: float | None = None,
+        block_size: int | None = None,
         *,
         scope: Scope = "sample",
         include: Sequence[str] | str = "*",
@@ -94,13 +100,18 @@ class ActivationPruning(pl.Callback):
         schedule: SparsitySchedule | None = None,
         total_steps: int | None = None,
         skip_held: bool = True,
-        value_format: ValueFormatName = "same",
-        block_selection: BlockSelection = "largest",
+        value_format: ValueFormatName | None = None,
+        block_selection: BlockSelection | None = None,
+        max_dropped_energy: float | None = None,
+        preset: PresetName | None = None,
         verbose: bool = True,
     ) -> None:
         super().__init__()
-        self.sparsity = sparsity
-        self.block_size = block_size
+        paper = sparsity is not None or schedule is not None
+        base = checked(check_preset, _given(preset, "paper" if paper else "balanced"))
+        self.preset = preset
+        self.sparsity = _given(sparsity, base.sparsity)
+        self.block_size = _given(block_size, base.block_size)
         self.scope = scope
         self.include = include
         self.exclude = exclude
@@ -108,16 +119,18 @@ class ActivationPruning(pl.Callback):
         self.schedule = schedule
         self.total_steps = total_steps
         self.skip_held = skip_held
-        self.value_format = value_format
-        self.block_selection = block_selection
+        self.value_format = _given(value_format, base.value_format)
+        self.block_selection = _given(block_selection, base.block_selection)
+        self.max_dropped_energy = _given(max_dropped_energy, base.max_dropped_energy)
         self.verbose = verbose
+        self._progress = SparsityProgress(self.sparsity, schedule, total_steps)
         self._options = self._checked_options()
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
         self._claimed: list[str] = []
         self._layers: list[PrunedLayer] = []
-        self._horizon: float | None = None
+        self._spread: dict[str, float] | None = None  # not judged yet
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe()
 
@@ -132,6 +145,11 @@ class ActivationPruning(pl.Callback):
         return self._report.skipped
 
     @property
+    def spread(self) -> dict[str, float]:
+        """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
+        return dict(self._spread or {})
+
+    @property
     @override
     def state_key(self) -> str:
         return self._generate_state_key(include=list(self._options.include), exclude=list(self._options.exclude))
@@ -139,8 +157,9 @@ class ActivationPruning(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            check_precision(trainer)
+            check_precision(trainer, self.value_format)
             self._restored = None
+            self._spread = None
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
                 call_after_configure_model(pl_module, self._convert)
@@ -151,14 +170,16 @@ class ActivationPruning(pl.Callback):
         self._check_conversion(pl_module)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
-            show(trainer, conversion_summary(self._report, self._sparsity_at(1.0), value_bytes))
+            show(trainer, conversion_summary(self._report, self._progress.at(1.0), value_bytes))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._horizon = self._find_horizon(trainer)
-        self._warn_of_changes()
+        self._progress.start(trainer)
+        self._restore(pl_module)
         self._follow_schedule(trainer)
-        self._probe.fit_starts(self._highest_sparsity(), self.skip_held, self._options.value_format != "same")
+        limit = self.max_dropped_energy if self._spread is None else 1.0  # judged already, before a checkpoint
+        quantizes = self._options.value_format != "same"
+        self._probe.fit_starts(Questions(self._progress.highest, quantizes, self.skip_held, limit))
 
     @override
     def on_train_batch_start(
@@ -175,11 +196,14 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        held = self._probe.batch_ends(self._report)
-        if held:
-            self._find_layers(pl_module)
-            if self.verbose:
-                show(trainer, held_summary(held, len(self.converted)))
+        found = self._probe.batch_ends(pl_module, self._report, functools.partial(sum_over_ranks, trainer))
+        if found is None:
+            return
+        self._spread = self.spread | found.spread
+        self._find_layers(pl_module)
+        if self.verbose:
+            for summary in findings(found, self._report):
+                show(trainer, summary)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -197,8 +221,10 @@ class ActivationPruning(pl.Callback):
             "scope": self._options.scope,
             "value_format": self._options.value_format,
             "block_selection": self._options.block_selection,
+            "max_dropped_energy": self.max_dropped_energy,
             "total_steps": self.total_steps,
             "layers": self._claimed,
+            "spread": self._spread,
         }
 
     @override
@@ -206,88 +232,51 @@ class ActivationPruning(pl.Callback):
         self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
     def _checked_options(self) -> ConversionOptions:
-        if self.schedule is not None and not isinstance(self.schedule, SparsitySchedule):
-            raise MisconfigurationException(
-                f"`schedule` must be a SparsitySchedule or None, got {self.schedule!r}. HINT: use LinearSchedule or "
-                "CubicSchedule, or subclass SparsitySchedule."
-            )
-        steps = self.total_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise MisconfigurationException(
-                f"`total_steps` must be a positive int or None, got {steps!r}. HINT: it is the number of optimizer "
-                "steps of the whole training; None asks the Trainer."
-            )
         blocks, patterns = (self.block_size, self.scope), (self.include, self.exclude)
         stored = self.value_format, self.block_selection
-        try:
-            sparsity = check_sparsity(self.sparsity) if self.schedule is None else self._sparsity_at(0.0)
-            return ConversionOptions(sparsity, *blocks, *patterns, self.min_features, *stored)
-        except (TypeError, ValueError) as error:
-            raise MisconfigurationException(str(error)) from error
+        checked(check_share, self.max_dropped_energy, "max_dropped_energy")
+        return checked(ConversionOptions, self._progress.first, *blocks, *patterns, self.min_features, *stored)
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
-        try:
-            self._report = convert_layers(pl_module, self._options, self._owner)
-        except LayerClaimedError as error:
-            raise MisconfigurationException(str(error)) from error
+        self._report = checked(convert_layers, pl_module, self._options, self._owner)
         self._claimed = [layer.fqn for layer in self.converted]
         self._find_layers(pl_module)
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
-        layers = [layer for _, layer in linear_layers(pl_module) if isinstance(layer, PrunedLayer)]
-        self._layers = [layer for layer in layers if layer.owner == self._owner]
+        """Find the layers whose sparsity follows the schedule."""
+        layers = [(fqns[0], layer) for fqns, layer in linear_layers(pl_module) if isinstance(layer, PrunedLayer)]
+        own = [(name, layer) for name, layer in layers if layer.owner == self._owner]
+        self._layers = [layer for name, layer in own if name not in self.spread]
 
     def _check_conversion(self, pl_module: pl.LightningModule) -> None:
-        try:
-            check_conversion(pl_module, self._report, self._options)
-        except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+        checked(check_conversion, pl_module, self._report, self._options)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._probe.stop()
         self._layers = []
-        self._horizon = None
         if pl_module is not None:  # None if the fit failed before it had a module
             restore_configure_model(pl_module)
             revert(pl_module, self._owner)
-
-    def _find_horizon(self, trainer: pl.Trainer) -> float | None:
-        """Return the optimizer steps at which progress is 1, ``None`` if the sparsity does not depend on it."""
-        if self.schedule is None or isinstance(self.schedule, ConstantSchedule):
-            return None
-        steps = self.total_steps or trainer.estimated_stepping_batches
-        if math.isinf(steps) or steps < 0:
-            raise MisconfigurationException(
-                f"{self.schedule!r} needs the length of the training, which the Trainer does not know "
-                f"(estimated_stepping_batches={steps}). HINT: set `ActivationPruning(total_steps=...)`, or `max_steps` "
-                "of the Trainer."
-            )
-        return max(steps, 1)
 
     def _follow_schedule(self, trainer: pl.Trainer) -> None:
         """Give the layers the sparsity that belongs to ``trainer.global_step``."""
         if self.schedule is None:
             return
-        sparsity = self._sparsity_at(min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0)
+        sparsity = self._progress.now(trainer)
         for layer in self._layers:
             if layer.sparsity != sparsity:
                 layer.sparsity = sparsity
 
-    def _sparsity_at(self, progress: float) -> float:
-        if self.schedule is None:
-            return self._options.sparsity
-        try:
-            return check_sparsity(self.schedule(progress), f"{self.schedule!r}({progress:g})")
-        except (TypeError, ValueError) as error:
-            raise MisconfigurationException(str(error)) from error
-
-    def _highest_sparsity(self) -> float:
-        return max(self._sparsity_at(tenths / 10) for tenths in range(11))
-
-    def _warn_of_changes(self) -> None:
-        """Warn if the checkpoint that the run continues was made with other settings; the new ones are used."""
-        then, now = self._restored or {}, self.state_dict()
-        self._restored = None
+    def _restore(self, pl_module: pl.LightningModule) -> None:
+        """Go on with what was found before the checkpoint; warn if that was made with other settings than the new."""
+        then, self._restored = self._restored or {}, None
+        spread = then.get("spread")
+        now = {name: value for name, value in self.state_dict().items() if name != "spread"}
+        if spread is not None and then.get("max_dropped_energy") == self.max_dropped_energy:
+            self._spread = spread
+            keep_blocks(pl_module, self._report, spread)
+            check_left(self._report)
+            self._find_layers(pl_module)
         changes = [
             f"{name}: {then[name]!r} -> {now[name]!r}" for name in now if name in then and then[name] != now[name]
         ]
@@ -296,3 +285,7 @@ class ActivationPruning(pl.Callback):
                 f"{self._owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
                 "with the new ones. HINT: give the callback its old arguments if this is not intended."
             )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -147,7 +147,7 @@ def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
     assert key(sparsity=0.5, block_size=16) == key(include=["*"], schedule=LinearSchedule(0.5))
     assert len({key(), key(include="a.*"), key(exclude="a.*"), key(exclude=["a.*", "b.*"])}) == 4
     with pytest.raises(RuntimeError, match="state_key"):
-        trainer(ActivationPruning(), ActivationPruning())
+        trainer(ActivationPruning(0.6), ActivationPruning(0.6))
 
 
 def test_two_instances_find_their_own_state(tmp_path, recwarn):

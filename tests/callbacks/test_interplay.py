@@ -81,7 +81,7 @@ def test_save_on_cpu_inside_and_around_a_fit_changes_nothing():
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_of_another_callback_get_as_much_in_the_probed_and_the_measured_batch(first: bool):
     around = Around()
-    pruning, monitor = ActivationPruning(verbose=False), ActivationMemoryMonitor(1)
+    pruning, monitor = ActivationPruning(0.6, verbose=False), ActivationMemoryMonitor(1)
     callbacks = (around, pruning, monitor) if first else (pruning, monitor, around)
     model = Sisters()
     trainer(*callbacks).fit(model)
@@ -98,7 +98,7 @@ def test_what_is_offloaded_is_not_judged():
             with save_on_cpu():
                 return super().forward(x)
 
-    callback = ActivationPruning()
+    callback = ActivationPruning(0.6)
     trainer(callback).fit(OffloadingHeld())
     assert callback.skipped == []
 
@@ -110,7 +110,7 @@ def test_a_step_that_forbids_hooks_needs_skip_held_false(skip_held: bool):
             with disable_saved_tensors_hooks("none in here"):
                 return super().training_step(batch, batch_idx)
 
-    model, callback = Forbidding(), ActivationPruning(skip_held=skip_held)
+    model, callback = Forbidding(), ActivationPruning(0.6, skip_held=skip_held)
     if skip_held:
         with pytest.raises(RuntimeError, match="none in here"):
             trainer(callback).fit(model)

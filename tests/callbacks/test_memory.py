@@ -66,7 +66,7 @@ def test_the_sparsity_of_the_measured_step_is_shown(order: int):
 
 def test_csv_rows_one_an_epoch(tmp_path):
     log = CSVLogger(tmp_path)
-    trainer(ActivationPruning(), ActivationMemoryMonitor(), logger=log, max_epochs=3).fit(Net())
+    trainer(ActivationPruning(0.6), ActivationMemoryMonitor(), logger=log, max_epochs=3).fit(Net())
     with (Path(log.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["actprune/saved_mib"]]
     assert [(row["epoch"], row["step"]) for row in rows] == [("0", "3"), ("1", "7"), ("2", "11")]
@@ -76,7 +76,9 @@ def test_csv_rows_one_an_epoch(tmp_path):
 def test_other_callbacks_can_monitor_the_metrics(tmp_path):
     save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
     stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
-    made = trainer(ActivationMemoryMonitor(), ActivationPruning(), save, stop, enable_checkpointing=True, max_epochs=9)
+    made = trainer(
+        ActivationMemoryMonitor(), ActivationPruning(0.6), save, stop, enable_checkpointing=True, max_epochs=9
+    )
     made.fit(Net())
     assert save.best_model_score > 0
     assert made.current_epoch == 2  # the saving does not improve
@@ -137,7 +139,7 @@ def test_a_resumed_epoch_is_measured(tmp_path):
 )
 def test_trainer_options(options: dict):
     monitor, model = ActivationMemoryMonitor(), Net()
-    made = trainer(ActivationPruning(), monitor, **options)
+    made = trainer(ActivationPruning(0.6), monitor, **options)
     made.fit(model)
     assert_plain(model)
     if "max_steps" in options:  # stops before the batch to measure
@@ -240,7 +242,7 @@ def test_the_meter_does_not_disturb_hooks_of_the_step_itself():
                 return super().training_step(batch, batch_idx)
 
     monitor, model = ActivationMemoryMonitor(), Offloading()
-    trainer(ActivationPruning(), monitor).fit(model)
+    trainer(ActivationPruning(0.6), monitor).fit(model)
     assert monitor.report.rows == []  # all of it is handed to the step's own hooks
     x = torch.randn(3, requires_grad=True)
     x.exp().sum().backward()

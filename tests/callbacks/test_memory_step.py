@@ -86,7 +86,7 @@ def test_nothing_is_left_after_an_exception_in_backward():
 
     model, monitor = Failing(), ActivationMemoryMonitor(measure_batch=0)
     with pytest.raises(RuntimeError, match="after backward"):
-        trainer(ActivationPruning(), monitor).fit(model)
+        trainer(ActivationPruning(0.6), monitor).fit(model)
     assert unpack_listeners == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert_plain(model)

@@ -18,7 +18,7 @@ MIB = 2**20
 @pytest.mark.parametrize("verbose", [True, False])
 def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
     monitor = ActivationMemoryMonitor(verbose=verbose)
-    callbacks = [ActivationPruning(verbose=False), monitor, *([bar()] if bar else [])]
+    callbacks = [ActivationPruning(0.6, verbose=False), monitor, *([bar()] if bar else [])]
     with caplog.at_level("INFO"):
         trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Net())
     text = capsys.readouterr().out + ("" if bar else caplog.text)
@@ -33,7 +33,7 @@ def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
     dense, pruned = ActivationMemoryMonitor(verbose=False), ActivationMemoryMonitor()
     trainer(dense, precision="bf16-mixed").fit(Net())
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(verbose=False), pruned, precision="bf16-mixed").fit(Net())
+        trainer(ActivationPruning(0.6, verbose=False), pruned, precision="bf16-mixed").fit(Net())
     assert dense.report.total_bytes - pruned.report.total_bytes == pruned.report.saved_bytes
     assert pruned.report.weight_copy_bytes == 2 * (128 * 64 + 64 * 4)  # the first layer reads the batch, normalised
     assert "16-bit weight copies" in caplog.text

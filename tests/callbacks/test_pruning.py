@@ -28,7 +28,7 @@ LAYERS = ["body.0", "body.2", "head"]
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
         ({"scope": "batch"}, '`scope` must be "sample" or "token", got \'batch\'. HINT'),
-        ({"block_selection": None}, '`block_selection` must be "largest", "swap" or "unbiased", got None. HINT'),
+        ({"block_selection": "l2"}, '`block_selection` must be "largest", "swap" or "unbiased", got .l2.. HINT'),
         ({"include": 3}, "`include` must be a glob pattern or a list of them, got 3. HINT"),
         ({"exclude": [""]}, "`exclude` must be a glob pattern"),
         ({"min_features": -1}, "`min_features` must be an int >= 0, got -1. HINT"),
@@ -55,6 +55,8 @@ def test_arguments_are_stored_as_given():
         "skip_held": False,
         "value_format": "int4",
         "block_selection": "unbiased",
+        "max_dropped_energy": 0.3,
+        "preset": "max",
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
@@ -131,7 +133,7 @@ def test_precision_plugins_that_replace_linear_layers_are_refused(plugin: type):
     model = Net()
     made = SimpleNamespace(precision_plugin=object.__new__(plugin))  # their packages are not installed
     with pytest.raises(MisconfigurationException, match=f"cannot work with {plugin.__name__}.*HINT"):
-        ActivationPruning().setup(made, model, "fit")
+        ActivationPruning(0.6).setup(made, model, "fit")
     assert_plain(model)
 
 
@@ -171,7 +173,7 @@ def test_two_instances_with_layers_of_their_own():
 @pytest.mark.parametrize("make", [Net, ConfiguredNet])
 def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
     model = make()
-    callbacks = ActivationPruning(include="body.*"), ActivationPruning(include=["*.2", "head"])
+    callbacks = ActivationPruning(0.6, include="body.*"), ActivationPruning(0.6, include=["*.2", "head"])
     both = (
         r"'body.2' is already pruned by ActivationPruning\(include=\['body.\*'\].*ActivationPruning\(include=\['\*.2'"
     )
@@ -208,7 +210,7 @@ def test_the_summary_names_converted_and_skipped_layers_once(bar, capsys, caplog
 
 def test_a_quiet_callback_prints_nothing(capsys, caplog):
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(verbose=False), enable_progress_bar=True).fit(Net())
+        trainer(ActivationPruning(0.6, verbose=False), enable_progress_bar=True).fit(Net())
     assert "converted" not in capsys.readouterr().out + caplog.text
 
 
@@ -219,7 +221,7 @@ def test_a_long_summary_is_cut(caplog):
             self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
 
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(), max_steps=1).fit(Deep())
+        trainer(ActivationPruning(0.6), max_steps=1).fit(Deep())
     out = caplog.text
     assert "63 linear layers converted" in out
     assert "... and 23 more" in out

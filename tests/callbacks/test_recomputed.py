@@ -92,9 +92,9 @@ def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_he
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("skip_held", [True, False])
 def test_the_remedies_silence_it(reentrant: bool, skip_held: bool):
-    callback = ActivationPruning(exclude="body.*", skip_held=skip_held)
+    callback = ActivationPruning(0.6, exclude="body.*", skip_held=skip_held)
     assert warnings_of(Checkpointed(reentrant), callback) == []
-    assert warnings_of(Net(), ActivationPruning(skip_held=skip_held)) == []
+    assert warnings_of(Net(), ActivationPruning(0.6, skip_held=skip_held)) == []
     assert warnings_of(Checkpointed(reentrant), ActivationPruning(sparsity=0.0)) == []
 
 
@@ -105,14 +105,14 @@ def test_a_schedule_that_starts_at_0_is_warned_of_at_once():
 
 
 def test_many_layers_are_shortened():
-    [text] = warnings_of(Deep(), ActivationPruning(skip_held=False))
+    [text] = warnings_of(Deep(), ActivationPruning(0.6, skip_held=False))
     assert text.startswith("24 pruned linear layers")
     listing = re.search(r"checkpoint: (.*?)\. Of", text).group(1)
     assert listing == ", ".join(f"body.{i}.{j}" for i in range(4) for j in (0, 2)) + ", ..."
 
 
 def test_each_callback_warns_of_its_own_layers():
-    callbacks = [ActivationPruning(include=patterns) for patterns in ("body.0", "head", ["body.2", "stem"])]
+    callbacks = [ActivationPruning(0.6, include=patterns) for patterns in ("body.0", "head", ["body.2", "stem"])]
     found = warnings_of(Checkpointed(), *callbacks)
     assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
 
@@ -125,7 +125,7 @@ def test_the_first_batch_with_a_forward_tells():
     for skip_held in (True, False):
         model = Late()
         model.watch = lambda m: bool(m.head._forward_pre_hooks)
-        assert len(warnings_of(model, ActivationPruning(skip_held=skip_held), max_epochs=2)) == 1
+        assert len(warnings_of(model, ActivationPruning(0.6, skip_held=skip_held), max_epochs=2)) == 1
         assert model.seen == [True] + [False] * (BATCHES - 1)
 
 
@@ -134,7 +134,7 @@ def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_held: bool
     torch._dynamo.reset()
     model = Checkpointed()
     model.compile(backend="aot_eager")
-    assert len(warnings_of(model, ActivationPruning(skip_held=skip_held))) == skip_held
+    assert len(warnings_of(model, ActivationPruning(0.6, skip_held=skip_held))) == skip_held
 
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad"])
@@ -145,7 +145,7 @@ def test_an_exception_in_the_first_step_leaves_no_hook(hook: str):
     model = Checkpointed(reentrant=True)
     setattr(model, hook, fail)
     with pytest.raises(RuntimeError, match="in the step"):
-        trainer(ActivationPruning(skip_held=False), num_sanity_val_steps=0).fit(model)
+        trainer(ActivationPruning(0.6, skip_held=False), num_sanity_val_steps=0).fit(model)
     assert_hooks_gone(model)
 
 

@@ -1,4 +1,4 @@
-"""ActivationPruning(skip_held=...): the first batch of a fit decides, once and in every kind of loop."""
+"""ActivationPruning(0.6, skip_held=...): the first batch of a fit decides, once and in every kind of loop."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def test_a_layer_on_the_batch_is_dense():
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.body(x)).mean(1)
 
-    callback = ActivationPruning()
+    callback = ActivationPruning(0.6)
     trainer(callback).fit(OnBatch())
     assert outcome(callback) == {"body.0": "its input is part of the batch", "head": RELU}
 
 
 def test_skip_held_false_prunes_all_the_same():
-    model, callback = Held(), ActivationPruning(skip_held=False)
+    model, callback = Held(), ActivationPruning(0.6, skip_held=False)
     trainer(callback).fit(model)
     assert model.seen == [PRUNED] * BATCHES
     assert callback.skipped == []
@@ -147,7 +147,7 @@ class Manual(Listed):
 @pytest.mark.parametrize("through_lightning", [True, False])
 @pytest.mark.parametrize("kept", [True, False])
 def test_manual_optimization(through_lightning: bool, kept: bool):
-    model, callback = Manual(through_lightning, kept), ActivationPruning()
+    model, callback = Manual(through_lightning, kept), ActivationPruning(0.6)
     trainer(callback).fit(model)
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
@@ -159,7 +159,7 @@ def test_a_closure_that_runs_several_forwards():
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
-    model, callback = Lbfgs(), ActivationPruning()
+    model, callback = Lbfgs(), ActivationPruning(0.6)
     trainer(callback).fit(model)
     assert outcome(callback) == {"head": RELU}
 
@@ -173,14 +173,14 @@ def test_the_first_batch_with_a_forward_decides():
             self.seen.append(self.watch(self))
             return None if batch_idx == 0 else nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    model, callback = Late(), ActivationPruning()
+    model, callback = Late(), ActivationPruning(0.6)
     trainer(callback, max_epochs=2).fit(model)
     assert model.seen == [PRUNED] * 2 + [LEFT] * 2
     assert outcome(callback) == {"head": RELU}
 
 
 def test_frozen_layers_do_not_put_the_decision_off():
-    model, callback = Held(), ActivationPruning()
+    model, callback = Held(), ActivationPruning(0.6)
     model.requires_grad_(False)
     model.bias = nn.Parameter(torch.zeros(FEATURES))
     forward = model.forward
@@ -192,13 +192,13 @@ def test_frozen_layers_do_not_put_the_decision_off():
 
 
 def test_every_fit_decides_anew_and_a_resumed_one_too(tmp_path, recwarn):
-    model, callback = Held(), ActivationPruning()
+    model, callback = Held(), ActivationPruning(0.6)
     trainer(callback).fit(model)
     model.seen.clear()
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer(callback, save, enable_checkpointing=True, max_epochs=2).fit(model)
     assert model.seen == [PRUNED] + [LEFT] * (2 * BATCHES - 1)
-    resumed, callback = Held(), ActivationPruning()
+    resumed, callback = Held(), ActivationPruning(0.6)
     trainer(callback, max_epochs=2).fit(resumed, ckpt_path=tmp_path / "step=6.ckpt")
     assert resumed.seen == [PRUNED, LEFT]
     assert outcome(callback) == {"head": RELU}
@@ -206,7 +206,7 @@ def test_every_fit_decides_anew_and_a_resumed_one_too(tmp_path, recwarn):
 
 
 def test_no_layer_left_is_an_error_that_names_the_holders():
-    model, callback = Held(), ActivationPruning(include="head")
+    model, callback = Held(), ActivationPruning(0.6, include="head")
     with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left to prune.*'body.3' \(relu\).*skip_held"):
         trainer(callback).fit(model)
     assert_hooks_gone(model)
@@ -221,7 +221,11 @@ def test_an_exception_in_the_first_step_leaves_nothing_behind(hook: str, error: 
         raise error
 
     model = Held()
-    callbacks = ActivationPruning(include="body.*"), ActivationPruning(include="head"), ActivationMemoryMonitor(0)
+    callbacks = (
+        ActivationPruning(0.6, include="body.*"),
+        ActivationPruning(0.6, include="head"),
+        ActivationMemoryMonitor(0),
+    )
     handle = model.head.register_forward_hook(fail) if hook == "layer" else None
     if hook != "layer":
         setattr(model, hook, fail)
@@ -248,7 +252,7 @@ def test_two_callbacks_decide_together():
             h = self.body[:2](nn.functional.layer_norm(x, (FEATURES,)))  # for body.2 of one and k of the other
             return self.head(self.body[3](self.body[2](h) + self.k(h))).mean(1)
 
-    first, second = ActivationPruning(include="body.*"), ActivationPruning(exclude="body.*")
+    first, second = ActivationPruning(0.6, include="body.*"), ActivationPruning(0.6, exclude="body.*")
     model = Sisters()
     trainer(first, second).fit(model)
     assert model.seen == [[*PRUNED, "k"]] + [[*LEFT, "k"]] * (BATCHES - 1)
@@ -287,7 +291,7 @@ def test_the_held_layers_are_shown_once(bar, capsys, caplog):
 
 def test_a_quiet_callback_says_nothing_of_them(capsys, caplog):
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(verbose=False)).fit(Held())
+        trainer(ActivationPruning(0.6, verbose=False)).fit(Held())
     assert "stay dense" not in capsys.readouterr().out + caplog.text
 
 
@@ -318,5 +322,5 @@ def test_no_hook_is_there_after_the_first_batch():
             self.hooks.append(any(module._forward_hooks for module in pl_module.modules()))
 
     witness = Witness()
-    trainer(ActivationPruning(), witness).fit(Held())
+    trainer(ActivationPruning(0.6), witness).fit(Held())
     assert witness.hooks == [True] + [False] * (BATCHES - 1)
