@@ -52,7 +52,7 @@ def values_layout(kept: int, block_size: int, stored: int) -> tuple[tuple[int, i
 
 def tile_width(block_size: int) -> int:
     """Return the values along a block of a tile of whole blocks: 8 at least, of which codes of one bit are a byte."""
-    return max(8, triton.next_power_of_2(block_size))
+    return max(8, 1 << (block_size - 1).bit_length())
 
 
 @triton.jit

@@ -182,10 +182,12 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
     each = 8 // bits
     padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(codes.shape[0], plane_bytes(codes.shape[1], bits), each)
-    return (padded << (bits * torch.arange(each, device=codes.device))).sum(-1).to(torch.uint8)
+    joined: Tensor = (padded << (bits * torch.arange(each, device=codes.device))).sum(-1).to(torch.uint8)
+    return joined
 
 
 def _split(joined: Tensor, bits: int, count: int) -> Tensor:
     """Undo ``_join``: ``[nnz, bytes]`` to ``count`` codes."""
     shifts = bits * torch.arange(8 // bits, device=joined.device)
-    return ((joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)[:, :count]
+    codes: Tensor = (joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return codes.flatten(1)[:, :count]
