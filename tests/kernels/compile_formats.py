@@ -37,8 +37,8 @@ def specimens(target: int) -> list[Specimen]:
 def quantize(name: str, size: int, value: str) -> Specimen:
     """Return the kernel that packs the kept blocks of a run."""
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
-    block = tile_width(size)
-    tile = {"B": size, "BLOCK": block, "LANES": lanes, "TILE": max(1, min(128, pack.TILE_VALUES // block))}
+    block, tile_rows = pack.quantized_tile(size)
+    tile = {"B": size, "BLOCK": block, "TILE": tile_rows, "LANES": lanes}
     constants = tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size)
     return f"quantize_{name}_b{size}", pack.quantize_kernel, constants, value, options
 
