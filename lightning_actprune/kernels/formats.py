@@ -27,7 +27,7 @@ def encode_format(value_format: str, block_size: int) -> int:
     if not made.planes:
         return 0
     first, second = (*made.planes, 0)[:2]
-    # Words, not bytes, where header and planes consist of these: they can be copied in the background.
+    # Words, not bytes, where header and planes consist of these: a quarter of the accesses.
     unit = 32 if made.header == 4 and all(block_size * bits % 32 == 0 for bits in made.planes) else 8
     return made.row_bytes(block_size, 0) << 24 | unit << 16 | made.header << 8 | first << 4 | second
 
@@ -75,7 +75,6 @@ def _fp8_values(codes):
 def _load_header(row, stored, FORMAT: tl.constexpr):
     """Return scale and offset as fp32 (the scale twice if there is no offset), zero where not ``stored``."""
     if ((FORMAT >> 16) & 255) == 32:
-        # At once: four bytes can be copied to shared memory in the background, two cannot.
         both = tl.load(row.to(tl.pointer_type(tl.int32), bitcast=True), mask=stored, other=0)
         scale, offset = both << 16, both & -0x10000
     else:
