@@ -66,18 +66,13 @@ s = .6 and .9 (``examples/benchmarks/tune_weight_grad.py``); b = 256 by the reus
 FP32_BEFORE_HOPPER = {32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 4, 3, True)}
 """Where the fp32 choice spills on compute capability 8.0 with Triton 3.9; not timed there."""
 
-FP32_QUANTIZED = {16: Config(128, 16, 4, 3, True), 32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 8, 3, True)}
-"""Where the fp32 choice spills, or nearly, if values are stored in few bits and pass through registers; not timed."""
 
-
-def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine, quantized: bool = False) -> Config:
+def choose_config(block_size: int, outputs: int, itemsize: int, machine: Machine) -> Config:
     """Return tile sizes for a block size, cut down until the pipeline's buffers fit into the shared memory."""
     block = max(16, triton.next_power_of_2(block_size))
     config = CONFIGS[itemsize][block]
     if itemsize == 4 and machine.major < 9:
         config = FP32_BEFORE_HOPPER.get(block, config)
-    if itemsize == 4 and quantized:
-        config = FP32_QUANTIZED.get(block, config)
     if itemsize == 4 and outputs <= 64:
         config = config._replace(bm=64)
     if itemsize == 2 and block <= 32 and machine.major not in (9, 10):

@@ -13,8 +13,6 @@ deterministic. (Adding them in the program that finishes last saved that launch,
 
 For ``b >= 64`` the tile is computed as ``[b, BM]`` (values first), else as ``[BM, b]``: tensor cores take tiles of at
 least 64 x 8, and the longer side should be the one that is not the block.
-
-Values stored in few bits are made numbers of the type of ``grad_y`` in the loop, just before they are multiplied.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.columns import ColumnsPlan
-from lightning_actprune.kernels.formats import dequantize_tile, encode_format
 from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned
 from lightning_actprune.kernels.tiles import (
     FP32_ROWS,
@@ -54,7 +51,6 @@ def weight_grad_kernel(
     grad_ptr, values_ptr, work_ptr, out_ptr, stride_grad, outputs, length, total_rows, lengths, share,
     B: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     NARROW: tl.constexpr, VALUES_FIRST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write ``out[part, BM outputs, one column block]``; grid ``(NB, outputs / BM, parts)``.
 
@@ -90,11 +86,8 @@ def weight_grad_kernel(
         # Past the end the last row is read again, and only the values are masked: grad_y needs no mask of its own.
         r, place = (rows, places) if NARROW else (rows.to(tl.int64), places.to(tl.int64))
         grad = tl.load(grad_ptr + (r[:, None] * stride_grad + o[None, :]), mask=(o < outputs)[None, :], other=0.0)
-        if FORMAT:
-            values = dequantize_tile(values_ptr, place, p + k < high, 0, B, BLOCK, FORMAT).to(grad.dtype)
-        else:
-            stored = (p + k < high)[:, None] & (e < B)[None, :]
-            values = tl.load(values_ptr + (place[:, None] * B + e[None, :]), mask=stored, other=0.0)
+        stored = (p + k < high)[:, None] & (e < B)[None, :]
+        values = tl.load(values_ptr + (place[:, None] * B + e[None, :]), mask=stored, other=0.0)
         rows = tl.load(rows_ptr + tl.minimum(p + BK + k, last))
         places = tl.load(places_ptr + tl.minimum(p + BK + k, last))
         if UPCAST:
@@ -141,8 +134,7 @@ class Shape(NamedTuple):
         length: Its values per row.
         kept: Its kept blocks.
         block_size: Values per block.
-        itemsize: Bytes per value, as it is multiplied.
-        value_format: How values are stored.
+        itemsize: Bytes per value.
     """
 
     outputs: int
@@ -153,7 +145,6 @@ class Shape(NamedTuple):
     kept: int
     block_size: int
     itemsize: int
-    value_format: str = "same"
 
 
 class WeightGradPlan:
@@ -180,13 +171,11 @@ class WeightGradPlan:
         self.out, self.dtype, self.parts, self.share = (outputs, length), dtype, parts, share
         self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
         lengths = self.list_columns.lengths
-        stored = encode_format(shape.value_format, shape.block_size)
-        row = max(stored >> 24, block)
-        narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * row) < 2**31
+        narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self.product = Launch(
             weight_grad_kernel, (columns, ceil_div(outputs, config.bm), parts), shape.stride, outputs, length, rows,
             lengths, share, shape.block_size, block, config.bm, config.bk, parts > 1, narrow, config.values_first,
-            INTERPRETED, "ieee", stored, num_warps=config.warps, num_stages=config.stages,
+            INTERPRETED, "ieee", num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         self._add = Launch(
             add_parts_kernel, (ceil_div(outputs, 16), ceil_div(length, 128)), outputs, length, lengths, share, parts,
@@ -211,8 +200,7 @@ class WeightGradPlan:
 def _plan(shape: Shape, key: tuple[torch.dtype, torch.dtype, torch.device, torch.dtype, object]) -> WeightGradPlan:
     """Return the plan for a shape; ``key`` holds what a compiled kernel depends on besides."""
     limits = machine(key[2])
-    quantized = shape.value_format != "same"
-    config = choose_config(shape.block_size, shape.outputs, shape.itemsize, limits, quantized)
+    config = choose_config(shape.block_size, shape.outputs, shape.itemsize, limits)
     columns = ceil_div(shape.length, shape.block_size)
     tiles = columns * ceil_div(shape.outputs, config.bm)
     rule = SPLIT_RULES[shape.itemsize]
@@ -230,19 +218,14 @@ def weight_grad(
     offsets: Tensor,
     length: int,
     dtype: torch.dtype,
-    block_size: int | None = None,
-    value_format: str = "same",
 ) -> Tensor:
-    """Return ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``, from ``grad_y [R, OUT]``.
-
-    ``block_size`` is that of the values if these are stored as they are, and must be given otherwise.
-    """
+    """Return ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``, from ``grad_y [R, OUT]``."""
     if grad_y.stride(1) != 1:
         grad_y = grad_y.contiguous()
-    rows, outputs = grad_y.shape
-    multiplied = values if value_format == "same" else grad_y
-    sizes = length, values.shape[0], block_size or values.shape[1], multiplied.element_size(), value_format
-    shape = Shape(outputs, grad_y.stride(0), bitmap.shape[0], rows, *sizes)
+    (rows, outputs), (kept, block_size) = grad_y.shape, values.shape
+    shape = Shape(
+        outputs, grad_y.stride(0), bitmap.shape[0], rows, length, kept, block_size, values.element_size()
+    )  # fmt: skip
     key = values.dtype, dtype, values.device, grad_y.dtype, aligned(grad_y, values, bitmap, offsets)
     plan = _plan(shape, key)
     return plan(grad_y, values, bitmap, offsets)

@@ -52,8 +52,7 @@ def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> t
     mask = keep_mask(block_keys(blocks).reshape(samples, rows * columns), keep)
     values = blocks.reshape(samples, rows * columns, block_size)[mask]
     if value_format != "same":
-        numbers = torch.arange(mask.numel(), device=x.device)[mask.flatten()]
-        values = formats.quantize(values, numbers, value_format)
+        values = formats.quantize(values, value_format)
     return values, pack_bits(mask), run_offsets(mask)
 
 

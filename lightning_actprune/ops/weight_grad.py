@@ -2,7 +2,8 @@
 
 The weight gradient has two methods. ``gather`` multiplies the kept blocks directly with the matching rows of
 ``grad_y``: operations fall with the density, but each kept block brings only ``b`` columns of reuse per gathered row.
-Its fp32 accumulator is written directly in the weight's dtype. ``unpack`` rebuilds the pruned tensor for the time of
+Its fp32 accumulator is written directly in the weight's dtype. Blocks in few bits are made numbers for the time of the
+product, the kept ones alone. ``unpack`` rebuilds the pruned tensor for the time of
 one matrix product of the vendor library; it costs the dense product plus one write of the tensor, and in 16 bits it
 rounds as the dense layer does, or not at all if the result is wanted in fp32. A transposed layout (blocks along the
 reduced dimension) always unpacks.
@@ -154,10 +155,12 @@ def weight_grad(
     """
     method = choose_method(grad_y, values, length, transposed, block_size)
     if method == "gather":
-        from lightning_actprune.kernels import weight_grad as kernels
+        from lightning_actprune.kernels import dequantize, weight_grad
 
         with on_device_of(values):
-            return kernels.weight_grad(grad_y, values, bitmap, offsets, length, dtype, block_size, value_format)
+            if value_format != "same":
+                values = dequantize.dequantize(values, block_size, value_format, grad_y.dtype)
+            return weight_grad.weight_grad(grad_y, values, bitmap, offsets, length, dtype)
     backend: Backend = "reference" if method == "reference" else "triton"
     blocks = Blocks(block_size, value_format, values.dtype if value_format == "same" else grad_y.dtype)
     dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend, blocks)

@@ -8,27 +8,27 @@ import multiprocessing
 import os
 import sys
 
-from lightning_actprune.kernels import pack, pack_sample, tiles, unpack, weight_grad
+from lightning_actprune.kernels import dequantize, pack, pack_sample, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width
-from tests.kernels.compile_only import SHARED_MEMORY, Specimen, compile_kernel, rows, weight_grad_specimen
+from tests.kernels.compile_only import Specimen, compile_kernel, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
 CASES += [("int4", 24), ("int4", 128), ("int2", 16)]
 """Formats and block sizes; of 24, a quarter of the tile is masked."""
 WIDE = ("int4", 1024)
-"""The largest block, which is not gathered for the weight gradient."""
+"""The largest block, which no weight gradient reads as numbers alone."""
 SAMPLES = [("int4", 32, 2352), ("int4", 32, 9408), ("int2", 64, 9408), ("fp8", 32, 9408)]
 """Format, block size and blocks of a sample that is packed in one launch: one of each number of warps."""
 
 
-def specimens(target: int) -> list[Specimen]:
-    """Return what the launch functions use on a GPU of compute capability ``target / 10``."""
+def specimens() -> list[Specimen]:
+    """Return what the launch functions use."""
     found = []
     for (name, size), value in itertools.product((*CASES, WIDE), ("bf16", "fp32")):
         found.append(quantize(name, size, value))
         found.append(unpacked(name, size, value))
     for (name, size), value in itertools.product(CASES, ("bf16", "fp32")):
-        found.append(gradient(name, size, value, target))
+        found.append(decoded(name, size, value))
     for (name, size, blocks), value in itertools.product(SAMPLES, ("bf16", "fp32")):
         found.append(sample(name, size, blocks, value))
     return found
@@ -37,8 +37,8 @@ def specimens(target: int) -> list[Specimen]:
 def quantize(name: str, size: int, value: str) -> Specimen:
     """Return the kernel that packs the kept blocks of a run."""
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
-    block = tile_width(size)
-    tile = {"B": size, "BLOCK": block, "LANES": lanes, "TILE": max(1, min(128, pack.TILE_VALUES // block))}
+    block, tile_rows = pack.quantized_tile(size)
+    tile = {"B": size, "BLOCK": block, "TILE": tile_rows, "LANES": lanes}
     constants = tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size)
     return f"quantize_{name}_b{size}", pack.quantize_kernel, constants, value, options
 
@@ -50,15 +50,11 @@ def unpacked(name: str, size: int, value: str) -> Specimen:
     return f"unpack_{name}_b{size}", unpack.unpack_kernel, tile | rows(6 * size, size), value, options
 
 
-def gradient(name: str, size: int, value: str, target: int) -> Specimen:
-    """Return the weight gradient of 1536 outputs."""
-    machine = tiles.Machine(132, SHARED_MEMORY[target], target // 10)
-    config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine, quantized=True)
-    _, _, constants, _, _ = weight_grad_specimen(size, value, target)
-    constants |= {"BM": config.bm, "BK": config.bk, "VALUES_FIRST": config.values_first}
-    constants |= {"FORMAT": encode_format(name, size)}
-    options = {"num_warps": config.warps, "num_stages": config.stages}
-    return f"weight_grad_{name}_b{size}", weight_grad.weight_grad_kernel, constants, value, options
+def decoded(name: str, size: int, value: str) -> Specimen:
+    """Return the kernel that makes stored blocks numbers."""
+    block, tile = dequantize.decoded_tile(size)
+    constants = {"B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(name, size)}
+    return f"dequantize_{name}_b{size}", dequantize.dequantize_kernel, constants, value, {"num_warps": 4}
 
 
 def sample(name: str, size: int, blocks: int, value: str) -> Specimen:
@@ -72,13 +68,13 @@ def sample(name: str, size: int, blocks: int, value: str) -> Specimen:
 def record(job: tuple[int, int]) -> str:
     """Return the record of one specimen, given by target and index: kernels do not travel between processes."""
     target, index = job
-    label, kernel, constants, value, options = specimens(target)[index]
+    label, kernel, constants, value, options = specimens()[index]
     used = compile_kernel(kernel, constants, value, options, target)
     return json.dumps({"kernel": label, "value": value, "target": target, "options": options, **used})
 
 
 if __name__ == "__main__":
-    jobs = [(target, index) for target in map(int, sys.argv[1:]) for index in range(len(specimens(target)))]
+    jobs = [(target, index) for target in map(int, sys.argv[1:]) for index in range(len(specimens()))]
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
         for line in pool.imap(record, jobs):
             print(line, flush=True)

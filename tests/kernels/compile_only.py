@@ -122,7 +122,7 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
     sizes |= {"SPLIT": True, "NARROW": True}
-    modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee", "FORMAT": 0}
+    modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
 

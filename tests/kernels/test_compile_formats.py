@@ -1,0 +1,60 @@
+"""The kernels that quantise, or read what is quantised, compiled for real GPUs: instructions, spills, shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.compile_formats import CASES, SAMPLES, WIDE
+from tests.kernels.compile_only import SHARED_MEMORY
+from tests.kernels.test_compile import TRITON, Version
+
+TARGETS = (80, 90, 100, 120)
+KERNELS = {f"{kernel}_{name}_b{size}" for kernel in ("quantize", "unpack") for name, size in (*CASES, WIDE)}
+KERNELS |= {f"dequantize_{name}_b{size}" for name, size in CASES}
+KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
+
+
+@pytest.fixture(scope="module")
+def records():
+    """All targets at once: one process compiles them on every core and imports torch and triton once."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_formats", *map(str, TARGETS)],
+        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: f"sm_{target}")
+def compiled(request, records):
+    return [r for r in records if r["target"] == request.param]
+
+
+def test_every_kernel_compiles_and_fits(compiled):
+    assert {r["kernel"] for r in compiled} == KERNELS
+    for r in compiled:
+        assert r["smem"] <= SHARED_MEMORY[r["target"]], r
+
+
+def test_nothing_spills(compiled):
+    # See test_compile: a frame of 8 bytes holds no spilled value, and a program that holds 64 keys a thread may spill.
+    of_samples = 32 if Version("3.9") <= TRITON else 24
+    for r in compiled:
+        frame = of_samples if r["kernel"].startswith("sample") else 8
+        assert r["stack"] <= frame, r
+        assert r["local"] == 0, r
+
+
+def test_dense_side_moves_16_bytes_at_a_time(compiled):
+    for r in compiled:
+        if r["kernel"].startswith(("quantize", "sample")):
+            assert r["ptx"]["load16"] > 0, r
+        if r["kernel"].startswith(("unpack", "dequantize")):
+            assert r["ptx"]["store16"] > 0, r
