@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks import ablation
+from examples.benchmarks import ablation, ablation_page, tables
 from examples.benchmarks.study.emulation import (
     HEADERS,
     ROUNDINGS,
@@ -149,3 +149,10 @@ def test_unknown_variants_end_the_command(capsys):
     with pytest.raises(SystemExit):
         ablation.main([*TINY, "--variants", "s0.5,median"])
     assert "got 'median'" in capsys.readouterr().err
+
+
+def test_page_is_generated_from_the_committed_records():
+    accuracy, fidelity = tables.load("ablation"), tables.load("ablation_fidelity")
+    text = ablation_page.page(accuracy, fidelity)
+    assert ablation_page.PAGE.read_text() == text
+    assert all(f"`{record['variant']}`" in text for record in accuracy + fidelity)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.benchmarks import kernels, plots, summaries, tables, tune_pack
+from examples.benchmarks import formats, kernels, plots, summaries, tables, tune_pack
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -125,6 +125,27 @@ def test_command_measures_writes_and_draws(monkeypatch, tmp_path, capsys):
     assert all(measured | {"case", "dtype", "gpu", "torch", "triton", "command"} <= r.keys() for r in records)
     assert (tmp_path / "kernels_float32.png").is_file()
     assert "Pack at b = 32, s = 0.6" in capsys.readouterr().out
+
+
+def test_formats_and_selections_are_measured_beside_unquantised_blocks(monkeypatch, tmp_path, capsys):
+    case = (2, 8, 64, 16)
+    pairs = [(torch.randn(case[:3]), torch.randn(16, case[3])) for _ in range(2)]
+    times = iter(range(10, 1000))
+    monkeypatch.setattr(formats, "CASES", [case])
+    monkeypatch.setattr(formats, "require_gpu", lambda: None)
+    monkeypatch.setattr(formats, "inputs", lambda case, dtype: pairs)
+    monkeypatch.setattr(formats, "gpu_us", lambda calls: [call() for call in calls] and float(next(times)))
+    out = tmp_path / "formats.json"
+    formats.main(["--cases", "0", "--sparsities", "0.5", "--out", str(out)])
+    records = json.loads(out.read_text())
+    names = ["same", "fp8", "int8", "int4", "int3", "int2", "swap", "unbiased"]
+    assert [formats.name_of(record) for record in records] == names
+    assert [record["pack_us"] for record in records] == list(range(10, 26, 2))
+    sizes = {formats.name_of(record): record["stored_bytes"] for record in records}
+    assert sizes["same"] == sizes["swap"] > sizes["int8"] > sizes["int4"] > sizes["int3"] > sizes["int2"]
+    shown = formats.summary(records, "pack_us", "")
+    assert shown.rows[0][1:3] == ["10.0", "12.0 (1.20)"]
+    capsys.readouterr()
 
 
 def test_a_machine_without_a_gpu_gets_a_hint(monkeypatch, tmp_path):
