@@ -131,7 +131,12 @@ def _integer_codes(x, n, B: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexp
 def _hash(x, n, e):
     """Return a random uint32 of each block ``x [R, BLOCK]`` with number ``n``, equal for equal blocks and numbers."""
     bits = x.to(tl.uint32, bitcast=True)
-    h = tl.sum(bits * ((2 * e + 1).to(tl.uint32) * CONTENT)[None, :], axis=1) + n * NUMBER
+    return mix(tl.sum(bits * ((2 * e + 1).to(tl.uint32) * CONTENT)[None, :], axis=1) + n * NUMBER)
+
+
+@triton.jit
+def mix(h):
+    """Return a hash of each uint32."""
     h = (h ^ (h >> MIX_A)) * MIX_FIRST
     h = (h ^ (h >> MIX_B)) * MIX_SECOND
     return h ^ (h >> MIX_C)

@@ -13,14 +13,17 @@ MAX_KEPT_BLOCKS = 2**31 - 1
 """Places in the values are int32."""
 
 
-def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
-    """Keep the ``keep`` largest blocks of each sample of ``x``.
+def pack(
+    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep ``keep`` blocks of each sample of ``x``.
 
     Args:
         x: Floating tensor ``[S, T, L]``; read in place if its last stride is 1.
         block_size: Values per block, in [1, max(L, 1)].
         keep: Blocks kept per sample, in [0, T * ceil(L / block_size)].
         value_format: How their values are stored (``ops.formats``).
+        block_selection: Which ones they are (``ops.block_selection``).
 
     Returns:
         ``values [S * keep, block_size]``, or the bytes of each block in a format of few bits, ``bitmap int32
@@ -43,5 +46,5 @@ def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> t
         from lightning_actprune.kernels import pack as kernels
 
         with on_device_of(x):
-            return kernels.pack(x, block_size, keep, value_format)
-    return reference.pack(x, block_size, keep, value_format)
+            return kernels.pack(x, block_size, keep, value_format, block_selection)
+    return reference.pack(x, block_size, keep, value_format, block_selection)
