@@ -18,7 +18,7 @@ import math
 import triton
 import triton.language as tl
 
-from lightning_actprune.kernels.formats import mix
+from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.ops import block_selection
 
 INFINITY_KEY = tl.constexpr(0x7F800000)

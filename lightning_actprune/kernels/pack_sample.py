@@ -28,9 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, quantize_tile, tile_width, values_layout
+from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys, selection_keys, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
+from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
 from lightning_actprune.kernels.select import REGISTER_BLOCKS, RUN, WORD, list_kept, store_places, threshold
 from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -86,29 +87,26 @@ def _copy_kept(
 
 @triton.jit
 def _quantize_kept(
-    x_ptr, values_ptr, list_ptr, keep, number, stride_row, length: tl.constexpr, columns: tl.constexpr,
+    x_ptr, values_ptr, list_ptr, keep, start, stride_row, length: tl.constexpr, columns: tl.constexpr,
     UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the listed blocks as rows of bytes; ``number`` (uint32): of the sample's first among all blocks."""
+    """Write the listed blocks as rows of bytes from row ``start`` on."""
     p = tl.arange(0, TILE)
     tiles = tl.cdiv(keep, TILE)
     first = tl.maximum(tiles - 1, 0) * TILE
     # The numbers are read two tiles ahead, and the blocks one.
     n = tl.load(list_ptr + first + p, mask=first + p < keep, other=0)
     n_next = tl.load(list_ptr + (first - TILE) + p, mask=(first - TILE) + p >= 0, other=0)
-    pointers, inside = _values_of(x_ptr, n, first + p < keep, stride_row, length, columns, UNIT, B, BLOCK)
-    x = tl.load(pointers, mask=inside, other=0.0)
+    x = load_blocks(x_ptr, n, first + p < keep, stride_row, length, columns, UNIT, B, BLOCK)
     for _ in range(1, tiles):
         n_after = tl.load(list_ptr + (first - 2 * TILE) + p, mask=(first - 2 * TILE) + p >= 0, other=0)
-        pointers, inside = _values_of(x_ptr, n_next, p >= 0, stride_row, length, columns, UNIT, B, BLOCK)
-        x_next = tl.load(pointers, mask=inside, other=0.0)
+        x_next = load_blocks(x_ptr, n_next, p >= 0, stride_row, length, columns, UNIT, B, BLOCK)
         tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
-        place, stored = (first + p).to(tl.int64), first + p < keep
-        quantize_tile(x.to(tl.float32), number + n.to(tl.uint32), values_ptr, place, stored, B, BLOCK, FORMAT)
-        x, n, n_next = x_next, n_next, n_after
+        quantize_tile(x, values_ptr, start + first + p, first + p < keep, B, BLOCK, FORMAT)
+        x, n_next = x_next, n_after
         first -= TILE
     tl.debug_barrier()
-    quantize_tile(x.to(tl.float32), number + n.to(tl.uint32), values_ptr, p.to(tl.int64), p < keep, B, BLOCK, FORMAT)
+    quantize_tile(x, values_ptr, start + p, p < keep, B, BLOCK, FORMAT)
 
 
 @triton.jit
@@ -145,10 +143,10 @@ def pack_sample_kernel(
 
     ``CAST``: the values are rounded to the contiguous ``copy [S, T, L]`` for the keys, and packed from there.
     """
-    ROW: tl.constexpr = FORMAT >> 24 if FORMAT else B
     s = tl.program_id(0)
     x_ptr += s.to(tl.int64) * stride_sample * UNIT
-    values_ptr += s.to(tl.int64) * keep * ROW
+    if FORMAT == 0:  # else rows are counted from the first sample's on
+        values_ptr += s.to(tl.int64) * keep * B
     scratch_ptr += s.to(tl.int64) * stride_scratch
     scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if CAST:
@@ -176,8 +174,8 @@ def pack_sample_kernel(
     SOURCE_UNIT: tl.constexpr = length if CAST else UNIT
     if FORMAT:
         _quantize_kept(
-            source, values_ptr, scratch_ptr, keep, s.to(tl.uint32) * blocks, source_row, length, columns, SOURCE_UNIT,
-            B, BLOCK, COPIES, FORMAT,
+            source, values_ptr, scratch_ptr, keep, s * keep, source_row, length, columns, SOURCE_UNIT, B, BLOCK,
+            COPIES, FORMAT,
         )  # fmt: skip
     else:
         _copy_kept(

@@ -18,16 +18,24 @@ r"""How the values of a kept block are stored: as they are, or in few bits each,
 
 The random numbers come from the block itself, so there is no generator to seed, to save or to advance: the same input
 gives the same bytes, in any process, after a resumed checkpoint, under ``torch.compile`` and in a replayed CUDA graph.
-With the bits of its values as integers, and its number n among the blocks of all samples::
+With H the 32 bits of scale and offset as they are stored, and p the place of the block among the kept ones::
 
-    h   = mix(sum_e bits(x_e) (2 e + 1) A + n B)       u_e = frac(h / 2^32 + e phi)
+    h   = mix(H + p A)       u_e = ((h xor e phi) + 1/2) / 2^k, of h and e phi the highest k = 20 - v bits
 
-all modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias32"), and phi the golden ratio. Each u_e
-is uniform over blocks, and blocks are independent of each other, which is what matters: a weight gradient adds over
-them.
+modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias32"; its last step, which changes the lower
+half, is left out), and phi the golden ratio as a fraction of 2^32. Each u_e is uniform over blocks, and blocks are
+independent of each other, which is what matters: a weight gradient adds over them. Equal blocks, of padding tokens say,
+differ in their place. A place sees another dither in the next step, since extremes change from step to step; as long as
+those of a block do not, neither does its dither. Within a block the u_e depend on each other, which no sum over rows
+can see.
+
+What is computed is chosen for its number of instructions, and such that no order of operations is left open. A multiple
+of 2^-k and a half is neither 0 nor 1: the sum of quotient and u_e stays below 2^v even where three roundings (inverse
+of the scale, scale, product) were upwards, so that no code has to be clamped, and with 2^v added v bits of an fp32
+number are the code. The inverse of the scale is the same whichever way 1 / scale was rounded (``_refine``).
 
 A block with a NaN or Inf is NaN when it is read again: an overflow still reaches the weight gradient. So is, in the
-integer formats, a block whose values lie further from each other than fp32 reaches.
+integer formats, a block whose values lie 2^126 (9e37) or more from each other.
 
 A stored block is a row of bytes: scale, offset (not for fp8), then the codes of all values, lowest bits first, filled
 up to an even number. Three bits are two planes, one with the lower two bits of each code and one with the highest.
@@ -35,6 +43,7 @@ up to an even number. Three bits are two planes, one with the lower two bits of 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,11 +51,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-CONTENT, NUMBER, GOLDEN = 0x9E3779B1, 0x85EBCA6B, 0x9E3779B9
-MIX = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+PLACE, GOLDEN = 0x85EBCA6B, 0x9E3779B9
+MIX = (16, 0x7FEB352D, 15, 0x846CA68B)
+DITHER_BITS = 20
+"""Bits of a code and of its dither together."""
 FP8_MAX = 448.0
 LEAST_SCALE = 2.0**-126
 """Least scale: below, its inverse is no fp32 number."""
+MOST_SPREAD = 2.0**126
+"""Bound on the distance of values: above, the inverse of the scale is no normal fp32 number."""
 
 
 class ValueFormat(NamedTuple):
@@ -93,13 +106,13 @@ FORMATS = {
 }
 
 
-def quantize(blocks: Tensor, numbers: Tensor, value_format: str) -> Tensor:
-    """Return ``blocks [nnz, b]`` as rows of bytes ``uint8 [nnz, row_bytes]``; ``numbers`` are theirs, ``[nnz]``."""
+def quantize(blocks: Tensor, value_format: str) -> Tensor:
+    """Return ``blocks [nnz, b]``, in the order of their places, as rows of bytes ``uint8 [nnz, row_bytes]``."""
     made = FORMATS[value_format]
     if not len(blocks):
         return blocks.new_empty(0, made.row_bytes(blocks.shape[1], 0), dtype=torch.uint8)
     wide = blocks.float()
-    header, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, numbers, made.bits)
+    header, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, made.bits)
     parts = [header]
     for bits in made.planes:
         parts.append(_join(codes & (2**bits - 1), bits))
@@ -124,41 +137,50 @@ def dequantize(rows: Tensor, block_size: int, value_format: str, dtype: torch.dt
     return (header[:, 1:] + header[:, :1] * codes.float()).to(dtype)
 
 
-def dither(blocks: Tensor, numbers: Tensor) -> Tensor:
-    """Return the uniform numbers ``u [nnz, b]`` of fp32 ``blocks``."""
-    e = torch.arange(blocks.shape[1], device=blocks.device)
-    bits = blocks.contiguous().view(torch.int32).long() & MASK
-    content = (bits * ((2 * e + 1) * CONTENT & MASK) & MASK).sum(1)
-    h = mix((content + numbers.long() * NUMBER) & MASK)
-    return ((h[:, None] + e * GOLDEN & MASK) >> 8).float() * 2.0**-24
+def dither(headers: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return the uniform numbers ``u [nnz, block_size]`` of blocks for codes of so many bits.
+
+    ``headers`` are their 32-bit numbers ``H [nnz]`` as int64, in the order of their places.
+    """
+    places, e = (torch.arange(count, device=headers.device) for count in (len(headers), block_size))
+    h = mix((headers + places * PLACE) & MASK)
+    kept = DITHER_BITS - bits
+    return (((h[:, None] ^ (e * GOLDEN & MASK)) >> (32 - kept)).float() + 0.5) * 2.0**-kept
 
 
 def mix(h: Tensor) -> Tensor:
-    """Return a 32-bit hash of 32-bit numbers held as int64."""
-    a, first, b, second, c = MIX
+    """Return a hash, good in its highest 16 bits and more, of 32-bit numbers held as int64."""
+    a, first, b, second = MIX
     h = (h ^ (h >> a)) * first & MASK
-    h = (h ^ (h >> b)) * second & MASK
-    return h ^ (h >> c)
+    return (h ^ (h >> b)) * second & MASK
 
 
-def _integers(blocks: Tensor, numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def inverse_of(most: float) -> float:
+    """Return ``1 / most`` cut off to fp32: then a multiple of ``most`` gives no more than the exact quotient."""
+    fraction, exponent = math.frexp(1 / most)
+    return math.ldexp(math.floor(math.ldexp(fraction, 24)), exponent - 24)
+
+
+def _integers(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return header and codes of an integer format."""
     most = 2**bits - 1
     # Adding zero: whether the least of zero and negative zero is the one or the other is left open.
     low, high = blocks.amin(1, keepdim=True) + 0.0, blocks.amax(1, keepdim=True) + 0.0
     offset = _bf16(low, up=False)
-    finite = (high - offset).isfinite()
+    finite = high - offset < MOST_SPREAD
     safe, offset, high = (torch.where(finite, values, 0.0) for values in (blocks, offset, high))
-    scale = _scale(high - offset, most)
-    codes = ((safe - offset) * (1 / scale) + dither(blocks, numbers)).floor().clamp(0, most)
-    return _header(torch.where(finite, scale, torch.nan), offset), codes.long()
+    scale, inverse = _scale(high - offset, most)
+    header = _header(torch.where(finite, scale, torch.nan), offset)
+    u = dither(header.view(torch.int32).flatten().long() & MASK, blocks.shape[1], bits)
+    codes = ((safe - offset) * inverse + (u + 2.0**bits)).floor() - 2.0**bits
+    return header, codes.long()
 
 
 def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     finite = blocks.isfinite().all(1, keepdim=True)
     safe = torch.where(finite, blocks, 0.0)
-    scale = _scale(safe.abs().amax(1, keepdim=True), FP8_MAX)
-    codes = (safe * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale, inverse = _scale(safe.abs().amax(1, keepdim=True), FP8_MAX)
+    codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return _header(torch.where(finite, scale, torch.nan)), codes.long()
 
 
@@ -168,8 +190,19 @@ def _header(*numbers: Tensor) -> Tensor:
     return halves.flatten().view(torch.uint8).view(halves.shape[0], 2 * halves.shape[1])
 
 
-def _scale(spread: Tensor, most: float) -> Tensor:
-    return _bf16(spread / most, up=True).clamp(min=LEAST_SCALE)
+def _scale(spread: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Return the scale of values that reach so far, and its inverse."""
+    scale = _bf16(spread * inverse_of(most), up=True).clamp(min=LEAST_SCALE)
+    return scale, _refine(1 / scale, scale)
+
+
+def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
+    """Return the inverse of ``scale``, which bf16 has, from one that is off by up to 8 units in the last place.
+
+    Rounded to 15 bits, all of these are the same; both products have 24 bits at most, so that they are exact.
+    """
+    rounded = ((inverse.view(torch.int32) + 0x100) & -0x200).view(torch.float32)
+    return rounded + rounded * (1 - scale * rounded)
 
 
 def _bf16(x: Tensor, up: bool) -> Tensor:

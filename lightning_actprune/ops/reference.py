@@ -59,8 +59,7 @@ def pack(
     if block_selection == "unbiased":
         values = selection.rescale(values, selection.factors(squares, keys, mask)[mask])
     if value_format != "same":
-        numbers = torch.arange(mask.numel(), device=x.device)[mask.flatten()]
-        values = formats.quantize(values, numbers, value_format)
+        values = formats.quantize(values, value_format)
     return values, pack_bits(mask), run_offsets(mask)
 
 

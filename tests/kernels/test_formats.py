@@ -9,7 +9,7 @@ from lightning_actprune.kernels import pack as kernels
 from lightning_actprune.kernels.pack import PackPlan
 from lightning_actprune.kernels.pack_sample import SampleConfig, SamplePlan, choose_config
 from lightning_actprune.kernels.unpack import unpack
-from lightning_actprune.ops import formats, reference
+from lightning_actprune.ops import formats
 from lightning_actprune.ops.geometry import ceil_div
 from tests.kernels.formats import QUANTIZED, expected, pack, read, rounded
 from tests.kernels.test_cast import nearly_integers
@@ -66,8 +66,8 @@ def test_bytes_are_those_of_the_reference(kernel_device, value_format, dtype, co
     ],
     ids=str,
 )
-def test_numbers_of_blocks_are_those_among_all_samples(kernel_device, shape, block_size, keep, value_format, config):
-    """Every row is the same, so that only the numbers of its blocks tell their codes apart."""
+def test_places_of_blocks_are_those_among_all_samples(kernel_device, shape, block_size, keep, value_format, config):
+    """Every row is the same, so that only the places of its blocks tell their codes apart."""
     x = torch.randn(1, 1, shape[2], device=kernel_device).expand(shape)
     check(x, block_size, keep, value_format, config)
 
@@ -113,8 +113,8 @@ def test_peculiar_blocks(kernel_device, value_format, dtype, config):
     packed = check(x, 16, 12, value_format, config)
     values = read(packed, (1, 12, 16), 16, value_format)[0]
     # Blocks of NaN, and of what is too far apart: the least fp32 number rounded down to bf16 is minus infinity.
-    apart = {torch.float32: [2, 4], torch.bfloat16: [4], torch.float16: []}[dtype] if value_format != "fp8" else []
-    lost = [6, 7, 8, *apart]
+    apart = {torch.float32: [2, 4, 5], torch.bfloat16: [4, 5], torch.float16: []}[dtype]
+    lost = [6, 7, 8, *(apart if value_format != "fp8" else [])]
     assert values[lost].isnan().all()
     assert values[[0, 1, 3, 9, 10, 11]].isfinite().all()
     assert not values[[0, 11]].any()
@@ -231,11 +231,10 @@ def test_rows_beyond_32_bits():
     x = torch.zeros(1, rows, 1024, dtype=torch.bfloat16, device="cuda")
     x[0, -50:] = torch.randn(50, 1024, device="cuda")
     values, bitmap, offsets = pack(x, 1024, rows, "int8")
-    numbers = torch.arange(rows - 50, rows)
     right = expected(torch.zeros(1, 1, 1024), 1024, 1, "int8")[0]
     assert torch.equal(values[0].cpu(), right[0])
-    tail = reference.split_blocks(x[:, -50:].cpu(), 1024).flatten(0, 2)
-    assert torch.equal(values[-50:].cpu(), formats.quantize(tail, numbers, "int8"))
     dense = unpack(values, bitmap, offsets, (1, rows, 1024), False, 1024, "int8", torch.bfloat16)
     assert torch.equal(dense[0, -50:].cpu(), formats.dequantize(values[-50:].cpu(), 1024, "int8", torch.bfloat16))
+    # A step is a 255th of a range of some eight standard deviations, and bf16 has 8 bits of up to four.
+    assert (dense[0, -50:] - x[0, -50:]).abs().max() < 8 / 255 + 4 * 2**-8
     assert not dense[0, :-50].any()
