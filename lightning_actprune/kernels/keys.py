@@ -47,10 +47,10 @@ def block_keys(x):
 
 @triton.jit
 def selection_keys(keys, n, SELECT: tl.constexpr):
-    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, uint32."""
+    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, or what 32 bits hold."""
     if SELECT == 0:
         return keys
-    h = mix(keys.to(tl.uint32) + n * NUMBER) >> 8
+    h = mix(keys.to(tl.uint32) + n.to(tl.uint32) * NUMBER) >> 8
     if SELECT == SWAP:
         # Unsigned, where no sum overflows.
         moved = tl.maximum(keys.to(tl.uint32) + (h * 3 >> 1), HALF_RANGE + 1) - HALF_RANGE
@@ -88,9 +88,9 @@ def block_keys_kernel(
     x = x.to(tl.float32)
     mask = (r < total_rows)[:, None] & (j < columns)[None, :]
     n = r.to(tl.int64)[:, None] * columns + j[None, :]
-    keys = block_keys(x)
-    tl.store(keys_ptr + n, selection_keys(keys, n.to(tl.uint32), SELECT), mask=mask)
+    tl.store(keys_ptr + n, selection_keys(block_keys(x), n, SELECT), mask=mask)
     if SELECT == UNBIASED:
+        keys = block_keys(x)
         size = tl.cast(total_rows, tl.int64) * columns
         tl.store(keys_ptr + size + n, keys, mask=mask)
         first = (r < total_rows) & (r % rows == 0) & (tl.program_id(1) == 0)

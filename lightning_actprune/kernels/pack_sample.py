@@ -159,8 +159,8 @@ def pack_sample_kernel(
             x = x.to(copy_ptr.dtype.element_ty)
             pointers, _ = _values_of(copy_ptr, n, n < blocks, 1, length, columns, length, B, BLOCK)
             tl.store(pointers, x, mask=inside)
-        keys = selection_keys(block_keys(x.to(tl.float32)), s.to(tl.uint32) * blocks + n.to(tl.uint32), SELECT)
-        tl.store(scratch_ptr + n, keys, mask=n < blocks)
+        x = x.to(tl.float32)
+        tl.store(scratch_ptr + n, selection_keys(block_keys(x), s * blocks + n, SELECT), mask=n < blocks)
     tl.debug_barrier()  # also makes the copy visible to the threads that will read it: they are of this program
 
     low, cut = _find_threshold(scratch_ptr, blocks, keep, BLOCKS)

@@ -15,7 +15,9 @@ from tests.kernels.compile_only import SHARED_MEMORY
 from tests.kernels.test_compile import TRITON, Version
 
 TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
-KERNELS = {f"{kernel}_{name}_b{size}" for kernel in ("quantize", "unpack") for name, size in (*CASES, WIDE)}
+KERNELS = {
+    f"{kernel}_{name}_b{size}" for kernel in ("quantize", "quantize_scaled", "unpack") for name, size in (*CASES, WIDE)
+}
 KERNELS |= {f"weight_grad_{name}_b{size}" for name, size in CASES}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
