@@ -32,7 +32,8 @@ BELOW_CALLBACKS |= {"pictures", "presets", "recomputed", "selection", "step_memo
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
-    "kernels": {"ops.formats", "ops.geometry"},
+    "kernels": {"ops.block_selection", "ops.formats", "ops.geometry"},
+    "ops.block_selection": {"arguments", "ops.formats"},
     "ops.formats": set(),
     "ops.geometry": {"arguments", "ops.formats"},
     "ops": {"arguments", "kernels"},

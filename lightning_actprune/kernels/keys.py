@@ -7,6 +7,8 @@ these apart by looking at every value cost a tenth of the kernel's time.
 Under autocast the product needs a copy of an fp32 input in 16 bits. The pass over the input that computes the keys can
 write it on the way (``CAST``): keys are then those of the rounded values, just as if the copy had been read, and
 everything later reads the copy. That spares a launch and one read of the copy: 6 bytes a value move instead of 8.
+
+Other keys are made of these by a hash, bit for bit as in ``ops.block_selection``; ``SELECT`` says which, 0 for these.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import math
 import triton
 import triton.language as tl
 
+from lightning_actprune.kernels.hashing import mix
+from lightning_actprune.ops import block_selection
+
 INFINITY_KEY = tl.constexpr(0x7F800000)
+NUMBER, HALF_RANGE = tl.constexpr(block_selection.NUMBER), tl.constexpr(block_selection.HALF_RANGE)
+SWAP = tl.constexpr(block_selection.BLOCK_SELECTIONS.index("swap"))
+UNBIASED = tl.constexpr(block_selection.BLOCK_SELECTIONS.index("unbiased"))
 
 
 def stride_unit(*strides: int) -> int:
@@ -38,16 +46,33 @@ def block_keys(x):
 
 
 @triton.jit
+def selection_keys(keys, n, SELECT: tl.constexpr):
+    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, or what 32 bits hold."""
+    if SELECT == 0:
+        return keys
+    h = mix(keys.to(tl.uint32) + n.to(tl.uint32) * NUMBER) >> 8
+    if SELECT == SWAP:
+        # Unsigned, where no sum overflows.
+        moved = tl.maximum(keys.to(tl.uint32) + (h * 3 >> 1), HALF_RANGE + 1) - HALF_RANGE
+        moved = tl.minimum(moved, INFINITY_KEY - 1).to(tl.int32)
+        return tl.where((keys > 0) & (keys < INFINITY_KEY), moved, keys)
+    u = (h + 1).to(tl.int32).to(tl.float32) * 2.0**-24
+    priorities = tl.div_rn(keys.to(tl.float32, bitcast=True), u * u).to(tl.int32, bitcast=True)
+    return tl.where(keys < INFINITY_KEY, tl.minimum(priorities, INFINITY_KEY - 1), keys)
+
+
+@triton.jit
 def block_keys_kernel(
     x_ptr, copy_ptr, keys_ptr, control_ptr, stride_sample, stride_row, total_rows, rows, control_size,
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr, SELECT: tl.constexpr,
 ):  # fmt: skip
     """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
 
     Strides are in units of ``UNIT`` values, see ``stride_unit``. ``CAST``: also writes the rounded values to the
     contiguous ``copy [S, T, L]``. Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the
-    next launch find each other.
+    next launch find each other. To select without bias, the sums of squares follow the keys, and a zero for every
+    sample follows these.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -62,7 +87,14 @@ def block_keys_kernel(
         tl.store(copy_ptr + copied, x, mask=inside)
     x = x.to(tl.float32)
     mask = (r < total_rows)[:, None] & (j < columns)[None, :]
-    tl.store(keys_ptr + r.to(tl.int64)[:, None] * columns + j[None, :], block_keys(x), mask=mask)
+    n = r.to(tl.int64)[:, None] * columns + j[None, :]
+    tl.store(keys_ptr + n, selection_keys(block_keys(x), n, SELECT), mask=mask)
+    if SELECT == UNBIASED:
+        keys = block_keys(x)
+        size = tl.cast(total_rows, tl.int64) * columns
+        tl.store(keys_ptr + size + n, keys, mask=mask)
+        first = (r < total_rows) & (r % rows == 0) & (tl.program_id(1) == 0)
+        tl.store(keys_ptr + 2 * size + r // rows, tl.zeros([ROWS], tl.int32), mask=first)
     if ZEROS > 0:
         z = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * ZEROS + tl.arange(0, ZEROS)
         tl.store(control_ptr + z, tl.zeros([ZEROS], tl.int32), mask=z < control_size)

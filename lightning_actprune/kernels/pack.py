@@ -9,7 +9,8 @@ One launch with one program per sample where that is faster (``pack_sample``), o
                           ``quantize_kernel`` does, see there.
 
 Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
-three times. Everything but the tensors is worked out once per shape and kept in a ``PackPlan`` or ``SamplePlan``.
+three times. Selection without bias has one more launch before the last, see ``rescale``, and as many sums of squares as
+keys. Everything but the tensors is worked out once per shape and kept in a ``PackPlan`` or ``SamplePlan``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
 from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
+from lightning_actprune.kernels.rescale import block_factors, largest_dropped, rescaled
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
     MOST_PARTS,
@@ -36,6 +38,7 @@ from lightning_actprune.kernels.select import (
     select_rows_kernel,
     select_shared_kernel,
 )
+from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 TILE_VALUES = 2048
@@ -73,28 +76,32 @@ def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl
 
 @triton.jit
 def gather_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs,
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Copy the kept blocks of one run to their places in ``values [nnz, B]``."""
+    """Copy the kept blocks of one run to their places in ``values [nnz, B]``, scaled if there are keys."""
     s, n, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     start = s.to(tl.int64) * stride_sample * UNIT + (n // columns).to(tl.int64) * stride_row * UNIT
+    if keys_ptr is not None:
+        factors = block_factors(keys_ptr, s, n, kept, samples, blocks)
     for piece in range(0, B, BLOCK):
         e = piece + tl.arange(0, BLOCK)
         column = (n % columns)[:, None] * B + e[None, :]
         stored = kept[:, None] & (e < B)[None, :]
         x = tl.load(x_ptr + start[:, None] + column, mask=stored & (column < length), other=0.0)
+        if keys_ptr is not None:
+            x = rescaled(x, factors)
         tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
 
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs,
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the kept blocks of one run to their places in ``values``, as rows of bytes.
+    """Write the kept blocks of one run to their places in ``values``, as rows of bytes; scaled if there are keys.
 
     Arithmetic is what this costs: 19 instructions a value of bf16 and 18 of fp32 (int4, b = 32, compiled for an H200),
     where the copy waits for memory. So no lane should spend it on a dropped block: each kept one first leaves its lane
@@ -112,6 +119,8 @@ def quantize_kernel(
         _first, _run, s, n = _blocks_of(lane, runs, LANES)
         samples_ptr = x_ptr + s.to(tl.int64) * stride_sample * UNIT
         x = load_blocks(samples_ptr, n, p < count, stride_row, length, columns, UNIT, B, BLOCK)
+        if keys_ptr is not None:
+            x = rescaled(x, block_factors(keys_ptr, s, n, p < count, samples, blocks))
         tl.debug_barrier()  # all threads have the numbers of this tile
         quantize_tile(x, values_ptr, first + p, p < count, B, BLOCK, FORMAT)
 
@@ -127,6 +136,7 @@ class PackPlan:
         device: Where the kernels run.
         casts: Whether a copy in another dtype is written and packed.
         value_format: How values are stored.
+        block_selection: Which blocks are kept.
     """
 
     def __init__(
@@ -138,6 +148,7 @@ class PackPlan:
         device: torch.device,
         casts: bool = False,
         value_format: str = "same",
+        block_selection: str = "largest",
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
@@ -146,17 +157,21 @@ class PackPlan:
         stored = encode_format(value_format, block_size)
         self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
-        self.keys = samples * blocks
+        unbiased = block_selection == "unbiased"
+        self.keys = (2 * blocks + 1) * samples if unbiased else samples * blocks
         parts = _parts(samples, blocks, device)
         self.control = samples * CONTROL_WORDS if parts else 0
-        self._keys = _keys(shape, strides, block_size, self.control, casts)
+        select = BLOCK_SELECTIONS.index(block_selection)
+        self._keys = _keys(shape, strides, block_size, self.control, casts, select)
         self._select = _select(samples, blocks, keep, parts)
+        self._rescale = largest_dropped(samples, blocks, words) if unbiased else None
         tile: tuple[int, ...]
         grid, tile, options = run_tile(samples, blocks, block_size)
         gathered = (rows * length, length) if casts else strides
         unit = stride_unit(*gathered)
         scalars = (gathered[0] // unit, gathered[1] // unit, samples, blocks, words, runs)
-        layout = (*scalars, length, columns, unit)
+        # A tensor comes before them, or None, of which the compiled kernel has no trace.
+        layout = (*([] if unbiased else [None]), *scalars, length, columns, unit)
         if stored:
             tiles = block_size, *quantized_tile(block_size), tile[2], stored
             self._gather = Launch(quantize_kernel, grid, *layout, *tiles, **options)
@@ -177,7 +192,11 @@ class PackPlan:
         else:
             self._keys(x, source, keys, keys)
             self._select(keys, bitmap, offsets)
-        self._gather(source, bitmap, offsets, values)
+        if self._rescale is None:
+            self._gather(source, bitmap, offsets, values)
+        else:
+            self._rescale(keys, bitmap)
+            self._gather(source, bitmap, offsets, values, keys)
         return values, bitmap, offsets
 
 
@@ -195,7 +214,9 @@ def quantized_tile(block_size: int) -> tuple[int, int]:
     return block, max(1, min(RUN_BLOCKS, TILE_VALUES // block))
 
 
-def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int, casts: bool) -> Launch:
+def _keys(
+    shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int, casts: bool, select: int
+) -> Launch:
     """Return the launch that writes the keys, and the copy if it casts, and zeroes so many words of control."""
     samples, rows, length = shape
     columns, block = ceil_div(length, block_size), triton.next_power_of_2(block_size)
@@ -206,7 +227,7 @@ def _keys(shape: tuple[int, int, int], strides: tuple[int, int], block_size: int
     zeros = triton.next_power_of_2(ceil_div(control, grid[0] * grid[1])) if control else 0
     unit = stride_unit(*strides)
     scalars = (strides[0] // unit, strides[1] // unit, samples * rows, rows, control)
-    tile = (length, columns, unit, casts, block_size, block, tile_rows, cols, zeros)
+    tile = (length, columns, unit, casts, block_size, block, tile_rows, cols, zeros, select)
     return Launch(block_keys_kernel, grid, *scalars, *tile, num_warps=4)
 
 
@@ -253,16 +274,22 @@ def plan(
     Alignment matters only to the compiled kernels that the plan keeps; memory for the copy is new, hence aligned.
     """
     samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
-    if takes_one_launch(samples, blocks, device):
+    if keep == blocks:
+        block_selection = "largest"  # all are kept as they are
+    stored = value_format, block_selection
+    if block_selection != "unbiased" and takes_one_launch(samples, blocks, device):
         config = choose_config(blocks)
-        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, config, cast, value_format)
-    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None, value_format)
+        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, config, cast, *stored)
+    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None, *stored)
 
 
-def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
+def pack(
+    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``.
 
     In another ``value_format`` than ``"same"``, the values are rows of bytes; see ``ops.formats.quantize``.
     """
     aligned = x.data_ptr() % 16 == 0
-    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, aligned, None, value_format)(x)
+    stored = value_format, block_selection
+    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, aligned, None, *stored)(x)

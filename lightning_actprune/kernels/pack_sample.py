@@ -29,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
-from lightning_actprune.kernels.keys import block_keys, stride_unit
+from lightning_actprune.kernels.keys import block_keys, selection_keys, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
 from lightning_actprune.kernels.select import REGISTER_BLOCKS, RUN, WORD, list_kept, store_places, threshold
+from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
@@ -136,6 +137,7 @@ def pack_sample_kernel(
     blocks, keep, words, runs, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr,
     B: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PIECE: tl.constexpr, KEYS: tl.constexpr,
     KEYS_STAGES: tl.constexpr, COPIES: tl.constexpr, COPY_STAGES: tl.constexpr, FORMAT: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """Pack one sample of ``blocks <= BLOCKS``, by tiles of ``KEYS`` and ``COPIES`` blocks.
 
@@ -147,10 +149,8 @@ def pack_sample_kernel(
         values_ptr += s.to(tl.int64) * keep * B
     scratch_ptr += s.to(tl.int64) * stride_scratch
     scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-
     if CAST:
         copy_ptr += s.to(tl.int64) * (blocks // columns) * length
-
     for start in tl.range(0, blocks, KEYS, num_stages=KEYS_STAGES):
         n = start + tl.arange(0, KEYS)
         pointers, inside = _values_of(x_ptr, n, n < blocks, stride_row, length, columns, UNIT, B, BLOCK)
@@ -160,7 +160,7 @@ def pack_sample_kernel(
             pointers, _ = _values_of(copy_ptr, n, n < blocks, 1, length, columns, length, B, BLOCK)
             tl.store(pointers, x, mask=inside)
         x = x.to(tl.float32)
-        tl.store(scratch_ptr + n, block_keys(x), mask=n < blocks)
+        tl.store(scratch_ptr + n, selection_keys(block_keys(x), s * blocks + n, SELECT), mask=n < blocks)
     tl.debug_barrier()  # also makes the copy visible to the threads that will read it: they are of this program
 
     low, cut = _find_threshold(scratch_ptr, blocks, keep, BLOCKS)
@@ -254,6 +254,7 @@ class SamplePlan:
         config: How a program packs its sample.
         cast: Type of the copy that is written and packed, ``None`` if the input itself is.
         value_format: How values are stored.
+        block_selection: Which blocks are kept; not ``"unbiased"``, for which a program would need the sums of squares.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class SamplePlan:
         config: SampleConfig,
         cast: torch.dtype | None = None,
         value_format: str = "same",
+        block_selection: str = "largest",
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
@@ -282,9 +284,9 @@ class SamplePlan:
         stride_scratch = keep * self.values[1] if in_values else blocks
         unit = stride_unit(*strides)
         scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
-        tiles = config.constants(blocks, block_size, itemsize, packed, stored)
-        constants = {"length": length, "columns": columns, "UNIT": unit, "CAST": cast is not None, **tiles}
-        self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants.values(), num_warps=config.warps)
+        tiles = config.constants(blocks, block_size, itemsize, packed, stored).values()
+        constants = length, columns, unit, cast is not None, *tiles, BLOCK_SELECTIONS.index(block_selection)
+        self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants, num_warps=config.warps)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""

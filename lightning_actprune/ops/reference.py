@@ -3,7 +3,7 @@
 Selection. With ``x`` of shape ``[S, T, L]`` and block ``n = t * NB + j`` holding ``x[i, t, j*b : (j+1)*b]``, the key of
 a block is its sum of squares ``q`` in fp32 (fp64 for fp64 input). Order by ``q`` is order by L2 norm. A block with a
 NaN or Inf has the largest key, and so has one whose ``q`` overflows. Of each sample the ``k`` blocks
-with the largest keys are kept, equal keys in order of ``n``.
+with the largest keys are kept, equal keys in order of ``n``. ``ops.block_selection`` has other keys made from ``q``.
 
 Storage. Kept blocks are stored sample by sample in the order of ``n``; ``bitmap[i, n // 32]`` has bit ``n % 32`` set if
 block ``n`` is kept; ``offsets[i, c]`` is the place in ``values`` of the first kept block of sample ``i`` from block
@@ -21,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_actprune.ops import block_selection as selection
 from lightning_actprune.ops import formats
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 def block_keys(blocks: Tensor) -> Tensor:
-    """Return the sort key of each block: ``[..., b] -> [...]``, larger means kept first."""
+    """Return the sum of squares of each block, infinite if it is no number: ``[..., b] -> [...]``."""
     wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
     return wide.square().sum(-1).nan_to_num(nan=float("inf"), posinf=float("inf"))
 
@@ -44,13 +45,19 @@ def split_blocks(x: Tensor, block_size: int) -> Tensor:
     return padded.reshape(*x.shape[:-1], count, block_size)
 
 
-def pack(x: Tensor, block_size: int, keep: int, value_format: str = "same") -> tuple[Tensor, Tensor, Tensor]:
+def pack(
+    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x`` ``[S, T, L]`` with ``keep`` blocks per sample."""
     samples, rows, _ = x.shape
     blocks = split_blocks(x, block_size)
     columns = blocks.shape[2]
-    mask = keep_mask(block_keys(blocks).reshape(samples, rows * columns), keep)
+    squares = block_keys(blocks).reshape(samples, rows * columns)
+    keys = selection.selection_keys(squares, block_selection)
+    mask = keep_mask(keys, keep)
     values = blocks.reshape(samples, rows * columns, block_size)[mask]
+    if block_selection == "unbiased":
+        values = selection.rescale(values, selection.factors(squares, keys, mask)[mask])
     if value_format != "same":
         values = formats.quantize(values, value_format)
     return values, pack_bits(mask), run_offsets(mask)

@@ -10,7 +10,7 @@ import sys
 
 from lightning_actprune.kernels import dequantize, pack, pack_sample, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width
-from tests.kernels.compile_only import Specimen, compile_kernel, rows
+from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
 CASES += [("int4", 24), ("int4", 128), ("int2", 16)]
@@ -25,7 +25,7 @@ def specimens() -> list[Specimen]:
     """Return what the launch functions use."""
     found = []
     for (name, size), value in itertools.product((*CASES, WIDE), ("bf16", "fp32")):
-        found.append(quantize(name, size, value))
+        found.extend(quantize(name, size, value))
         found.append(unpacked(name, size, value))
     for (name, size), value in itertools.product(CASES, ("bf16", "fp32")):
         found.append(decoded(name, size, value))
@@ -34,13 +34,16 @@ def specimens() -> list[Specimen]:
     return found
 
 
-def quantize(name: str, size: int, value: str) -> Specimen:
-    """Return the kernel that packs the kept blocks of a run."""
+def quantize(name: str, size: int, value: str) -> list[Specimen]:
+    """Return the kernel that packs the kept blocks of a run, as they are and scaled."""
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
     block, tile_rows = pack.quantized_tile(size)
     tile = {"B": size, "BLOCK": block, "TILE": tile_rows, "LANES": lanes}
     constants = tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size)
-    return f"quantize_{name}_b{size}", pack.quantize_kernel, constants, value, options
+    return [
+        (f"quantize_{name}_b{size}", pack.quantize_kernel, constants | UNSCALED, value, options),
+        (f"quantize_scaled_{name}_b{size}", pack.quantize_kernel, constants, value, options),
+    ]
 
 
 def unpacked(name: str, size: int, value: str) -> Specimen:
@@ -61,7 +64,7 @@ def sample(name: str, size: int, blocks: int, value: str) -> Specimen:
     """Return the kernel that packs a sample in one launch, the keys in the values."""
     config, itemsize = pack_sample.choose_config(blocks), 4 if value == "fp32" else 2
     constants = config.constants(blocks, size, itemsize, itemsize, encode_format(name, size))
-    constants |= rows(48 * size, size) | {"CAST": False}
+    constants |= rows(48 * size, size) | {"CAST": False, "SELECT": 0}
     return f"sample_{name}_b{size}", pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
 
 

@@ -21,7 +21,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import column_sums, columns, keys, pack, pack_sample, select, tiles, unpack, weight_grad
+from lightning_actprune.kernels import (
+    column_sums,
+    columns,
+    keys,
+    pack,
+    pack_sample,
+    rescale,
+    select,
+    tiles,
+    unpack,
+    weight_grad,
+)
 from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from lightning_actprune.ops.geometry import ceil_div
 
@@ -52,8 +63,13 @@ PACK_SAMPLES = [
     ("pack_sample_cast", 2352, 384, 32, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "bf16"),
     ("pack_sample_cast", 18816, 1536, 16, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "fp16"),
     ("pack_sample_cast_narrow", 2688, NARROW_ROW, 32, "bf16"),
+    ("pack_sample_swap", 2352, 384, 32, "bf16"), ("pack_sample_swap", 9408, 1536, 32, "fp32"),
+    ("pack_sample_swap", 18816, 1536, 16, "bf16"),
 ]  # fmt: skip
 """Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread."""
+
+UNSCALED = {"keys_ptr": None}
+"""What a kernel that copies or quantises blocks gets if these are not scaled."""
 
 Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 """Label, kernel, constexprs, value type, options."""
@@ -61,11 +77,14 @@ Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 
 def specimens(target: int) -> list[Specimen]:
     """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    tile = {"CAST": False, "B": 32, "BLOCK": 32, "ROWS": 2, "COLS": 64, "ZEROS": 4} | rows(1536, 32)
-    narrow = {"CAST": False, "B": 32, "BLOCK": 32, "ROWS": 16, "COLS": 8, "ZEROS": 4} | rows(NARROW_ROW, 32)
+    shared = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}
+    tile = shared | {"ROWS": 2, "COLS": 64} | rows(1536, 32)
+    narrow = shared | {"ROWS": 16, "COLS": 8} | rows(NARROW_ROW, 32)
     found = [
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
+        ("keys_swap", keys.block_keys_kernel, tile | {"SELECT": keys.SWAP.value}, "bf16", {"num_warps": 4}),
+        ("keys_unbiased", keys.block_keys_kernel, tile | {"SELECT": keys.UNBIASED.value}, "bf16", {"num_warps": 4}),
         ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
         ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
         ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
@@ -74,6 +93,8 @@ def specimens(target: int) -> list[Specimen]:
         ("select", select.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
         ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("largest_dropped", rescale.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", {"num_warps": 4}),
+        ("largest_dropped", rescale.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
         ("count_columns", columns.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
         ("list_columns", columns.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
         ("add_parts", weight_grad.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
@@ -95,11 +116,12 @@ def specimens(target: int) -> list[Specimen]:
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
         _, tile, options = pack.run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
-        found.append((f"gather_b{size}", pack.gather_kernel, constants, value, options))
+        found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
+        found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
         found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
     found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
-    found.append(("gather_narrow", pack.gather_kernel, narrow, "bf16", {"num_warps": 4}))
+    found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
     found.append(("unpack_narrow", unpack.unpack_kernel, narrow | {"FORMAT": 0}, "bf16", {"num_warps": 4}))
     return found
 
@@ -107,7 +129,8 @@ def specimens(target: int) -> list[Specimen]:
 def pack_sample_specimen(label: str, blocks: int, length: int, size: int, value: str) -> Specimen:
     """Return the kernel that packs a sample of ``blocks`` in one launch, the keys in the values."""
     config, casts, packed = pack_sample.choose_config(blocks), "cast" in label, 4 if value == "fp32" else 2
-    constants = config.constants(blocks, size, 4 if casts else packed, packed) | rows(length, size) | {"CAST": casts}
+    constants = config.constants(blocks, size, 4 if casts else packed, packed) | rows(length, size)
+    constants |= {"CAST": casts, "SELECT": keys.SWAP.value if "swap" in label else 0}
     return label, pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
 
 

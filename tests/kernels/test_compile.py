@@ -16,7 +16,7 @@ from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
 from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")
-OF_SIZE = ("weight_grad", "gather", "unpack")
+OF_SIZE = ("weight_grad", "gather", "gather_scaled", "unpack")
 KERNELS = {
     "keys",
     "select",
@@ -29,8 +29,9 @@ KERNELS = {
     "add_parts",
 }
 KERNELS |= {f"{kernel}_b{size}" for kernel in OF_SIZE for size in BLOCK_SIZES}
-KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "unpack")}
+KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "gather_scaled", "unpack")}
 KERNELS |= {"keys_cast", "pack_sample_cast"}
+KERNELS |= {"keys_swap", "keys_unbiased", "pack_sample_swap", "largest_dropped"}
 KERNELS |= {
     f"{kernel}_narrow" for kernel in ("keys", "keys_cast", "gather", "unpack", "pack_sample", "pack_sample_cast")
 }

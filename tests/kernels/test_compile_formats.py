@@ -15,7 +15,9 @@ from tests.kernels.compile_only import SHARED_MEMORY
 from tests.kernels.test_compile import TRITON, Version
 
 TARGETS = (80, 90, 100, 120)
-KERNELS = {f"{kernel}_{name}_b{size}" for kernel in ("quantize", "unpack") for name, size in (*CASES, WIDE)}
+KERNELS = {
+    f"{kernel}_{name}_b{size}" for kernel in ("quantize", "quantize_scaled", "unpack") for name, size in (*CASES, WIDE)
+}
 KERNELS |= {f"dequantize_{name}_b{size}" for name, size in CASES}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 

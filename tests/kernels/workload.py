@@ -122,6 +122,16 @@ def check_quantized(x: Tensor, block_size: int, value_format: str) -> None:
     assert oracle.relative_error(actual, grad_y.double().t() @ dense.double()) < 1e-5, (x.shape, value_format)
 
 
+def check_selected(x: Tensor, block_size: int, value_format: str, block_selection: str) -> None:
+    """Pack the chosen blocks of ``x [S, T, L]``, and compare them with the reference's."""
+    samples, rows, length = x.shape
+    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
+    packed = packs.pack(x, block_size, keep, value_format, block_selection)
+    expected = reference.pack(x.cpu(), block_size, keep, value_format, block_selection)
+    for actual, right in zip(packed, expected, strict=True):
+        assert torch.equal(actual.cpu(), right), (x.shape, x.dtype, block_size, value_format, block_selection)
+
+
 def check_weight_grad(packed: tuple[Tensor, Tensor, Tensor], shape: tuple[int, int, int]) -> None:
     """Compute the weight gradient from packed integers, whole and in parts: its sums are exact in fp32."""
     samples, rows, length = shape
@@ -163,6 +173,15 @@ def run_all(device: torch.device) -> list[str]:
         for wanted, value_format in itertools.product((True, False), ("int3", "fp8")):
             with one_launch(wanted):
                 check_quantized(oracle.integers(2, 122, 130, device=device), 16, value_format)
+        for dtype, value_format in itertools.product((torch.float32, torch.float16), ("same", "int4")):
+            with one_launch(True):
+                check_selected(oracle.integers(2, 122, 130, dtype=dtype, device=device), 16, value_format, "swap")
+            with one_launch(False):
+                for shape, block_size in SHAPES[:2]:
+                    x = oracle.integers(*shape, dtype=dtype, device=device)
+                    check_selected(x, block_size, value_format, "swap")
+                    check_selected(x, block_size, value_format, "unbiased")
+        check_selected(oracle.integers(*STREAMED, device=device), 16, "same", "unbiased")
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":
