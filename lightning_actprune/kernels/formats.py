@@ -1,11 +1,12 @@
-"""How kernels know a value format, and blocks read back from rows of bytes; ``kernels.quantize`` writes them.
+"""How kernels know a value format, and blocks read back from bytes; ``kernels.quantize`` writes them.
 
 Maths and storage are those of ``ops.formats``, bit for bit. What a kernel must know of a format and a block size is one
 integer at compile time, ``FORMAT`` (see ``encode_format``), 0 if values are stored as they are: such a kernel has none
 of the code below.
 
-Reading is exact before its one addition, since a scale of 8 bits times a code of 8 bits fits into fp32. fp8 is decoded
-by integers, so that it needs no hardware for it. A plane of codes is taken apart in registers.
+Reading is exact before its one addition. The dither is never converted, nor are codes of integers: ``q + 2^v`` and
+``u + 2^v`` are put together as the bits of fp32 numbers. fp8 is decoded by integers, so that it needs no hardware for
+it. A plane of codes is taken apart in registers.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_actprune.ops.formats import FORMATS
+from lightning_actprune.ops import formats
+
+PLACE, GOLDEN = tl.constexpr(formats.PLACE), tl.constexpr(formats.GOLDEN)
+MIX_A, MIX_FIRST, MIX_B, MIX_SECOND = (tl.constexpr(constant) for constant in formats.MIX)
+DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
+"""Least difference of two dithers, in the last places of their sum with a code."""
+SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
+NAN = tl.constexpr(0x7FC00000)
 
 
 def encode_format(value_format: str, block_size: int) -> int:
     """Return ``FORMAT``.
 
-    From its highest bit on: bytes of a row, bits that are read and written as one number (in 8 bits), bytes of the
-    header (8), bits of a code in the first plane (4) and in the second (4).
+    From its highest bit on: bytes of a block, bits of codes that are read and written as one number (in 8 bits), 1 for
+    fp8 (8), bits of a code in the first plane (4) and in the second (4).
     """
-    made = FORMATS[value_format]
+    made = formats.FORMATS[value_format]
     if not made.planes:
         return 0
     first, second = (*made.planes, 0)[:2]
-    # Words, not bytes, where header and planes consist of these: a quarter of the accesses.
-    unit = 32 if made.header == 4 and all(block_size * bits % 32 == 0 for bits in made.planes) else 8
-    return made.row_bytes(block_size, 0) << 24 | unit << 16 | made.header << 8 | first << 4 | second
+    # Words, not bytes, where blocks consist of these: a quarter of the accesses.
+    unit = 32 if all(block_size * bits % 32 == 0 for bits in made.planes) else 8
+    return made.row_bytes(block_size, 0) << 24 | unit << 16 | (value_format == "fp8") << 8 | first << 4 | second
 
 
 def values_layout(kept: int, block_size: int, stored: int) -> tuple[tuple[int, int], torch.dtype | None]:
@@ -44,24 +52,62 @@ def tile_width(block_size: int) -> int:
 
 @triton.jit
 def dequantize_tile(
-    values_ptr, place, stored, first, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    values_ptr, count, place, stored, first, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Return the values ``first`` to ``first + BLOCK`` of the rows ``place`` as fp32, zero where not ``stored``.
+    """Return the values ``first`` to ``first + BLOCK`` of the blocks at ``place`` (int32) of ``count`` as fp32.
 
-    What lies beyond ``B`` is not defined. ``first`` is a multiple of 64.
+    Zero where not ``stored``; what lies beyond ``B`` is not defined. ``first`` is a multiple of 64.
     """
-    HEADER: tl.constexpr = (FORMAT >> 8) & 255
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
     LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
-    row = values_ptr + place * (FORMAT >> 24)
-    scale, offset = _load_header(row, stored, FORMAT)
-    codes = _load_plane(row + HEADER, first, stored, B, BLOCK, LOW, FORMAT)
-    if HEADER == 2:
-        return _fp8_values(codes) * scale[:, None]
+    header = tl.load(headers_of(values_ptr, count, place, FORMAT), mask=stored, other=0).to(tl.int32)
+    codes = _load_plane(plane_of(values_ptr, place, B, LOW), first, stored, B, BLOCK, LOW, FORMAT)
+    if (FORMAT >> 8) & 255:
+        return _fp8_values(codes) * (header << 16).to(tl.float32, bitcast=True)[:, None]
     if HIGH > 0:
-        codes |= _load_plane(row + HEADER + LOW_BYTES, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
-    return offset[:, None] + scale[:, None] * codes.to(tl.float32)
+        highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
+        codes |= _load_plane(highest, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
+    scale, middle = _scale_and_middle(header, LOW + HIGH)
+    u = dither(header, place, first + tl.arange(0, BLOCK), LOW + HIGH, 0)
+    codes = ((codes << (23 - LOW - HIGH)) | ((127 + LOW + HIGH) << 23)).to(tl.float32, bitcast=True)
+    return middle[:, None] + scale[:, None] * (codes - u)
+
+
+@triton.jit
+def plane_of(plane_ptr, place, B: tl.constexpr, BITS: tl.constexpr):
+    """Return pointers to the codes of the blocks at ``place`` in a plane."""
+    return plane_ptr + place.to(tl.int64) * ((B * BITS + 7) // 8)
+
+
+@triton.jit
+def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
+    """Return pointers to the headers of the blocks at ``place``, int16."""
+    headers_ptr = values_ptr + tl.cast(count, tl.int64) * ((FORMAT >> 24) - 2)
+    return headers_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + place
+
+
+@triton.jit
+def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr):
+    """Return ``2^MORE (u + 2^BITS)`` as fp32 ``[R, len(e)]``: sign and exponent, a hash, a half, and zeros."""
+    h = (header.to(tl.uint32, bitcast=True) << 16) + place.to(tl.uint32) * PLACE
+    h = (h ^ (h >> MIX_A)) * MIX_FIRST
+    h = (h ^ (h >> MIX_B)) * MIX_SECOND
+    SHIFT: tl.constexpr = 9 + BITS
+    FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
+    h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)
+    steps = ((e.to(tl.uint32) * GOLDEN) >> SHIFT) & FRACTION
+    return (h[:, None] ^ steps[None, :]).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_and_middle(header, BITS: tl.constexpr):
+    """Return the scale of blocks and ``base + scale/2``; ``header`` is int32, its upper half the sign of the lower."""
+    code = header & 511
+    scale = tl.where(code == 0, 0, tl.where(code == LOST, NAN, (code + SCALE_CODES) << 20))
+    scale = scale.to(tl.float32, bitcast=True)
+    middle = (header >> 9) * ((1 << BITS) - 1) + STEPS // 2
+    return scale, scale * (middle.to(tl.float32) * (1.0 / STEPS))
 
 
 @triton.jit
@@ -72,34 +118,19 @@ def _fp8_values(codes):
 
 
 @triton.jit
-def _load_header(row, stored, FORMAT: tl.constexpr):
-    """Return scale and offset as fp32 (the scale twice if there is no offset), zero where not ``stored``."""
-    if ((FORMAT >> 16) & 255) == 32:
-        both = tl.load(row.to(tl.pointer_type(tl.int32), bitcast=True), mask=stored, other=0)
-        scale, offset = both << 16, both & -0x10000
-    else:
-        halves = row.to(tl.pointer_type(tl.int16), bitcast=True)
-        scale = tl.load(halves, mask=stored, other=0).to(tl.int32) << 16
-        offset = scale
-        if ((FORMAT >> 8) & 255) == 4:
-            offset = tl.load(halves + 1, mask=stored, other=0).to(tl.int32) << 16
-    return scale.to(tl.float32, bitcast=True), offset.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _load_plane(
-    row, first, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+    block, first, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Return codes ``[R, BLOCK]`` of ``BITS`` bits as int32, from value ``first`` on."""
+    """Return codes ``[R, BLOCK]`` of ``BITS`` bits as int32, from value ``first`` on, of the blocks at ``block``."""
     UNIT: tl.constexpr = (FORMAT >> 16) & 255
     EACH: tl.constexpr = UNIT // BITS
     if UNIT == 32:
-        row = row.to(tl.pointer_type(tl.int32), bitcast=True)
+        block = block.to(tl.pointer_type(tl.int32), bitcast=True)
     k = first // EACH + tl.arange(0, BLOCK // EACH)
     inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
-    codes = tl.load(row[:, None] + k[None, :], mask=inside, other=0).to(tl.int32)
+    codes = tl.load(block[:, None] + k[None, :], mask=inside, other=0).to(tl.int32)
     if EACH > 1:
         shifts = tl.arange(0, EACH) * BITS
         codes = (codes[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-        codes = tl.reshape(codes, [row.shape[0], BLOCK])
+        codes = tl.reshape(codes, [block.shape[0], BLOCK])
     return codes

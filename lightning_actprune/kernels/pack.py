@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
+from lightning_actprune.kernels.formats import encode_format, headers_of, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
@@ -97,32 +97,31 @@ def gather_kernel(
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs,
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs, nnz,
     length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the kept blocks of one run to their places in ``values``, as rows of bytes; scaled if there are keys.
+    """Write the kept blocks of one run to their places in ``values``, of ``nnz``, as bytes; scaled if there are keys.
 
     Arithmetic is what this costs: 19 instructions a value of bf16 and 18 of fp32 (int4, b = 32, compiled for an H200),
     where the copy waits for memory. So no lane should spend it on a dropped block: each kept one first leaves its lane
-    in its own row, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each row belongs to one tile, a
-    tile overwrites no number but its own.
+    where its header will be, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each header belongs to
+    one tile, a tile overwrites no number but its own.
     """
-    ROW: tl.constexpr = FORMAT >> 24
     _, _, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
-    tl.store(values_ptr + place.to(tl.int64) * ROW, tl.arange(0, RUN).to(tl.uint8), mask=kept)
+    tl.store(headers_of(values_ptr, nnz, place, FORMAT), tl.arange(0, RUN).to(tl.int16), mask=kept)
     first, count = tl.min(place, axis=0), tl.sum(kept.to(tl.int32), axis=0)
     tl.debug_barrier()
     for start in range(0, count, TILE):
         p = start + tl.arange(0, TILE)
-        lane = tl.load(values_ptr + (first + p).to(tl.int64) * ROW, mask=p < count, other=0).to(tl.int32)
+        lane = tl.load(headers_of(values_ptr, nnz, first + p, FORMAT), mask=p < count, other=0).to(tl.int32)
         _first, _run, s, n = _blocks_of(lane, runs, LANES)
         samples_ptr = x_ptr + s.to(tl.int64) * stride_sample * UNIT
         x = load_blocks(samples_ptr, n, p < count, stride_row, length, columns, UNIT, B, BLOCK)
         if keys_ptr is not None:
             x = rescaled(x, block_factors(keys_ptr, s, n, p < count, samples, blocks))
         tl.debug_barrier()  # all threads have the numbers of this tile
-        quantize_tile(x, values_ptr, first + p, p < count, B, BLOCK, FORMAT)
+        quantize_tile(x, values_ptr, nnz, first + p, p < count, B, BLOCK, FORMAT)
 
 
 class PackPlan:
@@ -170,13 +169,14 @@ class PackPlan:
         gathered = (rows * length, length) if casts else strides
         unit = stride_unit(*gathered)
         scalars = (gathered[0] // unit, gathered[1] // unit, samples, blocks, words, runs)
-        # A tensor comes before them, or None, of which the compiled kernel has no trace.
-        layout = (*([] if unbiased else [None]), *scalars, length, columns, unit)
+        # The keys come before them, or None, of which the compiled kernel has no trace.
+        keys = () if unbiased else (None,)
+        layout = length, columns, unit
         if stored:
             tiles = block_size, *quantized_tile(block_size), tile[2], stored
-            self._gather = Launch(quantize_kernel, grid, *layout, *tiles, **options)
+            self._gather = Launch(quantize_kernel, grid, *keys, *scalars, samples * keep, *layout, *tiles, **options)
         else:
-            self._gather = Launch(gather_kernel, grid, *layout, *tile, **options)
+            self._gather = Launch(gather_kernel, grid, *keys, *scalars, *layout, *tile, **options)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
@@ -288,7 +288,7 @@ def pack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``.
 
-    In another ``value_format`` than ``"same"``, the values are rows of bytes; see ``ops.formats.quantize``.
+    In another ``value_format`` than ``"same"``, the values are bytes; see ``ops.formats.quantize``.
     """
     aligned = x.data_ptr() % 16 == 0
     stored = value_format, block_selection

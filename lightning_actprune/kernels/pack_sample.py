@@ -12,11 +12,12 @@ With about as many samples as multiprocessors this saves two launches and what l
    blocks were read last, and what the L2 cache has lost by then are the first. Or they are quantised; then the next
    tile is read before the arithmetic of one, since few programs run on a multiprocessor to fill in.
 
-The scratch is the sample's own part of ``values`` if that is large enough, so that nothing has to be allocated. Copying
-then overwrites the list that it reads. Entry ``p`` of the list takes the bytes from ``4 p`` on, block ``p`` those from
-``p`` stored blocks on, which is at least twice as far (see ``SamplePlan``): a tile that starts at ``p`` destroys no
-entry before ``2 p``, and those before ``p`` are all that is still needed. Only the tile at 0 destroys its own entries:
-all threads have read these before the first one copies.
+The scratch is the sample's own part of ``values``, or of their first plane (``ops.formats``), if that is large enough,
+so that nothing has to be allocated. Copying then overwrites the list that it reads. Entry ``p`` of the list takes the
+bytes from ``4 p`` on, block ``p`` those from ``p`` blocks of the plane on, which is at least twice as far (see
+``SamplePlan``): a tile that starts at ``p`` destroys no entry before ``2 p``, and those before ``p`` are all that is
+still needed. Only the tile at 0 destroys its own entries: all threads have read these before the first one copies.
+Other planes hold no sample's scratch.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
 from lightning_actprune.kernels.select import REGISTER_BLOCKS, RUN, WORD, list_kept, store_places, threshold
 from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
+from lightning_actprune.ops.formats import FORMATS, plane_bytes
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
@@ -90,8 +92,9 @@ def _quantize_kept(
     x_ptr, values_ptr, list_ptr, keep, start, stride_row, length: tl.constexpr, columns: tl.constexpr,
     UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write the listed blocks as rows of bytes from row ``start`` on."""
+    """Write the listed blocks as bytes to the places from ``start`` on."""
     p = tl.arange(0, TILE)
+    nnz = keep * tl.num_programs(0)
     tiles = tl.cdiv(keep, TILE)
     first = tl.maximum(tiles - 1, 0) * TILE
     # The numbers are read two tiles ahead, and the blocks one.
@@ -102,11 +105,11 @@ def _quantize_kept(
         n_after = tl.load(list_ptr + (first - 2 * TILE) + p, mask=(first - 2 * TILE) + p >= 0, other=0)
         x_next = load_blocks(x_ptr, n_next, p >= 0, stride_row, length, columns, UNIT, B, BLOCK)
         tl.debug_barrier()  # a warp that ran ahead by several tiles would destroy numbers that others still need
-        quantize_tile(x, values_ptr, start + first + p, first + p < keep, B, BLOCK, FORMAT)
+        quantize_tile(x, values_ptr, nnz, start + first + p, first + p < keep, B, BLOCK, FORMAT)
         x, n_next = x_next, n_after
         first -= TILE
     tl.debug_barrier()
-    quantize_tile(x, values_ptr, start + p, p < keep, B, BLOCK, FORMAT)
+    quantize_tile(x, values_ptr, nnz, start + p, p < keep, B, BLOCK, FORMAT)
 
 
 @triton.jit
@@ -145,7 +148,7 @@ def pack_sample_kernel(
     """
     s = tl.program_id(0)
     x_ptr += s.to(tl.int64) * stride_sample * UNIT
-    if FORMAT == 0:  # else rows are counted from the first sample's on
+    if FORMAT == 0:  # else places are counted from the first sample's on
         values_ptr += s.to(tl.int64) * keep * B
     scratch_ptr += s.to(tl.int64) * stride_scratch
     scratch_ptr = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -277,11 +280,13 @@ class SamplePlan:
         self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
         packed = itemsize if cast is None else cast.itemsize
-        row = stored >> 24 if stored else block_size * packed
+        size = block_size * packed
+        if stored:
+            size = plane_bytes(block_size, FORMATS[value_format].planes[0])
         # Keys are int32, and the list must not be overtaken by the values (see above).
-        in_values = keep * row >= 4 * blocks and keep * row % 4 == 0 and row >= 8
+        in_values = keep * size >= 4 * blocks and keep * size % 4 == 0 and size >= 8
         self.scratch = 0 if in_values else samples * blocks
-        stride_scratch = keep * self.values[1] if in_values else blocks
+        stride_scratch = keep * (size if stored else block_size) if in_values else blocks
         unit = stride_unit(*strides)
         scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
         tiles = config.constants(blocks, block_size, itemsize, packed, stored).values()

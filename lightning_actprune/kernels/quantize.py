@@ -1,4 +1,4 @@
-"""Blocks to rows of bytes: maths and storage of ``ops.formats``, bit for bit; ``FORMAT`` as in ``kernels.formats``.
+"""Blocks to bytes: maths and storage of ``ops.formats``, bit for bit; ``FORMAT`` as in ``kernels.formats``.
 
 Arithmetic is what this costs, so that its instructions are counted. Dither and code are never converted: ``u + 2^v`` is
 put together from the hash, an exclusive or a value, and the code is v bits of the sum. That is added by a fused
@@ -14,23 +14,27 @@ import struct
 import triton
 import triton.language as tl
 
+from lightning_actprune.kernels.formats import LOST, NAN, SCALE_CODES, STEPS, dither, headers_of, plane_of
 from lightning_actprune.kernels.launch import INTERPRETED
 from lightning_actprune.ops import formats
 
-PLACE, GOLDEN = tl.constexpr(formats.PLACE), tl.constexpr(formats.GOLDEN)
-MIX_A, MIX_FIRST, MIX_B, MIX_SECOND = (tl.constexpr(constant) for constant in formats.MIX)
-DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
-"""Least difference of two dithers, in the last places of their sum with a code."""
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
-MOST_SPREAD = tl.constexpr(formats.MOST_SPREAD)
-INVERSES = tl.constexpr(tuple(formats.inverse_of(2.0**bits - 1) for bits in range(1, 9)))
-"""Of the most that a code of 1 to 8 bits can be."""
 FP8_INVERSE = tl.constexpr(formats.inverse_of(formats.FP8_MAX))
+MOST_SCALE = tl.constexpr(formats.MOST_SCALE)
+PER_SPREAD, PER_REACH = (tl.constexpr(tuple(formats.needs(bits)[part] for bits in range(1, 9))) for part in range(2))
+"""What the scale is at least, of codes of 1 to 8 bits."""
+STEPS_OF = tl.constexpr(tuple(formats.steps_of(bits) for bits in range(1, 9)))
+"""Steps of the base in a scale."""
+INTEGERS = tl.constexpr(1.5 * 2.0**23)
+"""With this added, an integer is the lowest bits of an fp32 number."""
 SLOW_REDUCTIONS = tl.constexpr(INTERPRETED)
 """The interpreter knows a few reductions, and takes a hundred times as long for any other."""
-LEAST_SCALE = tl.constexpr(struct.unpack("i", struct.pack("f", formats.LEAST_SCALE))[0])
+LEAST_SCALE, FP8_LEAST_SCALE = (
+    tl.constexpr(struct.unpack("i", struct.pack("f", scale))[0])
+    for scale in (formats.LEAST_SCALE, formats.FP8_LEAST_SCALE)
+)
 """As bits."""
-INFINITY, NAN = tl.constexpr(0x7F800000), tl.constexpr(0x7FC00000)
+INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -66,30 +70,31 @@ def load_blocks(
 
 @triton.jit
 def quantize_tile(
-    x, values_ptr, place, stored, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
+    x, values_ptr, count, place, stored, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Write the blocks ``x [R, BLOCK]`` to the rows ``place`` (int32) where ``stored``.
+    """Write the blocks ``x [R, BLOCK]`` to ``place`` (int32) of ``count`` where ``stored``.
 
     Values from ``B`` on must be zero.
     """
-    HEADER: tl.constexpr = (FORMAT >> 8) & 255
     LOW: tl.constexpr = (FORMAT >> 4) & 15
     HIGH: tl.constexpr = FORMAT & 15
     LOW_BYTES: tl.constexpr = (B * LOW + 7) // 8
-    USED: tl.constexpr = HEADER + LOW_BYTES + (B * HIGH + 7) // 8
-    row = values_ptr + place.to(tl.int64) * (FORMAT >> 24)
-    if HEADER == 2:
+    USED: tl.constexpr = LOW_BYTES + (B * HIGH + 7) // 8
+    if (FORMAT >> 8) & 255:
         codes, header, finite = _fp8_codes(x.to(tl.float32))
     else:
         codes, header, finite = _integer_codes(x.to(tl.float32), place, B, BLOCK, LOW + HIGH)
-    _store_header(row, header, stored, FORMAT)
+    tl.store(headers_of(values_ptr, count, place, FORMAT), header.to(tl.int16), mask=stored)
+    lowest = plane_of(values_ptr, place, B, LOW)
     if HIGH > 0:
-        _store_plane(row + HEADER, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW, FORMAT)
-        _store_plane(row + HEADER + LOW_BYTES, codes >> LOW, finite, stored, B, BLOCK, HIGH, FORMAT)
+        _store_plane(lowest, codes & ((1 << LOW) - 1), finite, stored, B, BLOCK, LOW, FORMAT)
+        highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
+        _store_plane(highest, codes >> LOW, finite, stored, B, BLOCK, HIGH, FORMAT)
     else:
-        _store_plane(row + HEADER, codes, finite, stored, B, BLOCK, LOW, FORMAT)
+        _store_plane(lowest, codes, finite, stored, B, BLOCK, LOW, FORMAT)
     if USED % 2 == 1:
-        tl.store(row + USED, tl.zeros_like(place).to(tl.uint8), mask=stored)
+        fill_ptr = values_ptr + tl.cast(count, tl.int64) * USED
+        tl.store(fill_ptr + place, tl.zeros_like(place).to(tl.uint8), mask=stored)
 
 
 @triton.jit
@@ -100,31 +105,20 @@ def _integer_codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.cons
     # Adding zero turns a negative zero, of which it is open whether it is less than zero, into a positive one.
     low = tl.min(x if B == BLOCK else tl.where(inside, x, float("inf")), axis=1) + 0.0
     high = _largest(x if B == BLOCK else tl.where(inside, x, -float("inf"))) + 0.0
-    offset = low.to(tl.int32, bitcast=True)
-    offset = tl.where(low < 0.0, offset + 0xFFFF, offset) & -0x10000
-    base = offset.to(tl.float32, bitcast=True)
-    spread = high - base
-    finite = spread < MOST_SPREAD
-    scale, inverse = _scale(spread, INVERSES[BITS - 1])
-    dither = _dither(offset | (scale >> 16), place, e, BITS)
+    of_spread, of_reach = (high - low) * PER_SPREAD[BITS - 1], tl.abs(low) * PER_REACH[BITS - 1]
+    finite = (of_spread <= MOST_SCALE) & (of_reach <= MOST_SCALE)
+    need = tl.maximum(of_spread, of_reach)
+    bits, scale, inverse = _scale(need, 20, LEAST_SCALE)
+    step = scale * (((1 << BITS) - 1) / STEPS)
+    offset = tl.floor(low * inverse * STEPS_OF[BITS - 1])
+    offset = tl.where(offset * step > low, offset - 1.0, offset)  # the quotient was rounded
+    header = ((offset + INTEGERS).to(tl.int32, bitcast=True) & 127) << 9
+    header |= tl.where(need > 0.0, (bits >> 20) - SCALE_CODES, 0)
     # The dither is 2^8 times what it is to be, and the product with a power of two exact.
-    total = tl.fma(dither, 2.0**-8, (x - base[:, None]) * inverse[:, None]).to(tl.int32, bitcast=True)
+    shifted = dither(header, place, e, BITS, 8)
+    total = tl.fma(shifted, 2.0**-8, (x - (offset * step)[:, None]) * inverse[:, None]).to(tl.int32, bitcast=True)
     codes = (total >> (23 - BITS)) & ((1 << BITS) - 1)
-    header = tl.where(finite, offset | (scale >> 16), NAN >> 16)
-    return codes if B == BLOCK else tl.where(inside, codes, 0), header, finite
-
-
-@triton.jit
-def _dither(header, place, e, BITS: tl.constexpr):
-    """Return ``2^8 (u + 2^BITS)`` as fp32 ``[R, BLOCK]``: sign and exponent, a hash, a half, and zeros."""
-    h = header.to(tl.uint32, bitcast=True) + place.to(tl.uint32) * PLACE
-    h = (h ^ (h >> MIX_A)) * MIX_FIRST
-    h = (h ^ (h >> MIX_B)) * MIX_SECOND
-    SHIFT: tl.constexpr = 9 + BITS
-    FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
-    h = ((h >> SHIFT) & FRACTION) | (((127 + 8 + BITS) << 23) + DITHER_STEP // 2)
-    steps = ((e.to(tl.uint32) * GOLDEN) >> SHIFT) & FRACTION
-    return (h[:, None] ^ steps[None, :]).to(tl.float32, bitcast=True)
+    return codes if B == BLOCK else tl.where(inside, codes, 0), tl.where(finite, header, LOST), finite
 
 
 @triton.jit
@@ -141,15 +135,15 @@ def _largest(x):
 
 
 @triton.jit
-def _scale(spread, INVERSE: tl.constexpr):
-    """Return the bits of ``spread * INVERSE`` rounded up to bf16, and the inverse of that scale."""
-    bits = ((spread * INVERSE).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
-    bits = tl.maximum(bits, LEAST_SCALE)
+def _scale(need, PLACES: tl.constexpr, LEAST: tl.constexpr):
+    """Return ``need`` with its last bits rounded up to zero, ``LEAST`` (bits) at least: as bits, and its inverse."""
+    bits = (need.to(tl.int32, bitcast=True) + ((1 << PLACES) - 1)) & -(1 << PLACES)
+    bits = tl.maximum(bits, LEAST)
     scale = bits.to(tl.float32, bitcast=True)
     # Of positive normal numbers this is an inverse within six units in the last place: 8 instructions less than 1 / x.
     root = tl.rsqrt(scale)
     rounded = (((root * root).to(tl.int32, bitcast=True) + 0x100) & -0x200).to(tl.float32, bitcast=True)
-    return bits, rounded + rounded * (1.0 - scale * rounded)
+    return bits, scale, rounded + rounded * (1.0 - scale * rounded)
 
 
 @triton.jit
@@ -158,7 +152,7 @@ def _fp8_codes(x):
     x = x.to(tl.int32, bitcast=True)
     most = tl.max(x & 0x7FFFFFFF, axis=1)  # as integers: a NaN is larger than all numbers
     finite = most < INFINITY
-    scale, inverse = _scale(most.to(tl.float32, bitcast=True), FP8_INVERSE)
+    scale, _, inverse = _scale(most.to(tl.float32, bitcast=True) * FP8_INVERSE, 16, FP8_LEAST_SCALE)
     size = tl.minimum((x & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse[:, None], FP8_MAX)
     bits = size.to(tl.int32, bitcast=True)
     # Half of the last place kept is added, or a bit less if that place is even; 120 is between the exponents' biases.
@@ -166,26 +160,14 @@ def _fp8_codes(x):
     # Below 2^-6 places are 2^-9 apart, as those of an fp32 number around 2^14 are.
     subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
     codes = tl.where(size < 2.0**-6, subnormal, normal) | ((x >> 24) & 0x80)
-    return codes, tl.where(finite, scale >> 16, NAN >> 16), finite
-
-
-@triton.jit
-def _store_header(row, header, stored, FORMAT: tl.constexpr):
-    """Write the scale, which is the lower half of ``header``, and, if the format has it, the offset."""
-    if ((FORMAT >> 16) & 255) == 32:
-        tl.store(row.to(tl.pointer_type(tl.int32), bitcast=True), header, mask=stored)
-    else:
-        halves = row.to(tl.pointer_type(tl.int16), bitcast=True)
-        tl.store(halves, header.to(tl.int16), mask=stored)
-        if ((FORMAT >> 8) & 255) == 4:
-            tl.store(halves + 1, (header >> 16).to(tl.int16), mask=stored)
+    return codes, tl.where(finite, scale, NAN) >> 16, finite
 
 
 @triton.jit
 def _store_plane(
-    row, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
+    block, codes, finite, stored, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, FORMAT: tl.constexpr
 ):  # fmt: skip
-    """Write codes ``[R, BLOCK]`` of ``BITS`` bits from ``row`` on, all zero if the block is not ``finite``."""
+    """Write codes ``[R, BLOCK]`` of ``BITS`` bits to the blocks at ``block``, all zero if not ``finite``."""
     UNIT: tl.constexpr = (FORMAT >> 16) & 255
     EACH: tl.constexpr = UNIT // BITS
     if EACH > 1:
@@ -195,7 +177,7 @@ def _store_plane(
     k = tl.arange(0, BLOCK // EACH)
     inside = stored[:, None] & (k < (B + EACH - 1) // EACH)[None, :]
     if UNIT == 32:
-        row = row.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(row[:, None] + k[None, :], codes, mask=inside)
+        block = block.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(block[:, None] + k[None, :], codes, mask=inside)
     else:
-        tl.store(row[:, None] + k[None, :], codes.to(tl.uint8), mask=inside)
+        tl.store(block[:, None] + k[None, :], codes.to(tl.uint8), mask=inside)

@@ -23,10 +23,13 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 @triton.jit
 def unpack_kernel(
     values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
-    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides."""
+    """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides.
+
+    ``nnz`` is the number of stored blocks if these are in few bits.
+    """
     s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     r = s * rows + n // columns
     start = (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
@@ -34,7 +37,7 @@ def unpack_kernel(
         e = piece + tl.arange(0, BLOCK)
         block = (e < B)[None, :]
         if FORMAT:
-            x = dequantize_tile(values_ptr, place.to(tl.int64), kept, piece, B, BLOCK, FORMAT)
+            x = dequantize_tile(values_ptr, nnz, place, kept, piece, B, BLOCK, FORMAT)
             x = x.to(out_ptr.dtype.element_ty)
         else:
             x = tl.load(
@@ -46,8 +49,9 @@ def unpack_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def _launch(
-    samples: int, shape: tuple[int, int, int], features_first: bool, block_size: int, value_format: str, *key: object
-) -> Launch:
+    samples: int, kept: int, shape: tuple[int, int, int], features_first: bool, block_size: int, value_format: str,
+    *key: object,
+) -> Launch:  # fmt: skip
     """Return the launch for a shape; ``key`` holds what a compiled kernel depends on besides."""
     batch, inner, length = shape
     columns = ceil_div(length, block_size)
@@ -56,7 +60,7 @@ def _launch(
     strides = (length, batch * length) if features_first else (inner * length, length)
     words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
     unit = stride_unit(*strides)
-    scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs)
+    scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs, kept)
     grid, tile, options = run_tile(samples, blocks, block_size)
     stored = encode_format(value_format, block_size)
     if stored:
@@ -83,6 +87,7 @@ def unpack(
     sizes = (rows, batch, length) if features_first else shape
     out = values.new_empty(*sizes, dtype=dtype)
     key = out.dtype, values.device, aligned(values, bitmap, offsets)
-    launch = _launch(bitmap.shape[0], shape, features_first, block_size or values.shape[1], value_format, *key)
+    kept = 0 if value_format == "same" else values.shape[0]
+    launch = _launch(bitmap.shape[0], kept, shape, features_first, block_size or values.shape[1], value_format, *key)
     launch(values, bitmap, offsets, out)
     return out

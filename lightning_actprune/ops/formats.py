@@ -3,47 +3,68 @@ r"""How the values of a kept block are stored: as they are, or in few bits each,
 ``same``
     the values in their own type: pruning alone, the method of arXiv:2311.16883.
 
-``int8``, ``int4``, ``int3``, ``int2`` (v bits)
-    x_e ~ offset + scale q_e with q_e in 0 .. 2^v - 1, scale and offset in bf16::
+``int8``, ``int4``, ``int3``, ``int2`` (v bits, m = 2^v - 1)
+    Subtractive dither: with u_e uniform in [0, 1), which is not stored since the reader computes it again::
 
-        offset = min x rounded down          scale = (max x - offset) / (2^v - 1) rounded up
-        q_e    = floor((x_e - offset) / scale + u_e),  u_e uniform in [0, 1)
+        q_e = floor((x_e - base) / scale + u_e)      in 0 .. m
+        x_e ~ base + scale (q_e + 1/2 - u_e)
 
-    Rounding is stochastic, hence unbiased: E[offset + scale q_e] = x_e, since both are rounded outwards before. Errors
-    of many rows then cancel in the weight gradient, where rounding to nearest would leave a bias.
+    The error, scale times 1/2 - frac(.. + u_e), is uniform in +-scale/2 whatever x_e is: unbiased, so that errors of
+    many rows cancel in the weight gradient, and of a variance of scale^2/12, half of what stochastic rounding has on
+    average. Values that are read may lie up to scale/2 outside of those of the block.
+
+    Scale and base take 16 bits, a code k of 9 and a code o of 7::
+
+        scale = 2^-40 (1 + (k' mod 8)/8) 2^floor(k'/8),  k' = k - 1        3 bits of mantissa, up to 1.36e7
+        base  = o step,  step = scale m / 32,  o in -64 .. 63
+
+        need  = max((high - low) 32/31, |low| 32/63) / m                   of the block's extremes low and high
+        k     : need rounded up;  0 if need is 0, since all values are (or below 1e-42): so they are read
+        o     = floor(low / step)
+
+    With 32 steps in the range of the codes, base reaches down to less than a step below low, which is what 32/31 leaves
+    room for. A block that lies further from zero than twice its spread has its scale widened so that ``low`` is within
+    63 steps of zero: its error becomes larger, of a size with |low| / (2 m), and stays unbiased.
 
 ``fp8``
     x_e ~ scale e_e with e_e in fp8 (e4m3, largest 448), rounded to nearest, and scale = max |x| / 448 in bf16, rounded
-    up. No offset.
+    up. No base.
 
 The random numbers come from the block itself, so there is no generator to seed, to save or to advance: the same input
 gives the same bytes, in any process, after a resumed checkpoint, under ``torch.compile`` and in a replayed CUDA graph.
-With H the 32 bits of scale and offset as they are stored, and p the place of the block among the kept ones::
+With H the 16 bits of k and o as they are stored, and p the place of the block among the kept ones::
 
-    h   = mix(H + p A)       u_e = ((h xor e phi) + 1/2) / 2^k, of h and e phi the highest k = 20 - v bits
+    h   = mix(2^16 H + p A)       u_e = ((h xor e phi) + 1/2) / 2^n, of h and e phi the highest n = 19 - v bits
 
 modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias32"; its last step, which changes the lower
-half, is left out), and phi the golden ratio as a fraction of 2^32. Each u_e is uniform over blocks, and blocks are
-independent of each other, which is what matters: a weight gradient adds over them. Equal blocks, of padding tokens say,
-differ in their place. A place sees another dither in the next step, since extremes change from step to step; as long as
-those of a block do not, neither does its dither. Within a block the u_e depend on each other, which no sum over rows
-can see.
+half, is left out), and phi the golden ratio as a fraction of 2^32. All of it is one to one: places less than 2^16 from
+each other never share an h, whatever their blocks are. Each u_e is uniform over blocks, and blocks are independent of
+each other, which is what matters: a weight gradient adds over them. Equal blocks, of padding tokens say, differ in
+their place. In the next step a place has another dither if its scale or base is another; if not, its error still moves
+with its values. Within a block the u_e depend on each other, which no sum over rows can see.
 
 What is computed is chosen for its number of instructions, and such that no order of operations is left open. A multiple
-of 2^-k and a half is neither 0 nor 1: the sum of quotient and u_e stays below 2^v even where three roundings (inverse
-of the scale, scale, product) were upwards, so that no code has to be clamped, and with 2^v added v bits of an fp32
-number are the code. The inverse of the scale is the same whichever way 1 / scale was rounded (``_refine``).
+of 2^-n and a half is neither 0 nor 1: the sum of quotient and u_e stays within 0 and 2^v even where all roundings go
+one way (``need`` is 2^-20 larger than it must be), so that no code has to be clamped, and with 2^v added v bits of an
+fp32 number are the code. The inverse of the scale is the same whichever way 1 / scale was rounded (``_refine``). A
+reader adds ``base + scale/2``, 19 bits, and ``scale (q_e - u_e)``, 4 times 20 bits: both are exact, and their sum is
+rounded once.
 
 A block with a NaN or Inf is NaN when it is read again: an overflow still reaches the weight gradient. So is, in the
-integer formats, a block whose values lie 2^126 (9e37) or more from each other.
+integer formats (k = 511), a block that would need a larger scale than there is: values 4e7 (int2) to 3e9 (int8) from
+each other or 8e7 to 7e9 from zero.
 
-A stored block is a row of bytes: scale, offset (not for fp8), then the codes of all values, lowest bits first, filled
-up to an even number. Three bits are two planes, one with the lower two bits of each code and one with the highest.
+Stored blocks take ``row_bytes`` each, and lie in memory by planes: the codes of all blocks, lowest bits of a code
+first, then the headers of all blocks, 16 bits each, so that neither costs the other its alignment. Each block's part of
+a plane of codes starts at a byte of its own. Three bits are two planes, one with the lower two bits of each code and
+one with the highest. Where the codes of a block are an odd number of bytes, as many zero bytes as there are blocks come
+before the headers.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from typing import NamedTuple
 
 import torch
@@ -53,13 +74,20 @@ from torch import Tensor
 MASK = 0xFFFFFFFF
 PLACE, GOLDEN = 0x85EBCA6B, 0x9E3779B9
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B)
-DITHER_BITS = 20
-"""Bits of a code and of its dither together."""
+DITHER_BITS = 19
+"""Bits of a code and of its dither together: with the half and a scale of 4 bits, a product has the 24 of fp32."""
+SCALE_CODES = 695
+"""Of a scale with the code k, the highest 12 bits as fp32 are k + 695."""
+LOST = 511
+"""Header of a block that is NaN when it is read."""
+LEAST_SCALE, MOST_SCALE = 2.0**-40, 1.625 * 2.0**23
+"""Of the integer formats: codes 1 and 510."""
+STEPS = 32
+"""Steps of the base in the range of the codes."""
 FP8_MAX = 448.0
-LEAST_SCALE = 2.0**-126
-"""Least scale: below, its inverse is no fp32 number."""
-MOST_SPREAD = 2.0**126
-"""Bound on the distance of values: above, the inverse of the scale is no normal fp32 number."""
+FP8_LEAST_SCALE = 2.0**-126
+"""Below, its inverse is no fp32 number."""
+HEADER_BYTES = 2
 
 
 class ValueFormat(NamedTuple):
@@ -68,12 +96,10 @@ class ValueFormat(NamedTuple):
     Args:
         name: How it is asked for.
         planes: Bits of each plane of codes, lowest first; empty for values stored as they are.
-        header: Bytes of scale and offset.
     """
 
     name: str
     planes: tuple[int, ...]
-    header: int
 
     @property
     def bits(self) -> int:
@@ -85,65 +111,71 @@ class ValueFormat(NamedTuple):
         if not self.planes:
             return block_size * itemsize
         codes = sum(plane_bytes(block_size, bits) for bits in self.planes)
-        return self.header + codes + codes % 2
+        return HEADER_BYTES + codes + codes % 2
 
 
 def plane_bytes(block_size: int, bits: int) -> int:
-    """Return the bytes of a plane of so many bits of each code."""
+    """Return the bytes of a block in a plane of so many bits of each code."""
     return -(-block_size * bits // 8)
 
 
 FORMATS = {
     made.name: made
     for made in (
-        ValueFormat("same", (), 0),
-        ValueFormat("fp8", (8,), 2),
-        ValueFormat("int8", (8,), 4),
-        ValueFormat("int4", (4,), 4),
-        ValueFormat("int3", (2, 1), 4),
-        ValueFormat("int2", (2,), 4),
+        ValueFormat("same", ()),
+        ValueFormat("fp8", (8,)),
+        ValueFormat("int8", (8,)),
+        ValueFormat("int4", (4,)),
+        ValueFormat("int3", (2, 1)),
+        ValueFormat("int2", (2,)),
     )
 }
 
 
 def quantize(blocks: Tensor, value_format: str) -> Tensor:
-    """Return ``blocks [nnz, b]``, in the order of their places, as rows of bytes ``uint8 [nnz, row_bytes]``."""
-    made = FORMATS[value_format]
-    if not len(blocks):
-        return blocks.new_empty(0, made.row_bytes(blocks.shape[1], 0), dtype=torch.uint8)
+    """Return ``blocks [nnz, b]``, in the order of their places, as bytes: planes, as ``uint8 [nnz, row_bytes]``."""
+    made, (count, size) = FORMATS[value_format], blocks.shape
+    row = made.row_bytes(size, 0)
+    if not count:
+        return blocks.new_empty(0, row, dtype=torch.uint8)
     wide = blocks.float()
-    header, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, made.bits)
-    parts = [header]
+    headers, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, made.bits)
+    planes = []
     for bits in made.planes:
-        parts.append(_join(codes & (2**bits - 1), bits))
+        planes.append(_join(codes & (2**bits - 1), bits).flatten())
         codes = codes >> bits
-    row = torch.cat(parts, 1)
-    return F.pad(row, (0, made.row_bytes(blocks.shape[1], 0) - row.shape[1]))
+    joined = torch.cat(planes)
+    filled = F.pad(joined, (0, count * (row - HEADER_BYTES) - len(joined)))
+    return torch.cat([filled, headers.to(torch.int16).view(torch.uint8)]).view(count, row)
 
 
-def dequantize(rows: Tensor, block_size: int, value_format: str, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[nnz, block_size]`` of stored blocks in ``dtype``."""
-    made = FORMATS[value_format]
-    if not len(rows):
-        return rows.new_empty(0, block_size, dtype=dtype)
-    header = rows[:, : made.header].contiguous().view(torch.bfloat16).float()
-    codes, start, shift = torch.zeros((), dtype=torch.int64, device=rows.device), made.header, 0
+def dequantize(values: Tensor, block_size: int, value_format: str, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[nnz, block_size]`` in ``dtype`` of stored blocks, contiguous ``uint8 [nnz, row_bytes]``."""
+    made, count, flat = FORMATS[value_format], len(values), values.flatten()
+    if not count:
+        return values.new_empty(0, block_size, dtype=dtype)
+    codes, start, shift = torch.zeros((), dtype=torch.int64, device=values.device), 0, 0
     for bits in made.planes:
         size = plane_bytes(block_size, bits)
-        codes = codes + (_split(rows[:, start : start + size], bits, block_size) << shift)
-        start, shift = start + size, shift + bits
+        plane = flat[start : start + count * size].view(count, size)
+        codes = codes + (_split(plane, bits, block_size) << shift)
+        start, shift = start + count * size, shift + bits
+    headers = flat[-count * HEADER_BYTES :].view(torch.int16).int()
     if value_format == "fp8":
-        return (header * codes.to(torch.uint8).view(torch.float8_e4m3fn).float()).to(dtype)
-    return (header[:, 1:] + header[:, :1] * codes.float()).to(dtype)
+        scale = (headers << 16).view(torch.float32)[:, None]
+        return (scale * codes.to(torch.uint8).view(torch.float8_e4m3fn).float()).to(dtype)
+    scale, middle = _scale_and_middle(headers, made.bits)
+    u = dither(headers.long() & 0xFFFF, block_size, made.bits)
+    return (middle + scale * (codes.float() - u)).to(dtype)
 
 
 def dither(headers: Tensor, block_size: int, bits: int) -> Tensor:
     """Return the uniform numbers ``u [nnz, block_size]`` of blocks for codes of so many bits.
 
-    ``headers`` are their 32-bit numbers ``H [nnz]`` as int64, in the order of their places.
+    ``headers`` are their 16-bit numbers ``H [nnz]`` as int64, in the order of their places.
     """
     places, e = (torch.arange(count, device=headers.device) for count in (len(headers), block_size))
-    h = mix((headers + places * PLACE) & MASK)
+    h = mix(((headers << 16) + places * PLACE) & MASK)
     kept = DITHER_BITS - bits
     return (((h[:, None] ^ (e * GOLDEN & MASK)) >> (32 - kept)).float() + 0.5) * 2.0**-kept
 
@@ -161,39 +193,60 @@ def inverse_of(most: float) -> float:
     return math.ldexp(math.floor(math.ldexp(fraction, 24)), exponent - 24)
 
 
+def needs(bits: int) -> tuple[float, float]:
+    """Return the least scale of codes of so many bits, per spread of a block and per distance of its low from zero."""
+    least = STEPS / (2**bits - 1) * (1 + 2.0**-20)
+    return fp32(least / (STEPS - 1)), fp32(least / (2 * STEPS - 1))
+
+
+def steps_of(bits: int) -> float:
+    """Return the steps of the base in a scale."""
+    return fp32(STEPS / (2**bits - 1))
+
+
+def fp32(x: float) -> float:
+    """Return ``x`` rounded to fp32."""
+    rounded: float = struct.unpack("f", struct.pack("f", x))[0]
+    return rounded
+
+
 def _integers(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return header and codes of an integer format."""
-    most = 2**bits - 1
+    """Return headers and codes of an integer format."""
+    most, (per_spread, per_reach) = 2**bits - 1, needs(bits)
     # Adding zero: whether the least of zero and negative zero is the one or the other is left open.
     low, high = blocks.amin(1, keepdim=True) + 0.0, blocks.amax(1, keepdim=True) + 0.0
-    offset = _bf16(low, up=False)
-    finite = high - offset < MOST_SPREAD
-    safe, offset, high = (torch.where(finite, values, 0.0) for values in (blocks, offset, high))
-    scale, inverse = _scale(high - offset, most)
-    header = _header(torch.where(finite, scale, torch.nan), offset)
-    u = dither(header.view(torch.int32).flatten().long() & MASK, blocks.shape[1], bits)
-    codes = ((safe - offset) * inverse + (u + 2.0**bits)).floor() - 2.0**bits
-    return header, codes.long()
+    need = torch.maximum((high - low) * per_spread, low.abs() * per_reach)
+    finite = need <= MOST_SCALE
+    blocks, low, need = (torch.where(finite, values, 0.0) for values in (blocks, low, need))
+    scale = _round_up(need, 20).clamp(min=LEAST_SCALE)
+    inverse, step = _refine(1 / scale, scale), scale * (most / STEPS)
+    offset = (low * inverse * steps_of(bits)).floor()
+    offset = torch.where(offset * step > low, offset - 1, offset)  # the quotient was rounded
+    code = torch.where(need > 0, (scale.view(torch.int32) >> 20) - SCALE_CODES, 0)
+    headers = torch.where(finite, (offset.int() & 127) << 9 | code, LOST).flatten().long()
+    u = dither(headers, blocks.shape[1], bits)
+    codes = ((blocks - offset * step) * inverse + (u + 2.0**bits)).floor() - 2.0**bits
+    return headers, codes.long()
+
+
+def _scale_and_middle(headers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the scale of blocks with ``headers`` int32, and ``base + scale/2``, ``[nnz, 1]`` each."""
+    code, offset = headers & 511, headers >> 9
+    scale = ((code + SCALE_CODES) << 20).view(torch.float32)
+    scale = torch.where(code == 0, 0.0, torch.where(code == LOST, torch.nan, scale))
+    middle = scale * ((offset * (2**bits - 1) + STEPS // 2).float() * (1 / STEPS))
+    return scale[:, None], middle[:, None]
 
 
 def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return headers, the upper halves of the scales' bits, and codes."""
     finite = blocks.isfinite().all(1, keepdim=True)
     safe = torch.where(finite, blocks, 0.0)
-    scale, inverse = _scale(safe.abs().amax(1, keepdim=True), FP8_MAX)
+    scale = _round_up(safe.abs().amax(1, keepdim=True) * inverse_of(FP8_MAX), 16).clamp(min=FP8_LEAST_SCALE)
+    inverse = _refine(1 / scale, scale)
     codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return _header(torch.where(finite, scale, torch.nan)), codes.long()
-
-
-def _header(*numbers: Tensor) -> Tensor:
-    """Return fp32 numbers ``[nnz, 1]`` that bf16 has as bytes: by their bits, so that a NaN is the same everywhere."""
-    halves = (torch.cat(numbers, 1).view(torch.int32) >> 16).to(torch.int16)
-    return halves.flatten().view(torch.uint8).view(halves.shape[0], 2 * halves.shape[1])
-
-
-def _scale(spread: Tensor, most: float) -> tuple[Tensor, Tensor]:
-    """Return the scale of values that reach so far, and its inverse."""
-    scale = _bf16(spread * inverse_of(most), up=True).clamp(min=LEAST_SCALE)
-    return scale, _refine(1 / scale, scale)
+    headers = torch.where(finite, scale, torch.nan).flatten().view(torch.int32) >> 16
+    return headers, codes.long()
 
 
 def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
@@ -205,11 +258,9 @@ def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
     return rounded + rounded * (1 - scale * rounded)
 
 
-def _bf16(x: Tensor, up: bool) -> Tensor:
-    """Return finite fp32 ``x`` rounded up or down to a value that bf16 has."""
-    away = (x < 0) != up
-    bits = x.view(torch.int32)
-    bits = torch.where(away, bits + 0xFFFF, bits) & -0x10000
+def _round_up(x: Tensor, places: int) -> Tensor:
+    """Return finite fp32 ``x``, not negative, rounded up to a number whose last ``places`` bits are zero."""
+    bits = x.view(torch.int32) + (2**places - 1) & -(2**places)
     return bits.view(torch.float32)
 
 
