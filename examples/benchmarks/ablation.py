@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 import time
@@ -35,6 +36,7 @@ from examples.benchmarks.study.tasks import Study, is_recorded, load_records, op
 from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import evaluate, first_choices, train
 
+FIGURES = "cosine", "norm_ratio", "error"
 HELD = {"attn.proj"}
 """Kinds of layers whose input something else keeps: they stay dense and do not count."""
 
@@ -62,7 +64,8 @@ def fidelity(study: Study, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record per variant and kind of layer."""
     data, recipe, records = study.data, study.recipe, []
     model = study.build(args.seeds[0])
-    train(model, data, recipe, args.seeds[0], args.after)
+    if args.after:
+        train(model, data, recipe, args.seeds[0], args.after)
     batch = data.batch(first_choices(data, recipe))
     with torch.compiler.set_stance("force_eager"):
         exact, inputs = weight_gradients(model, batch, recipe.precision), inputs_of(model, batch, recipe.precision)
@@ -76,13 +79,11 @@ def fidelity(study: Study, args: argparse.Namespace) -> list[dict[str, Any]]:
                 variant = variants.get(each, variants["*"])
                 pairs = [compare(exact[name], draw[name]) for name in alike for draw in draws]
                 errors = [_error(inputs[name], variant) for name in alike]
-                figures = {
-                    "bits_per_value": round(variant.bits_per_value, 4),
-                    "cosine": round(statistics.mean(cosine for cosine, _ in pairs), 5),
-                    "norm_ratio": round(statistics.mean(ratio for _, ratio in pairs), 5),
-                    "error": round(statistics.mean(errors), 5),
-                }
-                records.append({**study.describe(), "variant": text, "kind": each, **figures})
+                means = [statistics.mean(figures) for figures in (*zip(*pairs, strict=True), errors)]
+                found = {"bits_per_value": variant.bits_per_value} | dict(zip(FIGURES, means, strict=True))
+                # Before the first step a head of zeros leaves gradients without a direction.
+                figures = {name: round(value, 5) for name, value in found.items() if math.isfinite(value)}
+                records.append({**study.describe(), "after": args.after, "variant": text, "kind": each, **figures})
     return records
 
 
@@ -127,7 +128,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", required=True, type=checked, metavar="dense|VARIANT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--fidelity", action="store_true")
-    parser.add_argument("--after", type=int, default=4, help="epochs of dense training before gradients are compared")
+    parser.add_argument(
+        "--after", type=int, default=4, help="epochs of dense training before gradients are compared, or 0"
+    )
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("ablation.json"))
     parser.add_argument("--time-budget-s", type=float, help="start no run later than this")
@@ -173,7 +176,7 @@ def _cell(record: dict[str, Any] | None, figure: str) -> str:
     if record is None:
         return ""
     if figure == "cosine":
-        return f"{record['cosine']:.4f} x{record['norm_ratio']:.3f} e{record['error']:.4f}"
+        return " / ".join(f"{record[name]:.4f}" for name in FIGURES if name in record)
     return f"{record['accuracy']:.4f} ({record['final_loss']:.4f})"
 
 

@@ -152,7 +152,7 @@ def test_unknown_variants_end_the_command(capsys):
 
 
 def test_page_is_generated_from_the_committed_records():
-    accuracy, fidelity = tables.load("ablation"), tables.load("ablation_fidelity")
-    text = ablation_page.page(accuracy, fidelity)
+    accuracy, fidelity, start = map(tables.load, ablation_page.FILES)
+    text = ablation_page.page(accuracy, fidelity, start)
     assert ablation_page.PAGE.read_text() == text
     assert all(f"`{record['variant']}`" in text for record in accuracy + fidelity)
