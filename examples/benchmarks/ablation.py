@@ -129,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--fidelity", action="store_true")
     parser.add_argument(
-        "--after", type=int, default=4, help="epochs of dense training before gradients are compared, or 0"
+        "--after", type=int, default=4, help="epochs of dense training before that, or 0"
     )
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("ablation.json"))
