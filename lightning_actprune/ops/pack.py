@@ -23,7 +23,7 @@ def pack(
         block_size: Values per block, in [1, max(L, 1)].
         keep: Blocks kept per sample, in [0, T * ceil(L / block_size)].
         value_format: How their values are stored (``ops.formats``).
-        block_selection: Which blocks are kept.
+        block_selection: Which ones they are (``ops.block_selection``).
 
     Returns:
         ``values [S * keep, block_size]``, or the bytes of each block in a format of few bits, ``bitmap int32
