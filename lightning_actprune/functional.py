@@ -19,7 +19,7 @@ from lightning_actprune.arguments import (
     check_sparsity,
     check_value_format,
 )
-from lightning_actprune.ops.geometry import AnyScope, BlockGeometry, sparsity_parts, stored_view
+from lightning_actprune.ops.geometry import AnyScope, BlockGeometry, block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 
@@ -51,7 +51,7 @@ def linear(
         scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
             is of the values along which blocks run.
         value_format: How the kept values are stored: ``"same"``, in their own type; ``"int8"``, ``"int4"``, ``"int3"``,
-            ``"int2"``, in so many bits each by stochastic rounding; ``"fp8"`` (``ops.formats``).
+            ``"int2"``, in so many bits each, with random errors of mean zero; ``"fp8"`` (``ops.formats``).
 
     Returns:
         ``[..., out_features]``, as ``F.linear`` returns it (autocast included).
@@ -138,5 +138,6 @@ def pack(
     with torch.no_grad():
         stored, _ = stored_view(x, block_size, scope)
         geometry = BlockGeometry.of_stored(stored, block_size, sparsity)
-        values, bitmap, offsets = torch.ops.actprune.pack(stored, geometry.block_size, geometry.keep, value_format)
+        block, keep = block_and_keep(stored, block_size, sparsity_parts(sparsity), value_format)
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, block, keep, value_format)
     return Packed(values, bitmap, offsets, geometry, x.dtype, value_format)

@@ -64,7 +64,7 @@ class ActivationPruning(pl.Callback):
         skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
             the same.
         value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
-            ``"int3"``, ``"int2"``: in so many bits, rounded stochastically; at ``sparsity=0`` too.
+            ``"int3"``, ``"int2"``: in so many bits, with random errors of mean zero; at ``sparsity=0`` too.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 

@@ -278,9 +278,7 @@ class SamplePlan:
         self.values, self.dtype = values_layout(samples * keep, block_size, stored)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
         packed = itemsize if cast is None else cast.itemsize
-        size = block_size * packed
-        if stored:
-            size = plane_bytes(block_size, FORMATS[value_format].planes[0])
+        size = plane_bytes(block_size, FORMATS[value_format].planes[0]) if stored else block_size * packed
         # Keys are int32, and the list must not be overtaken by the values (see above).
         in_values = keep * size >= 4 * blocks and keep * size % 4 == 0 and size >= 8
         self.scratch = 0 if in_values else samples * blocks

@@ -123,7 +123,7 @@ def _dense_and_pack(
     stored, transposed = stored_view(x, setting.block_size, setting.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
     y = _dense(x, x if transposed or setting.scope == "sample_second" else stored, *parameters)
-    block, keep = block_and_keep(stored, setting.block_size, setting.parts)
+    block, keep = block_and_keep(stored, setting.block_size, setting.parts, setting.value_format)
     packed = library.pack(stored, block, keep, setting.value_format, eager)
     return y, Shared(packed, stored_shape(x, transposed), transposed, block)
 

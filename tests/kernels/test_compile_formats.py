@@ -16,7 +16,8 @@ from tests.kernels.test_compile import TRITON, Version
 
 TARGETS = (80, 90, 100, 120)
 KERNELS = {f"{kernel}_{name}_b{size}" for kernel in ("quantize", "unpack") for name, size in (*CASES, WIDE)}
-KERNELS |= {f"dequantize_{name}_b{size}" for name, size in CASES}
+KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("dequantize", "quantize_all") for name, size in CASES}
+KERNELS |= {"quantize_all_cast_int4_b32", "unpack_all_int4_b32"}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
 
