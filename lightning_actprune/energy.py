@@ -48,7 +48,7 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: BlockSetting) -> Tensor:
     """
     with torch.no_grad():
         stored, _ = stored_view(x, blocks.block_size, blocks.scope)
-        block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity))
+        block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), "same")
         # Sums in fp32 without a copy in fp32, which would be what is largest in a step.
         norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=torch.float32)
         energies = norms.square().flatten(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
-from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts, stored_view
+from lightning_actprune.ops.geometry import BlockGeometry, block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 from lightning_actprune.ops.setting import BlockSetting
@@ -46,7 +46,7 @@ def linear(
         scope: ``"sample"``: the blocks of ``x[i]`` compete (1-D and 2-D input: of a row); ``"token"``: of a row, that
             is of the values along which blocks run.
         value_format: How the kept values are stored: ``"same"``, in their own type; ``"int8"``, ``"int4"``, ``"int3"``,
-            ``"int2"``, in so many bits each by stochastic rounding; ``"fp8"`` (``ops.formats``).
+            ``"int2"``, in so many bits each, with random errors of mean zero; ``"fp8"`` (``ops.formats``).
         block_selection: Which blocks are kept: ``"largest"``, those of the largest L2 norm (the paper); ``"swap"``,
             those of the largest norm times a random factor of at most 2^0.75 up or down, so that blocks near the
             threshold change places; ``"unbiased"``, blocks drawn at random, the larger the more often, and scaled up
@@ -131,6 +131,6 @@ def pack(
     with torch.no_grad():
         stored, _ = stored_view(x, blocks.block_size, blocks.scope)
         geometry = BlockGeometry.of_stored(stored, blocks.block_size, sparsity)
-        settings = geometry.block_size, geometry.keep, blocks.value_format, blocks.block_selection
-        values, bitmap, offsets = torch.ops.actprune.pack(stored, *settings)
+        sizes = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), blocks.value_format)
+        values, bitmap, offsets = torch.ops.actprune.pack(stored, *sizes, blocks.value_format, blocks.block_selection)
     return Packed(values, bitmap, offsets, geometry, x.dtype, blocks.value_format)

@@ -128,9 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", required=True, type=checked, metavar="dense|VARIANT")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--fidelity", action="store_true")
-    parser.add_argument(
-        "--after", type=int, default=4, help="epochs of dense training before that, or 0"
-    )
+    parser.add_argument("--after", type=int, default=4, help="epochs of dense training before that, or 0")
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("ablation.json"))
     parser.add_argument("--time-budget-s", type=float, help="start no run later than this")

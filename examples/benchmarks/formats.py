@@ -28,7 +28,7 @@ from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.summaries import Records, Summary, case_name, groups
 from examples.benchmarks.timing import gpu_us
 from lightning_actprune.arguments import BlockSelection, ValueFormatName
-from lightning_actprune.ops.geometry import BlockGeometry
+from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts
 from lightning_actprune.ops.weight_grad import choose_method
 
 STORED = [(name, "largest") for name in get_args(ValueFormatName)]
@@ -36,10 +36,13 @@ STORED += [("same", name) for name in get_args(BlockSelection) if name != "large
 """Formats with the largest blocks, and selections with values as they are."""
 
 
-def measure(pairs: list[tuple[Tensor, Tensor]], block_size: int, keep: int, stored: tuple[str, str]) -> dict[str, Any]:
+def measure(
+    pairs: list[tuple[Tensor, Tensor]], block_size: int, sparsity: float, stored: tuple[str, str]
+) -> dict[str, Any]:
     """Return the figures of one way to store the inputs of `pairs`."""
     value_format, _ = stored
     x, grad_y = pairs[0]
+    _, keep = block_and_keep(x, block_size, sparsity_parts(sparsity), value_format)
     pack = functools.partial(torch.ops.actprune.pack, block_size=block_size, keep=keep)
     pack = functools.partial(pack, value_format=value_format, block_selection=stored[1])
     packed = [pack(x) for x, _ in pairs]
@@ -49,7 +52,7 @@ def measure(pairs: list[tuple[Tensor, Tensor]], block_size: int, keep: int, stor
         for (_, g), p in zip(pairs, packed, strict=True)
     ]
     return {
-        "method": choose_method(grad_y, packed[0][0], x.shape[2], False, block_size),
+        "method": choose_method(grad_y, packed[0][0], x.shape[2], packed[0][1].shape[1] == 0, block_size),
         "pack_us": round(gpu_us([functools.partial(pack, x) for x, _ in pairs]), 2),
         "grad_us": round(gpu_us(gradients), 2),
         "stored_bytes": sum(tensor.nbytes for tensor in packed[0]),
@@ -83,7 +86,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[32])
-    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.6, 0.9])
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.0, 0.6, 0.9])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
     parser.add_argument("--out", type=Path, default=Path("formats.json"))
@@ -98,11 +101,10 @@ def main(argv: list[str] | None = None) -> None:
     for number in args.cases:
         pairs = inputs(CASES[number], getattr(torch, args.dtype))
         for block, sparsity in itertools.product(args.blocks, args.sparsities):
-            keep = BlockGeometry.of_stored(pairs[0][0], block, sparsity).keep
             head = {"case": list(CASES[number]), "dtype": args.dtype, "block_size": block, "sparsity": sparsity}
             for stored in STORED:
                 named = {"value_format": stored[0], "block_selection": stored[1]}
-                records.append({**head, **named, **measure(pairs, block, keep, stored), **environment()})
+                records.append({**head, **named, **measure(pairs, block, sparsity, stored), **environment()})
             write_records(args.out, records)
     report(records, Console(width=160))
     print(f"Measured in {time.perf_counter() - start:.0f} s; wrote {args.out}")

@@ -66,7 +66,7 @@ class ActivationPruning(pl.Callback):
         skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
             the same.
         value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
-            ``"int3"``, ``"int2"``: in so many bits, rounded stochastically; at ``sparsity=0`` too.
+            ``"int3"``, ``"int2"``: in so many bits, with random errors of mean zero; at ``sparsity=0`` too.
         block_selection: Which blocks are kept: ``"largest"`` (the paper), or, at random, ``"swap"`` or ``"unbiased"``
             (see ``functional.linear``); without effect at ``sparsity=0``.
         max_dropped_energy: Largest share, in [0, 1], of an input's energy that its dropped blocks may hold in the first

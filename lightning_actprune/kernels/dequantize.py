@@ -14,12 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
+from lightning_actprune.kernels.formats import dequantize_tile, encode_format, whole_blocks
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.ops.geometry import ceil_div
-
-TILE_VALUES = 2048
-"""Values of a program: 16 a thread."""
 
 
 @triton.jit
@@ -36,15 +33,9 @@ def dequantize_kernel(
 @functools.lru_cache(maxsize=1024)
 def _launch(kept: int, block_size: int, value_format: str, *key: object) -> Launch:
     """Return the launch for so many blocks; ``key`` holds what a compiled kernel depends on besides."""
-    block, tile = decoded_tile(block_size)
+    block, tile = whole_blocks(block_size)
     stored = encode_format(value_format, block_size)
     return Launch(dequantize_kernel, (ceil_div(kept, tile),), kept, block_size, block, tile, stored, num_warps=4)
-
-
-def decoded_tile(block_size: int) -> tuple[int, int]:
-    """Return ``(BLOCK, TILE)``: whole blocks, and how many of them a program decodes."""
-    block = tile_width(block_size)
-    return block, max(1, TILE_VALUES // block)
 
 
 def dequantize(values: Tensor, block_size: int, value_format: str, dtype: torch.dtype) -> Tensor:

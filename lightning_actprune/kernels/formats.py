@@ -23,6 +23,8 @@ DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
 """Least difference of two dithers, in the last places of their sum with a code."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
+TILE_VALUES = 2048
+"""Values that a program of 4 warps stores or reads at once: 16 a thread."""
 
 
 def encode_format(value_format: str, block_size: int) -> int:
@@ -48,6 +50,12 @@ def values_layout(kept: int, block_size: int, stored: int) -> tuple[tuple[int, i
 def tile_width(block_size: int) -> int:
     """Return the values along a block of a tile of whole blocks: 8 at least, of which codes of one bit are a byte."""
     return max(8, int(triton.next_power_of_2(block_size)))
+
+
+def whole_blocks(block_size: int) -> tuple[int, int]:
+    """Return ``(BLOCK, TILE)``: the width of whole blocks, and how many of them a program handles at once."""
+    block = tile_width(block_size)
+    return block, max(1, TILE_VALUES // block)
 
 
 @triton.jit

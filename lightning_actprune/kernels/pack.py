@@ -1,6 +1,7 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-One launch with one program per sample where that is faster (``pack_sample``), otherwise three:
+Where no block is dropped, one launch (``quantize_all``). One launch with one program per sample where that is faster
+(``pack_sample``), otherwise three:
 
 1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``), and, if the
                           plan casts, the 16-bit copy of ``x`` that all else reads;
@@ -22,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, headers_of, tile_width, values_layout
+from lightning_actprune.kernels.formats import encode_format, headers_of, values_layout, whole_blocks
 from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
 from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
+from lightning_actprune.kernels.quantize_all import QuantizePlan
 from lightning_actprune.kernels.rescale import block_factors, largest_dropped, rescaled
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
@@ -39,10 +41,7 @@ from lightning_actprune.kernels.select import (
     select_shared_kernel,
 )
 from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
-from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
-
-TILE_VALUES = 2048
-"""Values that are quantised at once: 16 a thread, of whole blocks."""
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
 
 
 @triton.jit
@@ -210,8 +209,8 @@ def run_tile(samples: int, blocks: int, block_size: int) -> tuple[tuple[int], tu
 
 def quantized_tile(block_size: int) -> tuple[int, int]:
     """Return ``(BLOCK, TILE)`` of ``quantize_kernel``: whole blocks, and how many of them at once."""
-    block = tile_width(block_size)
-    return block, max(1, min(RUN_BLOCKS, TILE_VALUES // block))
+    block, tile = whole_blocks(block_size)
+    return block, min(RUN_BLOCKS, tile)
 
 
 def _keys(
@@ -268,11 +267,13 @@ def plan(
     cast: torch.dtype | None = None,
     value_format: str = "same",
     block_selection: str = "largest",
-) -> PackPlan | SamplePlan:
+) -> PackPlan | SamplePlan | QuantizePlan:
     """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``, stored in ``value_format``.
 
     Alignment matters only to the compiled kernels that the plan keeps; memory for the copy is new, hence aligned.
     """
+    if keeps_all(keep):
+        return QuantizePlan(shape, strides[:2], block_size, cast is not None, value_format)
     samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
     if keep == blocks:
         block_selection = "largest"  # all are kept as they are

@@ -272,23 +272,19 @@ class SamplePlan:
         value_format: str = "same",
         block_selection: str = "largest",
     ) -> None:
-        samples, rows, length = shape
-        columns = ceil_div(length, block_size)
+        (samples, rows, length), columns = shape, ceil_div(shape[2], block_size)
         blocks = rows * columns
         words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
         stored = encode_format(value_format, block_size)
-        self.values, self.dtype = values_layout(samples * keep, block_size, stored)
-        self.bitmap, self.offsets = (samples, words), (samples, runs)
-        packed = itemsize if cast is None else cast.itemsize
-        size = block_size * packed
-        if stored:
-            size = plane_bytes(block_size, FORMATS[value_format].planes[0])
+        (self.values, self.dtype), self.bitmap = values_layout(samples * keep, block_size, stored), (samples, words)
+        self.offsets, packed = (samples, runs), itemsize if cast is None else cast.itemsize
+        size = plane_bytes(block_size, FORMATS[value_format].planes[0]) if stored else block_size * packed
         # Keys are int32, and the list must not be overtaken by the values (see above).
         in_values = keep * size >= 4 * blocks and keep * size % 4 == 0 and size >= 8
         self.scratch = 0 if in_values else samples * blocks
         stride_scratch = keep * (size if stored else block_size) if in_values else blocks
         unit = stride_unit(*strides)
-        scalars = (strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs)
+        scalars = strides[0] // unit, strides[1] // unit, stride_scratch, blocks, keep, words, runs
         tiles = config.constants(blocks, block_size, itemsize, packed, stored).values()
         constants = length, columns, unit, cast is not None, *tiles, BLOCK_SELECTIONS.index(block_selection)
         self._pack = Launch(pack_sample_kernel, (samples,), *scalars, *constants, num_warps=config.warps)

@@ -42,14 +42,19 @@ def load_blocks(
     x_ptr, n, exist, stride_row, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the values ``[R, BLOCK]`` of the blocks ``n`` of samples at ``x_ptr``, which is one pointer or ``[R]``.
+    """Return the values ``[R, BLOCK]`` of the blocks ``n`` of samples at ``x_ptr``, which is one pointer or ``[R]``."""
+    x_ptr += (n // columns).to(tl.int64) * stride_row * UNIT
+    return load_rows(x_ptr, (n % columns) * B, exist, length, B, BLOCK)
+
+
+@triton.jit
+def load_rows(x_ptr, first, exist, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the values ``[R, BLOCK]`` from column ``first`` of the rows at ``x_ptr [R]`` on.
 
     A thread gets eight neighbours, since all that is done per block is done by each of its threads: of fp32, which it
     reads four at a time, in two parts. What there is where a block does not ``exist`` is not defined; behind the end
     of a row or a block there are zeros.
     """
-    x_ptr += (n // columns).to(tl.int64) * stride_row * UNIT
-    first = (n % columns) * B
     if x_ptr.dtype.element_ty.primitive_bitwidth == 32:
         # Eights come first, so that neighbours among the threads get neighbouring ones.
         e = (tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 4)[None, :])[:, None, :]
@@ -60,7 +65,7 @@ def load_blocks(
         else:
             low = tl.load(pointers, mask=there & ((column < length) & (e < B)), other=0.0)
             high = tl.load(pointers + 4, mask=there & ((column + 4 < length) & (e + 4 < B)), other=0.0)
-        return tl.reshape(tl.permute(tl.join(low, high), (1, 0, 3, 2)), [n.shape[0], BLOCK])
+        return tl.reshape(tl.permute(tl.join(low, high), (1, 0, 3, 2)), [first.shape[0], BLOCK])
     e = tl.arange(0, BLOCK)[None, :]
     column = first[:, None] + e
     if length % B == 0 and B == BLOCK:

@@ -17,6 +17,7 @@ from lightning_actprune.kernels.formats import dequantize_tile, encode_format, t
 from lightning_actprune.kernels.keys import stride_unit
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_places, run_tile
+from lightning_actprune.kernels.select import RUN
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
@@ -24,13 +25,18 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 def unpack_kernel(
     values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, FORMAT: tl.constexpr,
+    LANES: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides.
 
-    ``nnz`` is the number of stored blocks if these are in few bits.
+    ``nnz`` is the number of stored blocks if these are in few bits. ``ALL``: of one sample, all in order.
     """
-    s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
+    if ALL:
+        n = tl.program_id(0) * RUN + tl.arange(0, RUN)
+        exists = n < blocks
+        s, kept, place = n * 0, exists, n
+    else:
+        s, n, exists, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
     r = s * rows + n // columns
     start = (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
     for piece in range(0, B, BLOCK):
@@ -52,7 +58,11 @@ def _launch(
     samples: int, kept: int, shape: tuple[int, int, int], features_first: bool, block_size: int, value_format: str,
     *key: object,
 ) -> Launch:  # fmt: skip
-    """Return the launch for a shape; ``key`` holds what a compiled kernel depends on besides."""
+    """Return the launch for a shape, of no samples if all blocks are stored, without positions.
+
+    ``key`` holds what a compiled kernel depends on besides.
+    """
+    everything, samples = samples == 0, max(samples, 1)
     batch, inner, length = shape
     columns = ceil_div(length, block_size)
     rows = batch * inner // samples
@@ -65,7 +75,7 @@ def _launch(
     stored = encode_format(value_format, block_size)
     if stored:
         tile = block_size, min(64, tile_width(block_size)), tile[2]
-    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, **options)
+    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, everything, **options)
 
 
 def unpack(
@@ -88,6 +98,7 @@ def unpack(
     out = values.new_empty(*sizes, dtype=dtype)
     key = out.dtype, values.device, aligned(values, bitmap, offsets)
     kept = 0 if value_format == "same" else values.shape[0]
-    launch = _launch(bitmap.shape[0], kept, shape, features_first, block_size or values.shape[1], value_format, *key)
+    samples = bitmap.shape[0] if bitmap.shape[1] else 0
+    launch = _launch(samples, kept, shape, features_first, block_size or values.shape[1], value_format, *key)
     launch(values, bitmap, offsets, out)
     return out

@@ -13,9 +13,13 @@ Bytes stored for ``samples`` samples, with values of ``v`` bytes::
     bitmap   samples * ceil(N / 32) * 4        one bit per block
     offsets  samples * ceil(N / 128) * 4       where each run of 128 blocks starts in ``values``
 
-so the positions cost about 1/(8b) + 1/(32b) bytes per dense value: 0.5 % of bf16 at b = 16. It is the order of a BSR
-tensor; a sample starts at ``k`` times its number, so no count has to cross from sample to sample. The offsets cost a
-quarter of the bitmap and spare every reader a count over the blocks before its own.
+At a sparsity of exactly 0 with values in few bits, ``bitmap`` and ``offsets`` have no columns and take no bytes: block
+``n`` of all is stored at place ``n``. The number of blocks does not decide that, only the sparsity: it is fixed when a
+graph is compiled, which shapes need not be.
+
+Otherwise the positions cost about 1/(8b) + 1/(32b) bytes per dense value: 0.5 % of bf16 at b = 16. It is the order of
+a BSR tensor; a sample starts at ``k`` times its number, so no count has to cross from sample to sample. The offsets
+cost a quarter of the bitmap and spare every reader a count over the blocks before its own.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ WORD_BLOCKS = 32
 """Blocks per bitmap word."""
 RUN_BLOCKS = 128
 """Blocks per entry of ``offsets``: those that one program of the gather and unpack kernels handles."""
+ALL_BLOCKS = -1
+"""Given as the blocks to keep per sample: all of them, whatever the shape, and no positions."""
 SPARSITY_PARTS = 10**9
 """Parts into which a sparsity of 1 is divided; times the blocks of a sample, well within 64 bits."""
 
@@ -68,9 +74,15 @@ def _block_and_keep(rows: int, length: int, block_size: int, parts: int) -> tupl
     return block, keep_count(rows * ceil_div(length, block), parts)
 
 
-def block_and_keep(stored: Tensor, block_size: int, parts: int) -> tuple[int, int]:
+def block_and_keep(stored: Tensor, block_size: int, parts: int, value_format: str) -> tuple[int, int]:
     """Return the block size cut to the rows of ``stored [samples, rows, length]``, and the blocks kept per sample."""
-    return _block_and_keep(stored.shape[1], stored.shape[2], block_size, parts)
+    block, keep = _block_and_keep(stored.shape[1], stored.shape[2], block_size, parts)
+    return block, ALL_BLOCKS if parts == 0 and value_format != "same" else keep
+
+
+def keeps_all(keep: int) -> bool:
+    """Return whether ``keep`` is ``ALL_BLOCKS``: never of a compiler's symbol, of which asking would be a guard."""
+    return isinstance(keep, int) and keep == ALL_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class BlockGeometry:
         length: Values per row.
         block_size: Values per block, already cut to ``length``.
         keep: Blocks kept per sample, in [0, rows * blocks_per_row].
+        everything: Whether the sparsity is 0, so that blocks in few bits are stored without positions.
     """
 
     samples: int
@@ -90,11 +103,13 @@ class BlockGeometry:
     length: int
     block_size: int
     keep: int
+    everything: bool = False
 
     @classmethod
     def of(cls, samples: int, rows: int, length: int, block_size: int, sparsity: float) -> BlockGeometry:
         """Return the geometry of ``[samples, rows, length]`` at ``sparsity``; a block is at most one row."""
-        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, sparsity_parts(sparsity)))
+        parts = sparsity_parts(sparsity)
+        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, parts), parts == 0)
 
     @classmethod
     def of_stored(cls, stored: Tensor, block_size: int, sparsity: float) -> BlockGeometry:
@@ -138,8 +153,10 @@ class BlockGeometry:
 
     def stored_bytes(self, itemsize: int, value_format: str = "same") -> int:
         """Return the bytes of the packed tensor: values, bitmap and offsets."""
-        block = FORMATS[value_format].row_bytes(self.block_size, itemsize)
-        return self.kept_blocks * block + 4 * self.samples * (self.words + self.runs)
+        values = self.kept_blocks * FORMATS[value_format].row_bytes(self.block_size, itemsize)
+        if self.everything and value_format != "same":
+            return values
+        return values + 4 * self.samples * (self.words + self.runs)
 
 
 def along_tokens(x: Tensor, block_size: int) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.formats import FORMATS
-from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
+from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
 from lightning_actprune.ops.sharing import Shared
 
 _library = torch.library.Library("actprune", "FRAGMENT")
@@ -58,10 +58,13 @@ def _pack_fake(
     samples, rows, length = x.shape
     blocks = rows * ceil_div(length, block_size)
     row = block_size if value_format == "same" else FORMATS[value_format].row_bytes(block_size, x.element_size())
+    kept, words, runs = samples * keep, ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
+    if keeps_all(keep):
+        kept, words, runs = samples * blocks, 0, 0
     return (
-        x.new_empty(samples * keep, row, dtype=x.dtype if value_format == "same" else torch.uint8),
-        x.new_empty(samples, ceil_div(blocks, WORD_BLOCKS), dtype=torch.int32),
-        x.new_empty(samples, ceil_div(blocks, RUN_BLOCKS), dtype=torch.int32),
+        x.new_empty(kept, row, dtype=x.dtype if value_format == "same" else torch.uint8),
+        x.new_empty(samples, words, dtype=torch.int32),
+        x.new_empty(samples, runs, dtype=torch.int32),
     )
 
 

@@ -115,7 +115,7 @@ def _dense_and_pack(
     stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
     y = _dense(x, x if transposed or blocks.scope == "sample_second" else stored, *parameters)
-    block, keep = block_and_keep(stored, blocks.block_size, setting.parts)
+    block, keep = block_and_keep(stored, blocks.block_size, setting.parts, blocks.value_format)
     packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
     return y, Shared(packed, stored_shape(x, transposed), transposed, block)
 

@@ -19,8 +19,9 @@ class Packed:
 
     Args:
         values: Kept blocks, ``[samples * keep, block_size]``, row by row; in few bits, the bytes of each.
-        bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``.
-        offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]``.
+        bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``; ``[samples, 0]`` of blocks in few bits at a
+            sparsity of 0, where all are stored.
+        offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]`` or ``[samples, 0]``.
         geometry: Shape of the packed tensor and of its blocks.
         dtype: Type of the values that were packed.
         value_format: How they are stored.
@@ -41,6 +42,8 @@ class Packed:
     def mask(self) -> Tensor:
         """Return which blocks were kept, bool ``[R, NB]``."""
         g = self.geometry
+        if self.bitmap.shape[1] == 0:
+            return self.bitmap.new_ones(g.total_rows, g.blocks_per_row, dtype=torch.bool)
         return reference.unpack_bits(self.bitmap, g.blocks_per_sample).reshape(g.total_rows, g.blocks_per_row)
 
     def unpack(self) -> Tensor:

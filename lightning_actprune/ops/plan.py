@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_actprune.ops.autocast import cast_input
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend
 from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_shape, stored_view
-from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
+from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS, kept_blocks
 from lightning_actprune.ops.setting import BlockSetting
 
 
@@ -83,9 +83,9 @@ def _plan(
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
-    block, keep = block_and_keep(stored, block_size, parts)
+    block, keep = block_and_keep(stored, block_size, parts, choices[0])
     copied = not _shares_memory(stored, x)
-    if stored.numel() == 0 or stored.shape[0] * keep > MAX_KEPT_BLOCKS or (copied and transposed):
+    if stored.numel() == 0 or kept_blocks(stored.shape, block, keep) > MAX_KEPT_BLOCKS or (copied and transposed):
         return None
     if choose_backend(stored.shape, x.dtype, device, block, ceil_div(stored.shape[2], block)) == "reference":
         return None

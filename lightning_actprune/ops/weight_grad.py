@@ -121,7 +121,11 @@ def _unpack(
             return kernels.unpack(values, bitmap, offsets, shape, features_first, *blocks)
     if blocks.value_format != "same":
         values = formats.dequantize(values, *blocks)
-    dense = reference.unpack(values, bitmap, batch * rows, length).reshape(batch, rows, length)
+    if bitmap.shape[1] == 0:
+        dense = values.view(batch * rows, ceil_div(length, blocks.block_size) * blocks.block_size)[:, :length]
+    else:
+        dense = reference.unpack(values, bitmap, batch * rows, length)
+    dense = dense.reshape(batch, rows, length)
     return (dense.transpose(0, 1) if features_first else dense).contiguous()
 
 
@@ -153,7 +157,8 @@ def weight_grad(
         block_size: Values per block, cut to a row.
         value_format: How the values are stored; those of few bits are read as the type of ``grad_y``.
     """
-    method = choose_method(grad_y, values, length, transposed, block_size)
+    # Without positions all blocks are there, which gathering only takes longer to multiply.
+    method = choose_method(grad_y, values, length, transposed or bitmap.shape[1] == 0, block_size)
     if method == "gather":
         from lightning_actprune.kernels import dequantize, weight_grad
 

@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import sys
 
-from lightning_actprune.kernels import dequantize, pack, pack_sample, unpack
-from lightning_actprune.kernels.formats import encode_format, tile_width
+from lightning_actprune.kernels import dequantize, pack, pack_sample, quantize_all, unpack
+from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
 from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
@@ -29,6 +29,9 @@ def specimens() -> list[Specimen]:
         found.append(unpacked(name, size, value))
     for (name, size), value in itertools.product(CASES, ("bf16", "fp32")):
         found.append(decoded(name, size, value))
+        found.append(whole(name, size, value))
+    found.append(whole("int4", 32, "bf16", casts=True))
+    found.append(unpacked("int4", 32, "bf16", everything=True))
     for (name, size, blocks), value in itertools.product(SAMPLES, ("bf16", "fp32")):
         found.append(sample(name, size, blocks, value))
     return found
@@ -46,16 +49,25 @@ def quantize(name: str, size: int, value: str) -> list[Specimen]:
     ]
 
 
-def unpacked(name: str, size: int, value: str) -> Specimen:
-    """Return the kernel that unpacks a run."""
+def whole(name: str, size: int, value: str, casts: bool = False) -> Specimen:
+    """Return the kernel that stores all blocks."""
+    block, tile = whole_blocks(size)
+    constants = {"CAST": casts, "B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(name, size)}
+    label = f"quantize_all{'_cast' * casts}_{name}_b{size}"
+    return label, quantize_all.quantize_all_kernel, constants | rows(6 * size, size), value, {"num_warps": 4}
+
+
+def unpacked(name: str, size: int, value: str, everything: bool = False) -> Specimen:
+    """Return the kernel that unpacks a run, of kept blocks or where all are."""
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
     tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(name, size)}
-    return f"unpack_{name}_b{size}", unpack.unpack_kernel, tile | rows(6 * size, size), value, options
+    tile |= rows(6 * size, size) | {"ALL": everything}
+    return f"unpack{'_all' * everything}_{name}_b{size}", unpack.unpack_kernel, tile, value, options
 
 
 def decoded(name: str, size: int, value: str) -> Specimen:
     """Return the kernel that makes stored blocks numbers."""
-    block, tile = dequantize.decoded_tile(size)
+    block, tile = whole_blocks(size)
     constants = {"B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(name, size)}
     return f"dequantize_{name}_b{size}", dequantize.dequantize_kernel, constants, value, {"num_warps": 4}
 

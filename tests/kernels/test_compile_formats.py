@@ -18,7 +18,8 @@ TARGETS = (80, 90, 100, 120)
 KERNELS = {
     f"{kernel}_{name}_b{size}" for kernel in ("quantize", "quantize_scaled", "unpack") for name, size in (*CASES, WIDE)
 }
-KERNELS |= {f"dequantize_{name}_b{size}" for name, size in CASES}
+KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("dequantize", "quantize_all") for name, size in CASES}
+KERNELS |= {"quantize_all_cast_int4_b32", "unpack_all_int4_b32"}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_actprune import functional
+from lightning_actprune import ActivationPrunedLinear, functional
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
@@ -52,8 +52,8 @@ def test_the_weight_gradient_is_that_of_the_stored_input(device, value_format, m
     )
     # What is stored is close to the kept blocks, the closer the more bits it has.
     kept = functional.pack(x.detach(), sparsity=sparsity, block_size=block).unpack()
-    # An error is at most a step, of a range of some six standard deviations at b = 64.
-    bound = 0.06 if value_format == "fp8" else 6.5 / (2 ** FORMATS[value_format].bits - 1)
+    # A step of a range of some six standard deviations at b = 64, times up to 1.16 and, of uniform errors, 0.29.
+    bound = 0.06 if value_format == "fp8" else 2.5 / (2 ** FORMATS[value_format].bits - 1)
     assert 0 < oracle.relative_error(stored.unpack(), kept) < bound
 
 
@@ -67,16 +67,54 @@ def test_bytes_that_autograd_keeps(value_format: str, sparsity: float):
     kept = [tensor for tensor in saved if tensor.data_ptr() != weight.data_ptr()]
     assert sum(tensor.nbytes for tensor in kept) == stored.nbytes == stored.geometry.stored_bytes(4, value_format)
     bits = 8 * stored.nbytes / x.numel() / (1 - sparsity)
-    most = {"fp8": 8.5, "int8": 9, "int4": 5, "int3": 4, "int2": 3}[value_format]
-    assert most < bits < most + 0.1  # positions: a bit per block, and an int32 per 128 of a sample
+    least = {"fp8": 8.5, "int8": 8.5, "int4": 4.5, "int3": 3.5, "int2": 2.5}[value_format]
+    positions = bits - least  # a bit per block, and an int32 per 128 of a sample; none where no block is dropped
+    assert positions == 0 if sparsity == 0 else 0 < positions < 0.1
 
 
 @each_format
 @pytest.mark.filterwarnings("ignore:Sparse BSR")
-def test_bsr_shows_what_is_stored(value_format: str):
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_bsr_shows_what_is_stored(value_format: str, sparsity: float):
     x = torch.randn(2, 10, 64)
-    stored = functional.pack(x, sparsity=0.5, block_size=16, value_format=value_format)
+    stored = functional.pack(x, sparsity=sparsity, block_size=16, value_format=value_format)
     torch.testing.assert_close(stored.to_bsr().to_dense(), stored.unpack().reshape(20, 64), rtol=0, atol=0)
+    assert stored.mask().sum() == 80 - 80 * sparsity
+
+
+def test_sparsity_0_alone_spares_the_positions():
+    """A sparsity that drops no block of this shape would drop one of a larger: compiled for all, it is one graph."""
+    x = torch.randn(2, 10, 64)
+    none, small = (functional.pack(x, sparsity=s, block_size=16, value_format="int4") for s in (0.0, 0.01))
+    assert none.bitmap.shape == none.offsets.shape == (2, 0)
+    assert small.bitmap.shape == (2, 2)
+    assert torch.equal(none.values, small.values)
+    assert none.mask().all()
+    assert small.mask().all()
+    assert torch.equal(none.unpack(), small.unpack())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 64), (3, 0, 64)], ids=str)
+def test_nothing_to_store(device, shape):
+    x, weight = torch.empty(shape, device=device, requires_grad=True), torch.randn(8, shape[-1], device=device)
+    y = functional.linear(x, weight.requires_grad_(), sparsity=0.0, value_format="int4")
+    [grad] = torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("value_format", ["int2", "fp8"])
+def test_transposed_samples_and_tokens_at_sparsity_0(device, value_format):
+    """Blocks along the tokens, and of either scope: what is stored does not depend on what competes."""
+    base, weight = torch.randn(3, 64, 40, device=device), torch.randn(24, 64, device=device, requires_grad=True)
+    x = base.transpose(1, 2).requires_grad_()
+    grads = []
+    for scope in ("sample", "token"):
+        y = functional.linear(x, weight, sparsity=0.0, block_size=40, scope=scope, value_format=value_format)
+        grads.append(torch.autograd.grad(y, weight, torch.ones_like(y))[0])
+    hat = functional.pack(x.detach(), sparsity=0.0, block_size=40, value_format=value_format).unpack()
+    assert hat.shape == (3, 64, 40)
+    assert torch.equal(*grads)
+    assert oracle.relative_error(grads[0], hat.double().sum((0, 2)).expand(24, 64)) < 1e-5
 
 
 def test_consumers_of_one_tensor_share_only_equal_formats():
@@ -92,15 +130,22 @@ def test_consumers_of_one_tensor_share_only_equal_formats():
 
 
 @pytest.mark.parametrize("value_format", ["int4", "fp8"])
-def test_compiled_without_graph_breaks(value_format: str):
-    x, weight, bias = setup("cpu", 4, 16, 64)
-
-    def step(x):
-        return functional.linear(x, weight, bias, sparsity=0.5, block_size=16, value_format=value_format).square().sum()
-
-    eager = torch.autograd.grad(step(x), (x, weight, bias))
-    compiled = torch.autograd.grad(torch.compile(step, fullgraph=True, backend="aot_eager")(x), (x, weight, bias))
-    torch.testing.assert_close(compiled, eager)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_without_graph_breaks(value_format: str, sparsity: float, dynamic: bool):
+    layer = ActivationPrunedLinear(64, 48, sparsity=sparsity, block_size=16, value_format=value_format)
+    torch._dynamo.reset()  # of all tests, what was compiled of this method counts together
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for samples in (4, 7):
+        x = torch.randn(samples, 16, 64, requires_grad=True)
+        with saved_tensors() as saved:
+            y = compiled(x)
+        inputs = x, *layer.parameters()
+        grads = [torch.autograd.grad(result.square().sum(), inputs) for result in (y, layer(x))]
+        torch.testing.assert_close(*grads)
+        packed = functional.pack(x.detach(), sparsity=sparsity, block_size=16, value_format=value_format)
+        assert [t.nbytes for t in saved if t.dtype == torch.uint8] == [packed.values.nbytes]
+        assert sum(t.nbytes for t in saved if t.dtype == torch.int32) == packed.bitmap.nbytes + packed.offsets.nbytes
 
 
 def test_autocast_keeps_few_bits_of_the_cast_input():
