@@ -93,7 +93,7 @@ def block_keys_kernel(
         keys = block_keys(x)
         size = tl.cast(total_rows, tl.int64) * columns
         tl.store(keys_ptr + size + n, keys, mask=mask)
-        first = (r < total_rows) & (r % rows == 0) & (tl.program_id(1) == 0)
+        first = (r < total_rows) & (r % rows + tl.program_id(1) == 0)
         tl.store(keys_ptr + 2 * size + r // rows, tl.zeros([ROWS], tl.int32), mask=first)
     if ZEROS > 0:
         z = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * ZEROS + tl.arange(0, ZEROS)

@@ -52,12 +52,13 @@ def block_factors(keys_ptr, s, n, exist, samples, blocks):
 
 @triton.jit
 def rescaled(x, factors):
-    """Return blocks ``x [R, BLOCK]`` times ``factors [R]``, rounded to their own type."""
-    wide = x.to(tl.float32) * factors[:, None]
+    """Return blocks ``x [R, BLOCK]`` times ``factors [R]``, rounded to their own type, and as they are by 1."""
+    # Not a product, which a compiler could fuse with a difference that follows, and then not round.
+    wide = tl.fma(x.to(tl.float32), factors[:, None], 0.0)
     if x.dtype == tl.float16:
         # Values of other types are below 2^64, or their block's sum of squares overflows, and factors 2^24 at most.
-        wide = tl.where((factors > 1.0)[:, None], tl.minimum(tl.maximum(wide, -FP16_MAX), FP16_MAX), wide)
-    return wide.to(x.dtype)
+        wide = tl.minimum(tl.maximum(wide, -FP16_MAX), FP16_MAX)
+    return tl.where((factors > 1.0)[:, None], wide.to(x.dtype), x)
 
 
 def largest_dropped(samples: int, blocks: int, words: int) -> Launch:

@@ -75,10 +75,13 @@ def factors(squares: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
 
 
 def rescale(values: Tensor, by: Tensor) -> Tensor:
-    """Return blocks ``[nnz, b]`` times ``by [nnz]`` in their own type; no finite value overflows."""
+    """Return blocks ``[nnz, b]`` times ``by [nnz]`` in their own type, and as they are where that is 1.
+
+    Of those that are scaled no value overflows, and no zero has a sign.
+    """
     most = torch.finfo(values.dtype).max
-    wide = values.to(by.dtype) * by[:, None]
-    return torch.where(by[:, None] > 1, wide.clamp(-most, most), wide).to(values.dtype)
+    wide = (values.to(by.dtype) * by[:, None] + 0.0).clamp(-most, most)
+    return torch.where(by[:, None] > 1, wide.to(values.dtype), values)
 
 
 def _hash(squares: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def expected(x, block_size, keep, value_format, selection, device):
     def rescale(values, by):
         if values.dtype != torch.bfloat16:
             return exact(values, by)
-        return rounded(values.float() * by[:, None], torch.bfloat16, device)
+        wide = rounded(values.float() * by[:, None] + 0.0, torch.bfloat16, device)
+        return torch.where(by[:, None] > 1, wide, values)
 
     with mock.patch.object(block_selection, "rescale", rescale):
         return reference.pack(x.cpu(), block_size, keep, value_format, selection)
@@ -111,8 +112,9 @@ def test_strides(kernel_device, kind, way):
 
 @each_dtype
 @each_way
+@pytest.mark.parametrize("value_format", ["same", "int4", "fp8"])
 @pytest.mark.parametrize("keep", [1, 9, 24])
-def test_peculiar_blocks(kernel_device, way, keep, dtype):
+def test_peculiar_blocks(kernel_device, way, keep, value_format, dtype):
     x = oracle.integers(3, 8, 24, dtype=dtype)
     most = min(torch.finfo(dtype).max, 1e18)
     x[0, 0], x[0, 1, 3], x[0, 2, 9], x[0, 3, 20] = 0.0, float("nan"), float("inf"), -float("inf")
@@ -120,7 +122,8 @@ def test_peculiar_blocks(kernel_device, way, keep, dtype):
     x[1] = 0.0
     x[1, 3, 10] = 1.0
     x[2, :, ::8], x[2, :, 1::8] = float("nan"), most
-    check(x.to(kernel_device), 8, keep, way)
+    x[:, :, 2::8] = -0.0
+    check(x.to(kernel_device), 8, keep, way, value_format)
 
 
 @pytest.mark.parametrize("scale", [2.0**-75, 2.0**-66, 2.0**60], ids=str)
