@@ -260,7 +260,7 @@ def _refine(inverse: Tensor, scale: Tensor) -> Tensor:
 
 def _round_up(x: Tensor, places: int) -> Tensor:
     """Return finite fp32 ``x``, not negative, rounded up to a number whose last ``places`` bits are zero."""
-    bits = (x.view(torch.int32) + (2**places - 1)) & -(2**places)
+    bits: Tensor = (x.view(torch.int32) + (2**places - 1)) & -(2**places)
     return bits.view(torch.float32)
 
 

@@ -17,9 +17,9 @@ At a sparsity of exactly 0 with values in few bits, ``bitmap`` and ``offsets`` h
 ``n`` of all is stored at place ``n``. The number of blocks does not decide that, only the sparsity: it is fixed when a
 graph is compiled, which shapes need not be.
 
-Otherwise the positions cost about 1/(8b) + 1/(32b) bytes per dense value: 0.5 % of bf16 at b = 16. It is the order of a
-BSR tensor; a sample starts at ``k`` times its number, so no count has to cross from sample to sample. The offsets cost a
-quarter of the bitmap and spare every reader a count over the blocks before its own.
+Otherwise the positions cost about 1/(8b) + 1/(32b) bytes per dense value: 0.5 % of bf16 at b = 16. It is the order of
+a BSR tensor; a sample starts at ``k`` times its number, so no count has to cross from sample to sample. The offsets
+cost a quarter of the bitmap and spare every reader a count over the blocks before its own.
 """
 
 from __future__ import annotations
