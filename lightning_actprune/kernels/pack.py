@@ -102,7 +102,7 @@ def quantize_kernel(
 ):  # fmt: skip
     """Write the kept blocks of one run to their places in ``values``, of ``nnz``, as bytes; scaled if there are keys.
 
-    Arithmetic is what this costs: 19 instructions a value of bf16 and 18 of fp32 (int4, b = 32, compiled for an H200),
+    Arithmetic is what this costs: 21 instructions a value of bf16 and 20 of fp32 (int4, b = 32, compiled for an H200),
     where the copy waits for memory. So no lane should spend it on a dropped block: each kept one first leaves its lane
     where its header will be, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each header belongs to
     one tile, a tile overwrites no number but its own.
