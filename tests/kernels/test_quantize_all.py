@@ -11,6 +11,7 @@ from lightning_actprune.ops import formats, reference
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.setting import BlockSetting
 from tests.kernels.formats import QUANTIZED, rounded
 from tests.kernels.test_cast import nearly_integers
 
@@ -69,7 +70,7 @@ def test_strides(kernel_device, kind):
 def test_a_plan_that_casts_stores_the_rounded_copy(kernel_device, value_format, dtype):
     x = nearly_integers(3, 42, 103, device=kernel_device)
     with force_backend("triton"):
-        plan = input_plan(x, Setting(0, 16, "sample", dtype, value_format))
+        plan = input_plan(x, Setting(0, dtype, BlockSetting(16, "sample", value_format)))
     copy = plan.new_cast()
     values, bitmap, _ = plan.launch(x, copy)
     assert bitmap.shape == (3, 0)
