@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.kernels import CASES, inputs
-from examples.benchmarks.summaries import Records, Summary, case_name, groups
+from examples.benchmarks.summaries import Records, Summary, case_name, geometric_mean, groups
 from examples.benchmarks.timing import gpu_us
 from lightning_actprune.arguments import BlockSelection, ValueFormatName
 from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts
@@ -69,6 +69,22 @@ def summary(records: Records, figure: str, title: str) -> Summary:
         cells = [_cell(by_name.get(name), reference) for name in names]
         rows.append([f"{case_name(case)}, b = {block}, s = {sparsity}", *cells])
     return Summary(title, ("case", *names), rows)
+
+
+def ratios(records: Records) -> Summary:
+    """Return times over those of unquantised largest blocks: geometric mean over the cases, the worst in brackets."""
+    names = [name for name in dict.fromkeys(map(name_of, records)) if name != "same"]
+    rows = []
+    for title, figure in (("pack", "pack_us"), ("weight gradient", "grad_us")):
+        for (block, sparsity), group in groups(records, "block_size", "sparsity").items():
+            times = {(tuple(r["case"]), name_of(r)): r[figure] for r in group}
+            cases = dict.fromkeys(case for case, _ in times)
+            cells = []
+            for name in names:
+                found = [times[case, name] / times[case, "same"] for case in cases]
+                cells.append(f"{geometric_mean(found):.2f} ({max(found):.2f})")
+            rows.append([f"{title}, b = {block}, s = {sparsity:g}", *cells])
+    return Summary("Time over that of values as they are", ("", *names), rows)
 
 
 def name_of(record: dict[str, Any]) -> str:

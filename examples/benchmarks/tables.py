@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks import formats as format_times
 from examples.benchmarks import plots, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
@@ -94,6 +95,11 @@ def pack(records: Records) -> str:
     return summarised(summaries.pack(records), records)
 
 
+def formats(records: Records) -> str:
+    """Times of value formats and block selections over those of the paper's method."""
+    return summarised(format_times.ratios(records), records)
+
+
 STEP_TEXT = """\
 Whole training steps (forward, backward, fused AdamW), linear layers of the blocks pruned at s = 0.6, b = 32; ratios to
 dense in brackets, memory as dense / checkpoint / pruned. `graph` is the eager step captured in one CUDA graph: the
@@ -141,6 +147,7 @@ TABLES = {
     "accuracy": ("accuracy", accuracy),
     "kernels": ("kernels", kernels),
     "pack": ("kernels", pack),
+    "formats": ("formats", formats),
     "step": ("step", step),
     "models": ("models", models),
     "peak": ("timeline", peak),
