@@ -144,7 +144,7 @@ def restore(model: nn.Module) -> None:
 def approximate(x: Tensor, variant: Variant) -> Tensor:
     """Return what `variant` gives back of `x`."""
     stored, transposed = stored_view(x, variant.block_size, "sample")
-    block_size, keep = block_and_keep(stored, variant.block_size, sparsity_parts(variant.sparsity))
+    block_size, keep = block_and_keep(stored, variant.block_size, sparsity_parts(variant.sparsity), "same")
     wide = stored.float()
     mean = wide.mean((0, 2) if transposed else (0, 1), keepdim=True) if variant.remainder in ("mean", "sign") else 0.0
     length = wide.shape[2]
