@@ -12,8 +12,9 @@ from PIL import Image
 from examples.benchmarks import accuracy
 from examples.benchmarks.study import results, settings, tasks, training
 from examples.benchmarks.study.images import Images
-from examples.benchmarks.study.settings import Setting, parse_setting
-from lightning_actprune import convert
+from examples.benchmarks.study.settings import Setting, parse_setting, prune
+from examples.models import build_model
+from lightning_actprune import convert, revert
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
@@ -158,11 +159,33 @@ def test_settings_are_read_as_they_are_printed():
     ]
 
 
+def test_settings_may_name_a_preset_a_selection_or_a_limit():
+    assert parse_setting("max") == parse_setting("0.5:32:int2:0.2") == parse_setting("0.5:32:int2:largest:0.2")
+    assert parse_setting("paper") == parse_setting("0.6:32:same")
+    assert str(parse_setting("0.8:32:same:unbiased")) == "0.8:32:same:unbiased"
+    assert parse_setting("0.8:32:same:unbiased:0.3").max_dropped_energy == 0.3
+
+
+def test_spread_layers_keep_their_blocks():
+    torch.manual_seed(0)
+    model = build_model("gpt_6x384", dim=64, depth=1, context=16)
+    batch = torch.randint(256, (2, 16)), torch.randint(256, (2, 16))
+    assert prune(model, parse_setting("0.5:8:int4:0.4"), batch, "fp32") == ["attn.proj"]
+    block = model.blocks[0]
+    assert [layer.sparsity for layer in (block.attn.qkv, block.fc1, block.fc2)] == [0.5, 0.5, 0.5]
+    revert(model)
+    prune(model, parse_setting("0.5:8:int4:0.2"), batch, "fp32")
+    assert [layer.sparsity for layer in (block.attn.qkv, block.fc1, block.fc2)] == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
-    "text", ["", "0.5", "0.5:16", "1:16:same", "-0.5:16:same", "0.5:0:same", "0.5:16:int5", "s:b:same"]
+    "text",
+    ["", "0.5", "0.5:16", "1:16:same", "-0.5:16:same", "0.5:0:same", "0.5:16:int5", "s:b:same", "0.5:16:same:mean"],
 )
 def test_settings_that_mean_nothing_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be `dense` or `sparsity:block_size:value_format`"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"must be `dense`, a preset \(paper, .*\) or `sparsity:block_size"
+    ):
         parse_setting(text)
 
 
