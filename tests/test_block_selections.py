@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +19,6 @@ from lightning_actprune import (
     LinearSchedule,
     convert,
     functional,
-    revert,
 )
 from lightning_actprune.footprint import SavedTensorMeter
 from lightning_actprune.ops import library
@@ -193,19 +190,6 @@ def test_a_schedule_compiles_twice_without_graph_breaks(turned: bool, selection:
 def test_the_layer_shows_its_selection():
     assert "block_selection='swap'" in repr(ActivationPrunedLinear(64, 8, sparsity=0.5, block_selection="swap"))
     assert "block_selection" not in repr(ActivationPrunedLinear(64, 8, sparsity=0.5))
-
-
-def test_copies_pickles_and_reverting():
-    model = made()
-    convert(model, sparsity=0.5, block_selection="unbiased")
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert other[1].block_selection == "unbiased"
-        assert torch.equal(other(x()), model(x()))
-    revert(model)
-    assert type(model[1]) is nn.Linear
 
 
 def test_a_fit_with_a_schedule(asked: list[str]):

@@ -81,14 +81,15 @@ def test_the_layer_is_dense_without_sparsity_and_format():
         ActivationPrunedLinear(64, 8, sparsity=0.0, block_size=2, value_format="int8")
 
 
-def test_copies_pickles_and_reverting():
+@pytest.mark.parametrize(("name", "value"), [("value_format", "int2"), ("block_selection", "unbiased")])
+def test_copies_pickles_and_reverting(name: str, value: str):
     model = made()
-    convert(model, sparsity=0.5, value_format="int2")
+    convert(model, sparsity=0.5, **{name: value})
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
-        assert other[1].value_format == "int2"
+        assert getattr(other[1], name) == value
         assert torch.equal(other(x()), model(x()))
     revert(model)
     assert type(model[1]) is nn.Linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +10,12 @@ from lightning_actprune.kernels.pack import PackPlan
 from lightning_actprune.kernels.pack_sample import SamplePlan
 from lightning_actprune.ops import formats, reference
 
+each_large = pytest.mark.parametrize(
+    ("shape", "block_size"),
+    [((64, 196, 384), 32), ((64, 196, 1536), 64), ((130, 384, 196), 16), ((7, 211, 2000), 24), ((2, 37, 3000), 1000)],
+    ids=str,
+)
+"""Inputs that keep a GPU busy."""
 QUANTIZED = [name for name in formats.FORMATS if name != "same"]
 Packed = tuple[Tensor, Tensor, Tensor]
 

@@ -11,7 +11,7 @@ from lightning_actprune.kernels.pack_sample import SampleConfig, SamplePlan, cho
 from lightning_actprune.kernels.unpack import unpack
 from lightning_actprune.ops import formats
 from lightning_actprune.ops.geometry import ceil_div
-from tests.kernels.formats import QUANTIZED, expected, pack, read, rounded
+from tests.kernels.formats import QUANTIZED, each_large, expected, pack, read, rounded
 from tests.kernels.test_cast import nearly_integers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -212,11 +212,7 @@ def test_unpack_reads_codes_of_any_bits_and_what_is_not_finite(kernel_device, va
 @pytest.mark.gpu
 @each_dtype
 @each_format
-@pytest.mark.parametrize(
-    ("shape", "block_size"),
-    [((64, 196, 384), 32), ((64, 196, 1536), 64), ((130, 384, 196), 16), ((7, 211, 2000), 24), ((2, 37, 3000), 1000)],
-    ids=str,
-)
+@each_large
 def test_large_samples_on_the_gpu(shape, block_size, value_format, dtype):
     """Values whose sums of squares are exact, so that the reference keeps the same blocks."""
     x = (torch.randint(-64, 65, shape) / 8).to(dtype).cuda()

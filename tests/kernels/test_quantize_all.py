@@ -12,7 +12,7 @@ from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS
 from lightning_actprune.ops.plan import Setting, input_plan
 from lightning_actprune.ops.setting import BlockSetting
-from tests.kernels.formats import QUANTIZED, rounded
+from tests.kernels.formats import QUANTIZED, each_large, rounded
 from tests.kernels.test_cast import nearly_integers
 
 each_format = pytest.mark.parametrize("value_format", QUANTIZED)
@@ -88,10 +88,6 @@ def test_all_blocks_of_any_sparsity_and_none_dropped_are_the_same_bytes(kernel_d
 @pytest.mark.gpu
 @each_dtype
 @each_format
-@pytest.mark.parametrize(
-    ("shape", "block_size"),
-    [((64, 196, 384), 32), ((64, 196, 1536), 64), ((130, 384, 196), 16), ((7, 211, 2000), 24), ((2, 37, 3000), 1000)],
-    ids=str,
-)
+@each_large
 def test_large_tensors_on_the_gpu(shape, block_size, value_format, dtype):
     check(torch.randn(shape, device="cuda").to(dtype), block_size, value_format)
