@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.fidelity import compare, weight_gradients
 from examples.benchmarks.study.emulation import Variant, approximate, emulate, parse_variants, restore
-from examples.benchmarks.study.settings import Batch, kind, training_loss
+from examples.benchmarks.study.settings import Batch, block_layers, kind, training_loss
 from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
-from examples.benchmarks.study.training import evaluate, first_choices, train
+from examples.benchmarks.study.training import first_choices, train, train_and_score
 
 FIGURES = "cosine", "norm_ratio", "error"
 HELD = {"attn.proj"}
@@ -44,8 +44,8 @@ HELD = {"attn.proj"}
 def inputs_of(model: nn.Module, batch: Batch, precision: str) -> dict[str, torch.Tensor]:
     """Return the input of each linear layer of the blocks that can be pruned."""
     found, hooks = {}, []
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.startswith("blocks.") and kind(name) not in HELD:
+    for name, layer in block_layers(model).items():
+        if kind(name) not in HELD:
             hooks.append(layer.register_forward_pre_hook(lambda _, x, name=name: found.update({name: x[0].detach()})))
     with torch.no_grad():
         training_loss(model, batch, precision)
@@ -101,15 +101,7 @@ def accuracy(study: Study, text: str, seed: int, limit: int | None) -> dict[str,
         inputs = inputs_of(model, data.batch(first_choices(data, recipe)), recipe.precision)
         stored = bits(inputs, parse_variants(text))
         emulate(model, parse_variants(text), HELD)
-    losses, seconds = train(model, data, recipe, seed)
-    restore(model)
-    return {
-        "bits_per_value": stored,
-        "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
-        "final_loss": losses[-1],
-        "losses": [round(loss, 5) for loss in losses],
-        "seconds": round(seconds, 2),
-    }
+    return {"bits_per_value": stored, **train_and_score(model, data, recipe, seed, limit)}
 
 
 def checked(text: str) -> str:

@@ -4,9 +4,9 @@
     python examples/benchmarks/accuracy.py --root data/cifar10 --task vit --settings dense 0.5:16:same --seeds 0 1
     python examples/benchmarks/accuracy.py --task gpt --settings dense 0.5:16:same --compile
 
-A setting is `dense` or `sparsity:block_size:value_format`. Three tasks: a ResMLP and a ViT on a folder of images with
-`train/<class>/` and `test/<class>/` (padded, cut at random and mirrored), and a GPT over the bytes of Python's standard
-library. The data are read once and stay on the GPU as bytes; the whole step is captured in one CUDA graph. `accuracy`
+A setting is `dense`, a preset or `sparsity:block_size:value_format` (see `study/settings.py`). Three tasks: a ResMLP and
+a ViT on a folder of images with `train/<class>/` and `test/<class>/` (padded, cut at random and mirrored), and a GPT
+over the bytes of Python's standard library. The data are read once and stay on the GPU as bytes; the whole step is captured in one CUDA graph. `accuracy`
 is the percentage of test images that are classified correctly, for text the negative validation loss per byte.
 
 The seed fixes the weights, the order of the samples and every window and mirroring, for all settings alike. One record
@@ -34,8 +34,7 @@ from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import Setting, bits_per_value, kept_rows, prune
 from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
-from examples.benchmarks.study.training import evaluate, first_choices, train
-from lightning_actprune import revert
+from examples.benchmarks.study.training import first_choices, train_and_score
 
 
 def measure(study: Study, setting: Setting, seed: int, limit: int | None) -> dict[str, Any]:
@@ -45,16 +44,8 @@ def measure(study: Study, setting: Setting, seed: int, limit: int | None) -> dic
     batch = data.batch(first_choices(data, recipe))
     left_dense = prune(model, setting, batch, recipe.precision)
     bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
-    losses, seconds = train(model, data, recipe, seed)
-    revert(model)
-    return {
-        "bits_per_value": bits,
-        "left_dense": left_dense,
-        "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
-        "final_loss": losses[-1],
-        "losses": [round(loss, 5) for loss in losses],
-        "seconds": round(seconds, 2),
-    }
+    figures = train_and_score(model, data, recipe, seed, limit)
+    return {"bits_per_value": bits, "left_dense": left_dense, **figures}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -33,7 +33,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.study import results
-from examples.benchmarks.study.settings import Batch, Setting, bits_per_value, kept_rows, kind, prune, training_loss
+from examples.benchmarks.study.settings import (
+    Batch,
+    Setting,
+    bits_per_value,
+    block_layers,
+    kept_rows,
+    kind,
+    prune,
+    training_loss,
+)
 from examples.benchmarks.study.tasks import is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import first_choices, train
@@ -42,8 +51,7 @@ from lightning_actprune import ActivationPrunedLinear, revert
 
 def weight_gradients(model: nn.Module, batch: Batch, precision: str) -> dict[str, Tensor]:
     """Return the weight gradients of the linear layers of the blocks; nothing is trained."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    weights = {name: layer.weight for name, layer in layers.items() if name.startswith("blocks.")}
+    weights = {name: layer.weight for name, layer in block_layers(model).items()}
     found = torch.autograd.grad(training_loss(model, batch, precision), list(weights.values()))
     return dict(zip(weights, found, strict=True))
 

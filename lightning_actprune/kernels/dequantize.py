@@ -1,8 +1,8 @@
 """Stored blocks in few bits to numbers ``[nnz, b]``, for a product that reads each of them many times.
 
-A kernel of its own, since the gather kernel meets a block once for every tile of outputs: decoding it there, beside the
-product, took 1.3 to 2.8 times as long as gathering blocks that are stored as they are (H200). This one reads the bytes
-and writes the numbers once, which is next to nothing beside what the product reads.
+A kernel of its own, since the gather kernel meets a block once for every tile of outputs, and would decode it as often.
+This one reads the bytes and writes the numbers once: at a sparsity of .9 the weight gradient from few bits takes 1.02
+to 1.11 of the time that it takes from blocks that are stored as they are (H200, ``formats.json``).
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.ops import formats
 
 PLACE, GOLDEN = tl.constexpr(formats.PLACE), tl.constexpr(formats.GOLDEN)
-MIX_A, MIX_FIRST, MIX_B, MIX_SECOND = (tl.constexpr(constant) for constant in formats.MIX)
 DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
 """Least difference of two dithers, in the last places of their sum with a code."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
@@ -98,9 +98,7 @@ def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
 @triton.jit
 def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr):
     """Return ``2^MORE (u + 2^BITS)`` as fp32 ``[R, len(e)]``: sign and exponent, a hash, a half, and zeros."""
-    h = (header.to(tl.uint32, bitcast=True) << 16) + place.to(tl.uint32) * PLACE
-    h = (h ^ (h >> MIX_A)) * MIX_FIRST
-    h = (h ^ (h >> MIX_B)) * MIX_SECOND
+    h = mix((header.to(tl.uint32, bitcast=True) << 16) + place.to(tl.uint32) * PLACE)
     SHIFT: tl.constexpr = 9 + BITS
     FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
     h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)

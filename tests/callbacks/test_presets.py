@@ -4,6 +4,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_actprune import ActivationPruning, ConstantSchedule
+from lightning_actprune.ops.geometry import BlockGeometry
 from lightning_actprune.presets import PRESETS, Preset
 from tests.helpers import Net, sparsities, trainer
 
@@ -36,6 +37,15 @@ def test_explicit_arguments_override():
     assert settings(callback) == Preset(0.5, 64, "int4", "largest", 1.0)
     assert settings(ActivationPruning(preset="paper", sparsity=0.0)).sparsity == 0
     assert settings(ActivationPruning(value_format="int2")) == Preset(0.0, 32, "int2")
+
+
+@pytest.mark.parametrize(
+    ("name", "sparsity", "bits"), [("paper", 0.6, 6.5), ("balanced", 0.0, 4.5), ("max", 0.5, 1.3), ("max", 0.0, 2.5)]
+)
+def test_bits_per_value_are_those_of_the_documentation(name, sparsity, bits):
+    geometry = BlockGeometry.of(8, 64, 384, PRESETS[name].block_size, sparsity)
+    stored = geometry.stored_bytes(2, PRESETS[name].value_format)
+    assert 16 * stored / geometry.dense_bytes(2) == pytest.approx(bits, abs=0.05)
 
 
 def test_unknown_names_are_refused():

@@ -127,7 +127,7 @@ def test_records_of_images_say_what_the_images_are(image_folder, tmp_path):
 
 
 def test_an_interruption_leaves_what_was_done(study, tmp_path, monkeypatch):
-    whole, started = accuracy.train, []
+    whole, started = accuracy.train_and_score, []
 
     def interrupted(*args):
         started.append(args)
@@ -135,7 +135,7 @@ def test_an_interruption_leaves_what_was_done(study, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return whole(*args)
 
-    monkeypatch.setattr(accuracy, "train", interrupted)
+    monkeypatch.setattr(accuracy, "train_and_score", interrupted)
     with pytest.raises(KeyboardInterrupt):
         study("resmlp")
     assert len(json.loads((tmp_path / "accuracy.json").read_text())) == 1

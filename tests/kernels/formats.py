@@ -36,6 +36,12 @@ def pack(x: Tensor, block_size: int, keep: int, value_format: str, config=None) 
     return plan(x)
 
 
+def strided(kind: str, device: torch.device) -> Tensor:
+    """Return a 16-bit ``x [S, T, L]`` whose rows or samples do not follow each other in memory."""
+    base = torch.randn(5, 37, 148, device=device).bfloat16()
+    return {"slice": base[:, 2:, 7:], "batch-second": base.transpose(0, 1), "rows": base[:, ::2]}[kind]
+
+
 def rounded(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return fp32 ``values`` in ``dtype`` as a kernel rounds them: Triton's interpreter cuts them off to bf16."""
     if dtype == torch.bfloat16 and device.type == "cpu":

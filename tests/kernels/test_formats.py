@@ -11,7 +11,7 @@ from lightning_actprune.kernels.pack_sample import SampleConfig, SamplePlan, cho
 from lightning_actprune.kernels.unpack import unpack
 from lightning_actprune.ops import formats
 from lightning_actprune.ops.geometry import ceil_div
-from tests.kernels.formats import QUANTIZED, each_large, expected, pack, read, rounded
+from tests.kernels.formats import QUANTIZED, each_large, expected, pack, read, rounded, strided
 from tests.kernels.test_cast import nearly_integers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -73,15 +73,9 @@ def test_places_of_blocks_are_those_among_all_samples(kernel_device, shape, bloc
 
 
 @each_plan
-@pytest.mark.parametrize("kind", ["slice", "batch-second", "channels-first"])
+@pytest.mark.parametrize("kind", ["slice", "batch-second", "rows"])
 def test_strides(kernel_device, kind, config):
-    base = torch.randn(5, 37, 148, device=kernel_device).bfloat16()
-    x = {
-        "slice": base[:, 2:, 7:],
-        "batch-second": base.transpose(0, 1),
-        "channels-first": base.transpose(1, 2).contiguous().transpose(1, 2).transpose(1, 2),
-    }[kind]
-    check(x, 16, 40, "int4", config)
+    check(strided(kind, kernel_device), 16, 40, "int4", config)
 
 
 def peculiar(dtype, device):

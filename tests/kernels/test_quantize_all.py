@@ -12,7 +12,7 @@ from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS
 from lightning_actprune.ops.plan import Setting, input_plan
 from lightning_actprune.ops.setting import BlockSetting
-from tests.kernels.formats import QUANTIZED, each_large, rounded
+from tests.kernels.formats import QUANTIZED, each_large, rounded, strided
 from tests.kernels.test_cast import nearly_integers
 
 each_format = pytest.mark.parametrize("value_format", QUANTIZED)
@@ -54,15 +54,9 @@ def test_small_and_long_rows(kernel_device, shape, value_format):
     check(torch.randn(shape, device=kernel_device), min(1024, shape[2]), value_format)
 
 
-@pytest.mark.parametrize("kind", ["slice", "batch-second", "channels-first"])
+@pytest.mark.parametrize("kind", ["slice", "batch-second", "rows"])
 def test_strides(kernel_device, kind):
-    base = torch.randn(5, 37, 148, device=kernel_device).bfloat16()
-    x = {
-        "slice": base[:, 2:, 7:],
-        "batch-second": base.transpose(0, 1),
-        "channels-first": base.transpose(1, 2).contiguous().transpose(1, 2).transpose(1, 2),
-    }[kind]
-    check(x.contiguous() if x.stride(-1) != 1 else x, 16, "int4")
+    check(strided(kind, kernel_device), 16, "int4")
 
 
 @each_format

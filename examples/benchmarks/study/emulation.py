@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from examples.benchmarks.study.settings import kind
+from examples.benchmarks.study.settings import block_layers, kind
 from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts, stored_view
 
 ROUNDINGS, HEADERS = ("sr", "sub", "near"), ("h32", "h16", "sym")
@@ -128,8 +128,8 @@ class _EmulatedLinear(nn.Linear):
 
 def emulate(model: nn.Module, variants: dict[str, Variant], skipped: set[str]) -> None:
     """Let the linear layers of the blocks of `model` see variants of their inputs, but for some kinds of layers."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name.startswith("blocks.") and kind(name) not in skipped:
+    for name, layer in block_layers(model).items():
+        if kind(name) not in skipped:
             layer.__class__, layer.variant = _EmulatedLinear, variants.get(kind(name), variants["*"])
 
 

@@ -102,6 +102,12 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
     return left_dense
 
 
+def block_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linear layers of the blocks of `model` by name."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in layers.items() if name.startswith("blocks.")}
+
+
 def kind(fqn: str) -> str:
     """Return what the layers of all blocks that do the same are called: `blocks.3.attn.qkv` is an `attn.qkv`."""
     return re.sub(r"^blocks\.\d+\.", "", fqn)

@@ -169,6 +169,20 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
         block.compile(backend=backend)
 
 
+def train_and_score(model: nn.Module, data: Data, recipe: Recipe, seed: int, limit: int | None) -> dict[str, Any]:
+    """Train `model`, test it on `limit` samples, or all, and return what came out, for a record.
+
+    What it keeps for backward may be pruned: without gradients nothing is kept.
+    """
+    losses, seconds = train(model, data, recipe, seed)
+    return {
+        "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
+        "final_loss": losses[-1],
+        "losses": [round(loss, 5) for loss in losses],
+        "seconds": round(seconds, 2),
+    }
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Data, precision: str, limit: int | None) -> float:
     """Return the score of `model`, eagerly: compiling for other batches would take longer than running them."""
