@@ -1,4 +1,4 @@
-"""Columns: the kept blocks of each column, which is how the weight gradient needs them.
+"""Columns: the kept blocks of each column, which is how the weight gradient needs them, as numbers.
 
 Values are stored row by row; the weight gradient of a column block reduces over the rows in which it is kept. Each
 column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
@@ -6,16 +6,24 @@ rows. Two launches, since a list entry's position depends on all rows above: the
 ``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of up to
 32 columns as one tile, without a loop, since what counts is how many reads follow each other.
 
+Blocks in few bits become numbers ``[nnz, b]`` here: the product meets a block once for every tile of outputs, and would
+decode it as often. The numbers wait for nothing and only the product waits for them, so that they need no launch of
+their own: further programs of the first make them, beside those that count. Such a program needs 32 to 40 registers a
+thread (Triton 3.6, sm_90). All programs of a launch get as many as any, and fewer run at once for that:
+212 in the second launch, 80 in the first, 32 to 40 if those that count handle half as much.
+
 ``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
 the length of each list ``[NB]``. It lives only as long as one weight gradient.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_actprune.kernels.formats import TILE_VALUES, dequantize_tile, encode_format, whole_blocks
 from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.select import RUN, WORD
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -73,6 +81,27 @@ def count_columns_kernel(
 
 
 @triton.jit
+def count_and_dequantize_kernel(
+    bitmap_ptr, work_ptr, values_ptr, numbers_ptr, total_rows, rows, columns, words, counts, chunks, kept,
+    TILE: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Count, and write the ``kept`` blocks to ``numbers [kept, B]``; grid ``(chunks + more, NB / COLS)``.
+
+    A program past the chunks writes ``BLOCKS`` blocks.
+    """
+    if tl.program_id(0) < chunks:
+        count_columns_kernel(bitmap_ptr, work_ptr, total_rows, rows, columns, words, counts, TILE, COLS)
+    else:
+        tile = (tl.program_id(0) - chunks) * tl.num_programs(1) + tl.program_id(1)
+        p = tile * BLOCKS + tl.arange(0, BLOCKS)
+        e = tl.arange(0, BLOCK)
+        x = dequantize_tile(values_ptr, kept, p, p < kept, 0, B, BLOCK, FORMAT).to(numbers_ptr.dtype.element_ty)
+        inside = (p < kept)[:, None] & (e < B)[None, :]
+        tl.store(numbers_ptr + p.to(tl.int64)[:, None] * B + e[None, :], x, mask=inside)
+
+
+@triton.jit
 def list_columns_kernel(
     bitmap_ptr, offsets_ptr, work_ptr, total_rows, rows, columns, words, runs, size, counts,
     TILE: tl.constexpr, COLS: tl.constexpr,
@@ -108,9 +137,10 @@ class ColumnsPlan:
         samples: Samples of the packed input.
         rows: Rows of each.
         columns: Blocks per row.
+        stored: Number of kept blocks, values of each, and their format.
     """
 
-    def __init__(self, samples: int, rows: int, columns: int) -> None:
+    def __init__(self, samples: int, rows: int, columns: int, stored: tuple[int, int, str]) -> None:
         total = samples * rows
         tile = min(MAX_TILE, max(MIN_ROWS, triton.next_power_of_2(ceil_div(total, MAX_CHUNKS))))
         cols = min(32, MAX_TILE // tile, triton.next_power_of_2(columns))
@@ -120,13 +150,29 @@ class ColumnsPlan:
         counts = ceil_div(2 * size, 16) * 16
         self.lengths = counts + chunks * columns
         self.work = self.lengths + columns
-        grid = chunks, ceil_div(columns, cols)
-        self._count = Launch(count_columns_kernel, grid, total, rows, columns, words, counts, tile, cols, num_warps=4)
+        grid, scalars = (chunks, ceil_div(columns, cols)), (total, rows, columns, words, counts)
+        kept, block_size, value_format = stored
+        self._numbers = None if value_format == "same" else (kept, block_size)
+        if self._numbers is None:
+            self._count = Launch(count_columns_kernel, grid, *scalars, tile, cols, num_warps=4)
+        else:
+            block, blocks = whole_blocks(block_size)
+            counted = max(1, min(cols, TILE_VALUES // tile))
+            groups = ceil_div(columns, counted)
+            self._count = Launch(
+                count_and_dequantize_kernel, (chunks + ceil_div(kept, blocks * groups), groups), *scalars, chunks, kept,
+                tile, counted, block_size, block, blocks, encode_format(value_format, block_size), num_warps=4,
+            )  # fmt: skip
         self._list = Launch(
             list_columns_kernel, grid, total, rows, columns, words, runs, size, counts, tile, cols, num_warps=8
         )
 
-    def __call__(self, bitmap: Tensor, offsets: Tensor, work: Tensor) -> None:
-        """Write the lists into ``work``."""
-        self._count(bitmap, work)
+    def __call__(self, values: Tensor, bitmap: Tensor, offsets: Tensor, work: Tensor, dtype: torch.dtype) -> Tensor:
+        """Write the lists into ``work``; return the values as numbers, of ``dtype`` if they are stored in few bits."""
+        if self._numbers is None:
+            self._count(bitmap, work)
+        else:
+            stored, values = values, values.new_empty(self._numbers, dtype=dtype)
+            self._count(bitmap, work, stored, values)
         self._list(bitmap, offsets, work)
+        return values

@@ -4,7 +4,8 @@ For column block ``j`` with kept rows ``r_0 .. r_{K-1}`` (K differs from column 
 
     dW[o, j*b + e] = sum_p  grad_y[r_p, o] * values[place_p, e]
 
-a matrix product over ``p`` of gathered rows; ``kernels.columns`` lists rows and places of each column. A program
+a matrix product over ``p`` of gathered rows; ``kernels.columns`` lists rows and places of each column, and makes
+numbers of blocks in few bits. A program
 computes a tile of ``BM`` outputs x one block and walks ``BK`` kept rows a turn; the list entries of the next turn are
 loaded one turn ahead, so that the gathers can be issued early (a scalar dependency inside the turn would stall the
 pipeline). The reduced dimension is cut into parts when there are too few tiles to fill the GPU, and longer columns into
@@ -134,7 +135,8 @@ class Shape(NamedTuple):
         length: Its values per row.
         kept: Its kept blocks.
         block_size: Values per block.
-        itemsize: Bytes per value.
+        itemsize: Bytes per value that is multiplied.
+        value_format: How values are stored.
     """
 
     outputs: int
@@ -145,6 +147,7 @@ class Shape(NamedTuple):
     kept: int
     block_size: int
     itemsize: int
+    value_format: str = "same"
 
 
 class WeightGradPlan:
@@ -169,7 +172,8 @@ class WeightGradPlan:
         parts = max(1, min(parts, 2 * rows * shape.itemsize // (4 * outputs)))
         share = ceil_div(max(1, round(mean / split)), 16) * 16
         self.out, self.dtype, self.parts, self.share = (outputs, length), dtype, parts, share
-        self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns)
+        stored = shape.kept, shape.block_size, shape.value_format
+        self.list_columns = ColumnsPlan(shape.samples, rows // shape.samples, columns, stored)
         lengths = self.list_columns.lengths
         narrow = max(rows * shape.stride + config.bm, (shape.kept + 1) * block) < 2**31
         self.product = Launch(
@@ -186,7 +190,7 @@ class WeightGradPlan:
         """Return the weight gradient ``[OUT, length]``."""
         work = values.new_empty(self.list_columns.work, dtype=torch.int32)
         out = values.new_empty(*self.out, dtype=self.dtype)
-        self.list_columns(bitmap, offsets, work)
+        values = self.list_columns(values, bitmap, offsets, work, grad_y.dtype)
         if self.parts == 1:
             self.product(grad_y, values, work, out)
             return out
@@ -218,14 +222,19 @@ def weight_grad(
     offsets: Tensor,
     length: int,
     dtype: torch.dtype,
+    block_size: int | None = None,
+    value_format: str = "same",
 ) -> Tensor:
-    """Return ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``, from ``grad_y [R, OUT]``."""
+    """Return ``grad_y^T @ x_hat`` as ``[OUT, length]`` in ``dtype``, from ``grad_y [R, OUT]``.
+
+    ``block_size`` is that of the values if these are stored as they are, and must be given otherwise: those of few bits
+    are read as the type of ``grad_y``.
+    """
     if grad_y.stride(1) != 1:
         grad_y = grad_y.contiguous()
-    (rows, outputs), (kept, block_size) = grad_y.shape, values.shape
-    shape = Shape(
-        outputs, grad_y.stride(0), bitmap.shape[0], rows, length, kept, block_size, values.element_size()
-    )  # fmt: skip
+    (rows, outputs), (kept, width) = grad_y.shape, values.shape
+    stored = kept, block_size or width, grad_y.element_size(), value_format
+    shape = Shape(outputs, grad_y.stride(0), bitmap.shape[0], rows, length, *stored)
     key = values.dtype, dtype, values.device, grad_y.dtype, aligned(grad_y, values, bitmap, offsets)
     plan = _plan(shape, key)
     return plan(grad_y, values, bitmap, offsets)

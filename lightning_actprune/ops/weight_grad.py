@@ -160,12 +160,10 @@ def weight_grad(
     # Without positions all blocks are there, which gathering only takes longer to multiply.
     method = choose_method(grad_y, values, length, transposed or bitmap.shape[1] == 0, block_size)
     if method == "gather":
-        from lightning_actprune.kernels import dequantize, weight_grad
+        from lightning_actprune.kernels import weight_grad
 
         with on_device_of(values):
-            if value_format != "same":
-                values = dequantize.dequantize(values, block_size, value_format, grad_y.dtype)
-            return weight_grad.weight_grad(grad_y, values, bitmap, offsets, length, dtype)
+            return weight_grad.weight_grad(grad_y, values, bitmap, offsets, length, dtype, block_size, value_format)
     backend: Backend = "reference" if method == "reference" else "triton"
     blocks = Blocks(block_size, value_format, values.dtype if value_format == "same" else grad_y.dtype)
     dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend, blocks)

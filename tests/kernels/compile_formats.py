@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 
-from lightning_actprune.kernels import dequantize, pack, pack_sample, quantize_all, unpack
+from lightning_actprune.kernels import columns, pack, pack_sample, quantize_all, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
 from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
 
@@ -66,10 +66,12 @@ def unpacked(name: str, size: int, value: str, everything: bool = False) -> Spec
 
 
 def decoded(name: str, size: int, value: str) -> Specimen:
-    """Return the kernel that makes stored blocks numbers."""
-    block, tile = whole_blocks(size)
-    constants = {"B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(name, size)}
-    return f"dequantize_{name}_b{size}", dequantize.dequantize_kernel, constants, value, {"num_warps": 4}
+    """Return the kernel that makes stored blocks numbers, and counts."""
+    block, blocks = whole_blocks(size)
+    constants = {"TILE": 128, "COLS": 16, "B": size, "BLOCK": block, "BLOCKS": blocks}
+    constants["FORMAT"] = encode_format(name, size)
+    kernel = columns.count_and_dequantize_kernel
+    return f"count_and_dequantize_{name}_b{size}", kernel, constants, value, {"num_warps": 4}
 
 
 def sample(name: str, size: int, blocks: int, value: str) -> Specimen:

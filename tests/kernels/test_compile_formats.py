@@ -18,7 +18,7 @@ TARGETS = (80, 90, 100, 120)
 KERNELS = {
     f"{kernel}_{name}_b{size}" for kernel in ("quantize", "quantize_scaled", "unpack") for name, size in (*CASES, WIDE)
 }
-KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("dequantize", "quantize_all") for name, size in CASES}
+KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("count_and_dequantize", "quantize_all") for name, size in CASES}
 KERNELS |= {"quantize_all_cast_int4_b32", "unpack_all_int4_b32"}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
@@ -59,5 +59,5 @@ def test_dense_side_moves_16_bytes_at_a_time(compiled):
     for r in compiled:
         if r["kernel"].startswith(("quantize", "sample")):
             assert r["ptx"]["load16"] > 0, r
-        if r["kernel"].startswith(("unpack", "dequantize")):
+        if r["kernel"].startswith(("unpack", "count_and_dequantize")):
             assert r["ptx"]["store16"] > 0, r

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_actprune.kernels.dequantize import dequantize
+from lightning_actprune.kernels.columns import ColumnsPlan
 from lightning_actprune.kernels.weight_grad import weight_grad as gathered
-from lightning_actprune.ops import formats
+from lightning_actprune.ops import formats, reference
 from tests import oracle
 from tests.kernels.formats import QUANTIZED, expected, read, rounded
+from tests.kernels.workload import launches, split_into
 
 each_format = pytest.mark.parametrize("value_format", QUANTIZED)
 each_dtype = pytest.mark.parametrize(
@@ -19,8 +20,7 @@ each_dtype = pytest.mark.parametrize(
 
 def weight_grad(grad_y, values, bitmap, offsets, length, block_size, value_format):
     """Return the gradient in fp32."""
-    values = dequantize(values, block_size, value_format, grad_y.dtype)
-    return gathered(grad_y, values, bitmap, offsets, length, torch.float32)
+    return gathered(grad_y, values, bitmap, offsets, length, torch.float32, block_size, value_format)
 
 
 def packed_and_exact(x, block_size, keep, value_format, device, outputs):
@@ -46,14 +46,38 @@ def test_equals_the_oracle(kernel_device, block_size, value_format, dtype):
 
 @each_dtype
 @each_format
-@pytest.mark.parametrize(("block_size", "kept"), [(8, 1), (16, 129), (20, 300), (64, 33), (100, 7), (256, 40)])
-def test_numbers_are_those_of_the_reference(kernel_device, block_size, kept, value_format, dtype):
-    """Less than a tile of blocks, some more than one, and several."""
-    stored = formats.quantize(torch.randn(kept, block_size) * 10.0 ** torch.randint(-3, 4, (kept, 1)), value_format)
-    right = rounded(formats.dequantize(stored, block_size, value_format, torch.float32), dtype, kernel_device)
-    found = dequantize(stored.to(kernel_device), block_size, value_format, dtype)
+@pytest.mark.parametrize(
+    ("block_size", "rows", "columns", "keep"),
+    [(8, 1, 1, 1), (16, 129, 2, 129), (20, 300, 3, 700), (32, 20, 40, 500), (64, 33, 1, 33), (256, 40, 2, 7)],
+)
+def test_numbers_are_those_of_the_reference_and_lists_as_ever(
+    kernel_device, block_size, rows, columns, keep, value_format, dtype
+):
+    """Blocks fill less than one program or several; of those that count, more than one lie along either axis."""
+    x = torch.randn(1, rows, columns * block_size) * 10.0 ** torch.randint(-3, 4, (rows, 1))
+    stored, bitmap, offsets = expected(x, block_size, keep, value_format)
+    wide = formats.dequantize(stored, block_size, value_format, torch.float32)
+    right = rounded(wide, dtype, kernel_device).to(kernel_device)
+    positions = bitmap.to(kernel_device), offsets.to(kernel_device)
+    from_numbers, from_few = (ColumnsPlan(1, rows, columns, (keep, block_size, v)) for v in ("same", value_format))
+    lists, found_lists = torch.zeros(2, from_few.work, dtype=torch.int32, device=kernel_device)
+    assert from_numbers(right, *positions, lists, dtype) is right
+    found = from_few(stored.to(kernel_device), *positions, found_lists, dtype)
     assert found.dtype == dtype
-    assert torch.equal(found.cpu(), right)
+    assert torch.equal(found, right)
+    assert torch.equal(found_lists, lists)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_few_bits_take_no_more_launches(kernel_device, parts):
+    grad_y = torch.randn(200, 16, device=kernel_device)
+    values, *positions = reference.pack(torch.randn(1, 200, 64, device=kernel_device), 16, 400)
+    counts = []
+    for value_format, stored in (("same", values), ("int4", formats.quantize(values, "int4"))):
+        with split_into(parts), launches() as names:
+            weight_grad(grad_y, stored, *positions, 64, 16, value_format)
+        counts.append(len(names))
+    assert counts[0] == counts[1] > 2
 
 
 @each_format

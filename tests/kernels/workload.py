@@ -44,13 +44,13 @@ def kernel_names() -> set[str]:
 
 
 @contextlib.contextmanager
-def launches() -> Iterator[set[str]]:
-    """Collect the names of the kernels launched inside."""
-    names: set[str] = set()
+def launches() -> Iterator[list[str]]:
+    """Collect the names of the kernels launched inside, in their order."""
+    names: list[str] = []
     original = launch.Launch.__call__
 
     def noting(self: launch.Launch, *tensors: Tensor) -> None:
-        names.add(self._kernel.fn.__name__)
+        names.append(self._kernel.fn.__name__)
         original(self, *tensors)
 
     with mock.patch.object(launch.Launch, "__call__", noting):
@@ -197,6 +197,6 @@ def run_all(device: torch.device) -> list[str]:
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    missing = kernel_names() - names
+    missing = kernel_names() - set(names)
     assert not missing, f"never launched: {sorted(missing)}"
-    return sorted(names)
+    return sorted(set(names))
