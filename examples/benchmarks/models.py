@@ -4,8 +4,8 @@
     python examples/benchmarks/models.py --workers 1 --out models.json      # times too
 
 bf16 autocast, fused AdamW; s = 0.6, b = 32, all linear layers that ``convert`` takes. Every case runs in a fresh
-process: three warm-up steps, in the first of which ``HolderProbe`` finds the layers that are better left dense, then
-one measured step. ``--workers`` processes run side by side, which leaves the memory
+process: three warm-up steps, in the first of which the probes find the layers that are better left dense, then one
+measured step. ``--workers`` processes run side by side, which leaves the memory
 of each its own, but not its time, so ``step_ms`` is of one process at a time only.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, environment, require_gpu, step_memory, write_records
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.third_party import WORKLOADS
-from lightning_actprune import HolderProbe, convert
+from lightning_actprune import EnergyProbe, HolderProbe, convert
 from lightning_actprune.footprint import SavedTensorMeter
+from lightning_actprune.presets import Preset
 
 METHODS = ("dense", "pruned")
 SETTINGS = {"sparsity": 0.6, "block_size": 32}
@@ -54,14 +56,18 @@ CASE_SECONDS = 180
 
 
 class Training:
-    """One model with its batch and optimizer."""
+    """One model with its batch and optimizer, dense without a ``preset``."""
 
-    def __init__(self, name: str, method: str, device: torch.device) -> None:
+    def __init__(self, name: str, preset: Preset | None, device: torch.device) -> None:
         torch.manual_seed(0)
         self.workload, self.device = WORKLOADS[name], device
         self.model = self.workload.build().to(device)
         self.batch = tuple(tensor.to(device) for tensor in self.workload.data(self.workload.batch))
-        self.conversion = convert(self.model, **SETTINGS) if method == "pruned" else None
+        self.preset, self.conversion = preset, None
+        if preset is not None:
+            settings = asdict(preset)
+            del settings["max_dropped_energy"]  # which the first step decides on
+            self.conversion = convert(self.model, **settings)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
@@ -78,14 +84,17 @@ class Training:
 
 
 def warm_up(training: Training) -> None:
-    """Run three steps, the first of them probed as the callback does it."""
-    if training.conversion is None:
+    """Run three steps, the first of them probed as the callback does it: through its backward."""
+    if training.preset is None:
         training.finish(training.forward())
     else:
-        with HolderProbe(training.model, training.batch) as probe:
+        limit = training.preset.max_dropped_energy
+        with HolderProbe(training.model, training.batch) as holders, EnergyProbe(training.model, limit) as energy:
             loss = training.forward()
-        training.finish(loss)
-        probe.apply(training.conversion)
+            holders.check_alive()
+            training.finish(loss)
+        holders.apply(training.conversion)
+        energy.apply(training.conversion)
     for _ in range(2):
         training.finish(training.forward())
 
@@ -119,7 +128,7 @@ def step_ms(training: Training) -> float:
 
 def measure(name: str, method: str, device: torch.device, timed: bool) -> dict[str, Any]:
     """Return the figures of one case."""
-    training = Training(name, method, device)
+    training = Training(name, Preset(**SETTINGS) if method == "pruned" else None, device)
     warm_up(training)
     figures: dict[str, Any] = {key: round(value / MIB, 2) for key, value in allocated(training).items()}
     if timed:
@@ -153,14 +162,19 @@ def run_case(name: str, method: str, timed: bool) -> dict[str, Any]:
 
 def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says whether or not its case could be measured."""
+    settings = SETTINGS if method == "pruned" else dict.fromkeys(SETTINGS)
+    return {**described(name), "method": method, **settings}
+
+
+def described(name: str) -> dict[str, Any]:
+    """Return what a record says of its model."""
     workload = WORKLOADS[name]
     try:
         version = importlib.metadata.version(workload.source)
     except importlib.metadata.PackageNotFoundError:
         version = None
-    settings = SETTINGS if method == "pruned" else dict.fromkeys(SETTINGS)
     source = {"model": name, "source": workload.source, "version": version, "batch": workload.batch}
-    return {**source, "precision": "bf16-mixed", "method": method, **settings}
+    return {**source, "precision": "bf16-mixed"}
 
 
 def compare(records: Records) -> None:

@@ -2,10 +2,9 @@
 
     python examples/benchmarks/step.py --out step.json
 
-Every case runs in its own process, so that its memory is its own. The processes of a model warm up side by side
-(compiling takes most of the time, and all models together would not fit a GPU); then they take turns, several rounds of
-each, so that a drift of the machine meets all of them. Times are medians over all timed steps (forward, backward, fused
-AdamW), by wall clock with the device synchronised.
+Every case runs in its own process. Those of a model warm up side by side (compiling takes most of the time, and all
+models together would not fit a GPU); then they take turns (see ``turns.py``). Times are medians over all timed steps
+(forward, backward, fused AdamW), by wall clock with the device synchronised.
 
 Modes: ``eager``; ``graph``, the eager step captured in one CUDA graph, which leaves the GPU's own time; ``compile``;
 ``reduce-overhead``, compiled with CUDA graphs. ``host_ms`` is how long the host takes to issue a step to an idle GPU: a
@@ -15,11 +14,7 @@ step cannot take less.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +24,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch._inductor.async_compile import shutdown_compile_workers
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks import turns
 from examples.benchmarks.common import MIB, environment, step_memory, write_records
+from examples.benchmarks.third_party import checkpoint_blocks
 from lightning_actprune import convert
 
 MODELS = {
@@ -55,8 +51,7 @@ def build(name: str, method: str, sparsity: float, block_size: int) -> tuple[nn.
 
     model = timm.create_model(name).cuda()
     if method == "checkpoint":
-        for block in model.blocks:
-            block.forward = lambda x, f=block.forward: checkpoint(f, x, use_reentrant=False)
+        checkpoint_blocks(model)
     if method != "pruned":
         return model, 0
     # Its input is also kept by the attention itself, so packing it would only add memory.
@@ -105,31 +100,9 @@ class Case:
             self.step()
         self.step = graph.replay  # type: ignore[method-assign]
 
-    def host_ms(self) -> float:
-        """Return the median milliseconds to issue one step to an idle GPU."""
-        found = []
-        for _ in range(15):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self.step()
-            found.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(found)
-
     def memory(self) -> dict[str, float]:
         """Return activations and peak of one step in MiB."""
         return {name: round(nbytes / MIB, 1) for name, nbytes in step_memory(self.forward, self.finish).items()}
-
-    def times(self, steps: int) -> list[float]:
-        """Return the milliseconds of each of ``steps`` steps, timed in groups of five."""
-        found = []
-        for _ in range(steps // 5):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(5):
-                self.step()
-            torch.cuda.synchronize()
-            found.append((time.perf_counter() - start) * 200)
-        return found
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -139,12 +112,10 @@ def serve(args: argparse.Namespace) -> None:
         case.step()
     if args.case[2] in ("compile", "reduce-overhead"):
         shutdown_compile_workers()  # these would take processor time from the cases that are timed
-    print(json.dumps({"layers": case.layers, **case.memory()}), flush=True)
+    facts = {"layers": case.layers, **case.memory()}
     if args.case[2] == "graph":
         case.capture()
-    for _ in sys.stdin:
-        case.times(5)
-        print(json.dumps([case.times(args.steps), case.host_ms()]), flush=True)
+    turns.answer(case.step, args.steps, facts)
 
 
 def main() -> None:
@@ -170,47 +141,19 @@ def main() -> None:
 
 
 def compare(cases: list[tuple[str, str, str]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of one model's cases, all of which are in memory at once."""
+    """Return the records of one model's cases."""
     options = [f"--{n}={getattr(args, n.replace('-', '_'))}" for n in ("sparsity", "block-size", "steps")]
-    processes = {
-        case: subprocess.Popen(
-            [sys.executable, __file__, *options, "--case", *case], stdin=-1, stdout=-1, text=True, bufsize=1
-        )
-        for case in cases
-    }
-    records = [record(case, json.loads(p.stdout.readline()), args) for case, p in processes.items()]
-    times: dict[tuple[str, ...], list[float]] = {case: [] for case in cases}
-    host: dict[tuple[str, ...], list[float]] = {case: [] for case in cases}
-    for _ in range(args.rounds):
-        for case, process in processes.items():
-            process.stdin.write("go\n")
-            found, issued = json.loads(process.stdout.readline())
-            times[case] += found
-            host[case].append(issued)
-    for process in processes.values():
-        process.stdin.close()
-        process.wait()
-    for case, row in zip(cases, records, strict=True):
-        row["ms_median"] = round(statistics.median(times[case]), 3)
-        row["ms_min"], row["ms_max"] = round(min(times[case]), 3), round(max(times[case]), 3)
-        row["host_ms"] = round(statistics.median(host[case]), 3)
-    return records
+    commands = [[sys.executable, __file__, *options, "--case", *case] for case in cases]
+    figures = turns.take_turns(commands, args.rounds)
+    return [{**head(case, args), **found} for case, found in zip(cases, figures, strict=True)]
 
 
-def record(case: tuple[str, str, str], memory: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the head of a case's record."""
+def head(case: tuple[str, str, str], args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a record says of its case."""
     name, batch, precision = MODELS[case[0]]
     pruned = case[1] == "pruned"
     settings = {"sparsity": args.sparsity if pruned else None, "block_size": args.block_size if pruned else None}
-    return {
-        "model": name,
-        "batch": batch,
-        "precision": precision,
-        "mode": case[2],
-        "method": case[1],
-        **settings,
-        **memory,
-    }
+    return {"model": name, "batch": batch, "precision": precision, "mode": case[2], "method": case[1], **settings}
 
 
 def summary(records: list[dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -41,19 +41,15 @@ def split(records: Records) -> tuple[Records, Records]:
     return dense, [r for r in paper if r.get("max_dropped_energy") is None]
 
 
-def heatmap(records: Records) -> Figure | None:
+def heatmap(records: Records) -> Figure:
     """Draw by how much each sparsity and block size differs from dense; red is worse, white as good."""
     dense, pruned = split(records)
-    if not dense:
-        return None
     score = results.score_of(records[0])
     reference, deviation = mean_and_deviation(score.of(dense))
     cells = {
         key: statistics.mean(score.of(group)) - reference
         for key, group in groups(pruned, "sparsity", "block_size").items()
     }
-    if len(cells) < 2:
-        return None
     sparsities, sizes = (sorted({key[i] for key in cells}) for i in (0, 1))
     figure, axes = one(size=(max(4.2, 1.6 + 0.8 * len(sizes)), 1.4 + 0.45 * len(sparsities)))
     grid = [[score.sign * cells.get((s, b), float("nan")) for b in sizes] for s in sparsities]
@@ -74,13 +70,11 @@ def heatmap(records: Records) -> Figure | None:
     return titled(figure, records)
 
 
-def loss_curves(records: Records) -> Figure | None:
+def loss_curves(records: Records) -> Figure:
     """Draw the mean loss over the seeds, at the block size with the most sparsities (the smallest of several)."""
     import matplotlib
 
     dense, pruned = split([r for r in records if "losses" in r])
-    if not dense or not pruned:
-        return None
     size = min({r["block_size"] for r in pruned}, key=lambda b: (-len(sparsities_at(pruned, b)), b))
     sparsities = sparsities_at(pruned, size)
     figure, axes = one(size=(4.5, 3.2))
@@ -109,14 +103,12 @@ def draw_losses(axes: Axes, runs: Records, **style: object) -> None:
     axes.plot(range(1, len(means) + 1), means, linewidth=1.2, **style)
 
 
-def tradeoff(records: Records) -> Figure | None:
+def tradeoff(records: Records) -> Figure:
     """Draw every setting by the bits it stores per value; bars and the band of dense are one standard deviation."""
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     settings = results.by_setting(sorted(records, key=lambda r: r["bits_per_value"]))
-    dense = settings.pop("dense", None)
-    if not dense or not settings:
-        return None
+    dense = settings.pop("dense")
     score = results.score_of(records[0])
     figure, axes = one(size=(6.5, 4.2))
     mean, deviation = mean_and_deviation(score.of(dense))
@@ -132,7 +124,7 @@ def tradeoff(records: Records) -> Figure | None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("stored bits per value (beside each point: sparsity, block size)")
+    axes.set_xlabel("stored bits per value (beside each point: sparsity, block size, limit of the dropped energy)")
     axes.set_ylabel(score.name)
     axes.margins(x=0.08)
     axes.grid(alpha=0.25, linewidth=0.5)
@@ -157,7 +149,8 @@ def draw_points(axes: Axes, settings: list[Records], score: results.Score, label
         axes.errorbar(x, y, error, markersize=4, linewidth=0.8, capsize=2, linestyle="none", label=name, **style)
         # Neighbours are labelled on different sides.
         side = {"ha": "right", "xytext": (-3, 2)} if number % 2 else {"ha": "left", "xytext": (3, 2)}
-        text = f"{runs[0]['sparsity']:g}, {runs[0]['block_size']}"
+        limit = runs[0].get("max_dropped_energy")
+        text = f"{runs[0]['sparsity']:g}, {runs[0]['block_size']}" + ("" if limit is None else f", e ≤ {limit:g}")
         axes.annotate(text, (x, y), textcoords="offset points", fontsize=5.5, color=style["color"], **side)
 
 
@@ -181,31 +174,61 @@ def titled(figure: Figure, records: Records) -> Figure:
     return figure
 
 
-PICTURES: dict[str, Callable[[Records], Figure | None]] = {
-    "heatmap": heatmap,
-    "losses": loss_curves,
-    "bits": tradeoff,
+def has_grid(records: Records) -> bool:
+    """Return whether several sparsities or block sizes can be compared with dense."""
+    dense, pruned = split(records)
+    return bool(dense) and len(groups(pruned, "sparsity", "block_size")) > 1
+
+
+def has_losses(records: Records) -> bool:
+    """Return whether the losses of each epoch are known, dense and pruned."""
+    return all(split([r for r in records if "losses" in r]))
+
+
+def has_both(records: Records) -> bool:
+    """Return whether there are dense and other runs."""
+    return len({r["method"] == "dense" for r in records}) == 2
+
+
+class Picture(NamedTuple):
+    """A kind of picture: what it shows, what draws it, and whether there are runs for it."""
+
+    title: str
+    draw: Callable[[Records], Figure]
+    possible: Callable[[Records], bool]
+
+
+PICTURES = {
+    "heatmap": Picture("Difference to dense by sparsity and block size", heatmap, has_grid),
+    "losses": Picture("Training loss by epoch", loss_curves, has_losses),
+    "bits": Picture("Score by stored bits per value", tradeoff, has_both),
 }
 
 
+def drawn(study: Records, number: int = 1) -> dict[str, Picture]:
+    """Return the pictures of a study that there are runs for by file name; further studies of a task are numbered."""
+    task, suffix = study[0]["task"], f"_{number}" if number > 1 else ""
+    found = {kind: picture for kind, picture in PICTURES.items() if picture.possible(study)}
+    return {f"accuracy_{kind}_{task}{suffix}.png": picture for kind, picture in found.items()}
+
+
 def pictures(records: Records) -> Iterator[tuple[str, Figure]]:
-    """Yield every picture there are runs for, with its name; further studies of a task are numbered."""
+    """Yield every picture there are runs for, with its file name."""
     import matplotlib
 
-    for (task,), group in groups(records, "task").items():
+    for group in groups(records, "task").values():
         for number, study in enumerate(results.studies(group), start=1):
-            for kind, draw in PICTURES.items():
+            for name, picture in drawn(study, number).items():
                 with matplotlib.rc_context(SETTINGS):
-                    figure = draw(study)
-                if figure is not None:
-                    yield f"accuracy_{kind}_{task}" + (f"_{number}" if number > 1 else ""), figure
+                    figure = picture.draw(study)
+                yield name, figure
 
 
 def write_pictures(records: Records, folder: Path) -> list[Path]:
     """Write the pictures into ``folder`` and return where they are."""
     paths = []
     for name, figure in pictures(records):
-        paths.append(folder / f"{name}.png")
+        paths.append(folder / name)
         save(figure, paths[-1], colors=256)  # of 64, blue and green points get the same one
     return paths
 

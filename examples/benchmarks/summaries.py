@@ -129,12 +129,30 @@ def steps(records: Records) -> Summary:
     return Summary("Training steps", ("step", "mode", *times, "activations MiB", "peak MiB"), rows)
 
 
+def presets(records: Records) -> Summary:
+    """Steps of real models, one row per model and method: memory and time with their ratio to dense."""
+    rows = []
+    for (model, batch), group in groups(records, "model", "batch").items():
+        dense = next(r for r in group if r["method"] == "dense")
+        for r in group:
+            memory = [beside(r, dense, name, 0) for name in ("activations_mib", "peak_mib")]
+            layers = f"{r['dropping']} of {r['converted']}" if r["converted"] else "-"
+            rows.append([f"{model}, batch {batch}", r["method"], layers, *memory, _time(r, dense)])
+    header = ("model", "method", "layers that drop blocks", "activations MiB", "peak MiB", "ms a step")
+    return Summary("Presets on real models; in brackets the ratio to dense", header, rows)
+
+
+def beside(record: dict[str, Any], dense: dict[str, Any], name: str, digits: int) -> str:
+    """Return a figure and, for other methods than dense, its ratio to that of dense."""
+    figure = f"{record[name]:.{digits}f}"
+    return figure if record is dense else f"{figure} ({record[name] / dense[name]:.2f})"
+
+
 def _time(record: dict[str, Any] | None, dense: dict[str, Any] | None) -> str:
     """Return the milliseconds and, for other methods than dense, their ratio to it."""
     if record is None:
         return "-"
-    time = f"{record['ms_median']:.2f}"
-    return time if dense is None or record is dense else f"{time} ({record['ms_median'] / dense['ms_median']:.2f})"
+    return f"{record['ms_median']:.2f}" if dense is None else beside(record, dense, "ms_median", 2)
 
 
 def measured_pairs(records: Records) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from examples.benchmarks import formats as format_times
 from examples.benchmarks import plots, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
-from examples.benchmarks.summaries import Records, Summary
+from examples.benchmarks.summaries import Records, Summary, groups
 
 ROOT = RESULTS.parents[2]
 README = ROOT / "README.md"
@@ -48,6 +48,11 @@ def source(record: dict[str, Any]) -> str:
     return f"\n\n<sub>{where}; `{record['command']}`</sub>"
 
 
+def sources(records: Records) -> str:
+    """Return a line for each of the commands that figures come from."""
+    return "".join(source(group[0]) for group in groups(records, "command").values())
+
+
 def memory(records: Records) -> str:
     """Activation memory and peak: dense, checkpointed, pruned."""
     rows = []
@@ -62,20 +67,30 @@ def memory(records: Records) -> str:
     return markdown(header, rows) + source(records[0])
 
 
-def accuracy(records: Records) -> str:
-    """Accuracy over the seeds by setting: one table per study, each with the commands it was made by."""
-    found, parts = study.tables(records), []
-    for summary, group in found:
-        title = f"{summary.title}:\n\n" if len(found) > 1 else ""
-        runs = {r["command"]: r for r in reversed(group)}
-        sources = "".join(source(r) for r in reversed(runs.values()))
-        parts.append(title + markdown(summary.header, summary.rows) + sources)
-    return "\n\n".join(parts)
-
-
 def summarised(summary: Summary, records: Records) -> str:
     """Return a summary as Markdown with its source."""
     return markdown(summary.header, summary.rows) + source(records[0])
+
+
+PRESETS_TEXT = """\
+Trainings: a ResMLP and a ViT on CIFAR-10, a GPT on the source text of Python's standard library. Stored bits are those
+of the inputs of the blocks' linear layers, positions and headers included, over the tasks; scores are means ± standard
+deviations over the seeds with, in brackets, the difference to dense runs of the same seeds. `docs/accuracy.md` has the
+commands.
+
+{trainings}
+
+Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets the
+ratio to dense. `checkpoint` runs every block again in backward.
+
+{steps}"""
+
+
+def presets(steps: Records, trainings: Records) -> str:
+    """What the presets store, what they do to accuracy, and memory and time of real models with them."""
+    scores = study.presets(trainings)
+    table = markdown(scores.header, scores.rows)
+    return PRESETS_TEXT.format(trainings=table, steps=summarised(summaries.presets(steps), steps))
 
 
 def kernels(records: Records) -> str:
@@ -142,28 +157,28 @@ def peak(records: Records) -> str:
     )
 
 
-TABLES = {
-    "memory": ("memory", memory),
-    "accuracy": ("accuracy", accuracy),
-    "kernels": ("kernels", kernels),
-    "pack": ("kernels", pack),
-    "formats": ("formats", formats),
-    "step": ("step", step),
-    "models": ("models", models),
-    "peak": ("timeline", peak),
+TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
+    "memory": (["memory"], memory),
+    "presets": (["presets", "accuracy"], presets),
+    "kernels": (["kernels"], kernels),
+    "pack": (["kernels"], pack),
+    "formats": (["formats"], formats),
+    "step": (["step"], step),
+    "models": (["models"], models),
+    "peak": (["timeline"], peak),
 }
-"""Tables of the README: the result file and what is made of it."""
+"""Tables of the README: the result files and what is made of them."""
 
 
 def rendered(readme: str, results: Path = RESULTS) -> str:
     """Return ``readme`` with every table between its markers written anew, if its figures are there."""
-    for name, (file, table) in TABLES.items():
+    for name, (files, table) in TABLES.items():
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end table -->)", re.DOTALL)
         if not pattern.search(readme):
             raise ValueError(f"README.md has no markers for the table {name!r}.")
-        records = load(file, results)
-        if records is not None:
-            text = table(records)
+        records = [load(file, results) for file in files]
+        if None not in records:
+            text = table(*records)
             readme = pattern.sub(lambda match, text=text: match[1] + text + match[2], readme)
     return readme
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 LABELS = 1000
 Batch = tuple[Tensor, Tensor]
@@ -61,6 +62,12 @@ def add_lora(model: nn.Module, trained: str) -> nn.Module:
             model.set_submodule(name, LoRALinear(layer))
     model.get_submodule(trained).requires_grad_()
     return model
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Let every block of a model of timm, or of a GPT-2, keep only its input, and run again in backward."""
+    for block in model.get_submodule("blocks" if hasattr(model, "blocks") else "transformer.h"):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _timm(name: str) -> nn.Module:

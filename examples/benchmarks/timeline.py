@@ -23,16 +23,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, RESULTS, environment, require_gpu, write_records
 from examples.benchmarks.models import SETTINGS, Training, warm_up
-from examples.benchmarks.third_party import WORKLOADS
+from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune.pictures import Panel, series_picture
+from lightning_actprune.presets import Preset
 from lightning_actprune.step_memory import PHASES, StepMemory
 from lightning_actprune.step_recorder import StepMemoryRecorder
 
@@ -42,13 +41,6 @@ DRAWN = ("dense", "pruned")
 DOCS = RESULTS.parents[2] / "docs"
 POINTS = 200
 HOLDERS = 12
-
-
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a timm model keep only its input, and run again in backward."""
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
 
 
 def step(training: Training) -> None:
@@ -74,7 +66,7 @@ def recorded(training: Training) -> StepMemory:
 
 def measure(name: str, method: str, device: torch.device) -> dict[str, Any]:
     """Return the figures of one case."""
-    training = Training(name, "pruned" if method == "pruned" else "dense", device)
+    training = Training(name, Preset(**SETTINGS) if method == "pruned" else None, device)
     if method == "checkpoint":
         checkpoint_blocks(training.model)
     warm_up(training)

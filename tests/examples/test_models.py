@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from examples.benchmarks import models, summaries, tables, third_party
-from lightning_actprune.footprint import SavedTensorMeter
-
-PEAK = 50 * models.MIB
+from tests.examples.stand_ins import counted
 
 
 class StandIn(nn.Module):
@@ -31,14 +29,6 @@ class StandIn(nn.Module):
 
 def stand_in_batch(batch):
     return torch.randn(batch, 256, 3), torch.randint(10, (batch,))
-
-
-def counted(training, pruned_extra=0):
-    """Take the place of the allocator: what is really kept, and ``pruned_extra`` bytes on top if pruned."""
-    with SavedTensorMeter(training.model, training.batch) as meter:
-        training.finish(training.forward())
-    bytes_ = meter.report().total_bytes + (pruned_extra if training.conversion else 0)
-    return {"activations_mib": bytes_, "peak_mib": bytes_ + PEAK}
 
 
 @pytest.fixture

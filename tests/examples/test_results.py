@@ -1,7 +1,11 @@
 """Tables of the accuracy study from made-up records: what is compared with what, and what they are called."""
 
-from examples.benchmarks import tables
+from dataclasses import asdict
+
+import pytest
+
 from examples.benchmarks.study import results
+from examples.benchmarks.study.settings import parse_setting
 from tests.examples.study_records import study_record
 
 DENSE = ("dense",)
@@ -15,26 +19,6 @@ def test_accuracy_is_compared_with_dense_of_the_same_seed():
     assert first == ["dense", "16.00", "2", "71.00 ± 1.41", "-", "0.7100 ± 0.0141"]
     assert second[:2] == ["pruned, s = 0.5, b = 16, int4", "16.00"]
     assert second[2:5] == ["3", "72.00 ± 3.61", "-1.00 ± 0.00"]
-
-
-def test_accuracy_of_every_study_has_a_table_of_its_own():
-    same = "pruned", 0.5, 16, "same"
-    images = study_record(("dense",), 0, 70.0)
-    text = {"task": "gpt", "dataset": "stdlib", "bytes": 10, "sha256": "ab", "dim": 64}
-    texts = [study_record(("dense",), 0, -1.5, **text), study_record(same, 0, -1.75, **text)]
-    other = study_record(same, 0, -2.0, **{**text, "sha256": "cd", "compile": "inductor"}) | {"command": "later"}
-    assert ":\n\n|" not in tables.accuracy([images])
-    found = tables.accuracy([images, *texts, other]).split("net")[1:]
-    assert len(found) == 3
-    assert found[0].startswith(" on images, 2 epochs of 3 batches of 4, bf16:\n\n| method")
-    assert "| 70.00 | - |" in found[0]
-    assert found[1].startswith(", dim 64 on stdlib (10 bytes, ab), ")
-    assert "| pruned, s = 0.5, b = 16 | 16.00 | 1 | 1.7500 | +0.2500 |" in found[1]
-    assert "validation loss" in found[1]
-    assert "python made_up.py" in found[1]
-    assert "compiled" in found[2]
-    assert "| 2.0000 | - |" in found[2]  # no dense run of the same study to compare with
-    assert "`later`" in found[2]
 
 
 def test_what_dropped_blocks_leave_behind_is_part_of_the_setting():
@@ -65,7 +49,47 @@ def test_batch_sizes_are_compared_where_there_are_several():
         ["16", "0.016", pruned, "1", "-", "50.00", "-"],
         ["32", "0.032", pruned, "2", "71.00 ± 1.41", "70.25 ± 1.77", "-0.75 ± 0.35"],
     ]
-    text = tables.accuracy(records)
-    assert "net on images, by batch size:\n\n| batch |" in text
     assert results.batch_studies(records[:4]) == []
-    assert "by batch size" not in tables.accuracy(records[:4])
+
+
+@pytest.mark.parametrize(
+    ("task", "dense", "runs", "expected"),
+    [
+        ("resmlp", [70.0, 72.0], {8: [69.6, 69.6], 4: [69.5, 69.5], 2: [69.7, 75.0], 1.5: [80.0]}, 2),
+        ("resmlp", [70.0, 72.0], {8: [69.5, 69.5]}, None),
+        ("resmlp", [70.0], {8: [70.0]}, None),  # of one run no deviation is known
+        ("gpt", [-1.5], {8: [-1.505], 4: [-1.52], 2: [-1.4]}, 2),
+        ("gpt", [-1.5, -1.6], {8: [-1.559, -1.559], 4: [-1.561, -1.561], 2: [-1.4]}, 8),
+    ],
+)
+def test_fewest_bits_among_means_that_are_not_below_dense_by_more_than_the_margin(task, dense, runs, expected):
+    records = [study_record(DENSE, seed, score, task=task) for seed, score in enumerate(dense)]
+    for bits, scores in runs.items():
+        setting = "pruned", 0.5, int(bits * 16), "same"
+        records += [study_record(setting, n, x, task=task, bits_per_value=bits) for n, x in enumerate(scores)]
+    found = results.fewest_bits(records)
+    assert {r["bits_per_value"] for r in found} == ({expected} if expected else set())
+
+
+def test_without_dense_runs_no_setting_is_as_good():
+    assert results.fewest_bits([study_record(HALF, 0, 70.0), study_record(HALF, 1, 70.0)]) == []
+
+
+def preset_record(name, seed, accuracy, **more):
+    setting = asdict(parse_setting(name))
+    return {**study_record(DENSE, seed, accuracy), **setting, **more}
+
+
+def test_presets_are_shown_with_their_settings_and_the_main_study_of_each_task():
+    text = {"task": "gpt", "model": "gpt", "bits_per_value": 2.5}
+    records = [preset_record("dense", seed, 70.0 + seed) for seed in (0, 1)]
+    records += [preset_record("max", seed, 69.0 + seed, bits_per_value=1.25) for seed in (0, 1)]
+    records += [preset_record("max", 0, 5.0, batch=9, bits_per_value=9.0)]  # a study of fewer settings
+    records += [preset_record("dense", 0, -1.5, **text), preset_record("max", 0, -1.25, **text)]
+    shown = results.presets(records)
+    assert shown.header[-2:] == ("net, test accuracy %", "gpt, validation loss")
+    dense, paper, balanced, most = shown.rows
+    assert dense == ["dense", "-", "-", "-", "2.50 - 16.00", "70.50 ± 0.71", "1.5000"]
+    assert paper == ["`paper`", "0.6", "`same`", "1", "-", "-", "-"]
+    assert balanced[:4] == ["`balanced`", "0", "`int4`", "1"]
+    assert most == ["`max`", "0.5", "`int2`", "0.2", "1.25 - 2.50", "69.50 ± 0.71 (-1.00 ± 0.00)", "1.2500 (-0.2500)"]

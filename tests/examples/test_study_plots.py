@@ -73,6 +73,8 @@ def test_tradeoff_has_a_point_per_setting_and_dense_as_a_band():
     band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
     assert (band.y0, band.y1) == pytest.approx((80.0, 82.0))
     assert [text.get_text() for text in axes.texts] == ["0.5, 16"] * 3
+    limited = study_record(("pruned", 0.5, 16, "int2"), 0, 70.0, bits_per_value=2.0, max_dropped_energy=0.2)
+    assert [text.get_text() for text in study_plots.tradeoff([limited, *dense]).axes[0].texts] == ["0.5, 16, e ≤ 0.2"]
 
 
 def test_command_writes_what_there_are_runs_for(tmp_path, capsys):

@@ -6,32 +6,14 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from examples.benchmarks import models, summaries, third_party, timeline
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)
-        )
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x.mean(1))
-
-
-def batch(size):
-    return torch.randn(size, 256, 64), torch.randint(10, (size,))
+from tests.examples.stand_ins import Blocks, vectors
 
 
 @pytest.fixture
 def records(monkeypatch, tmp_path):
-    workload = third_party.Workload("torch", 4, Blocks, batch, third_party._cross_entropy)
+    workload = third_party.Workload("torch", 4, Blocks, vectors, third_party._cross_entropy)
     for module in (models, timeline):
         monkeypatch.setattr(module, "WORKLOADS", {"small": workload})
     monkeypatch.setattr(timeline, "MODELS", ("small",))

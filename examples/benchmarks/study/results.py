@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.summaries import Records, Summary, groups
+from lightning_actprune.presets import PRESETS
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256")
 RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
 """What a training has to share with another for their accuracies to be compared."""
 BATCH = ("batches", "batch", "lr")
 """What goes with the batch size."""
+LOSS_MARGIN = 0.01
+"""Means of a loss count as equal if they differ by so much at most."""
 
 
 class Score(NamedTuple):
@@ -54,6 +59,11 @@ def batch_studies(records: Records) -> list[Records]:
     return [group for group in found if len({r["batch"] for r in group}) > 1]
 
 
+def main_study(records: Records) -> Records:
+    """Return the study of the most settings, of several the one of the most runs."""
+    return max(studies(records), key=lambda study: (len(by_setting(study)), len(study)))
+
+
 def tables(records: Records) -> list[tuple[Summary, Records]]:
     """Return a table of each study and of each comparison of batch sizes, and what records it is made of."""
     return [
@@ -77,7 +87,7 @@ def kept(record: dict[str, Any]) -> str:
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")
     where = "" if limit is None else f" where that drops {limit:.0%} of the energy at most"
-    return f"pruned, s = {record['sparsity']}{where}, b = {record['block_size']}{values}{chosen}"
+    return f"pruned, s = {record['sparsity']:g}{where}, b = {record['block_size']}{values}{chosen}"
 
 
 def selection(record: dict[str, Any]) -> str:
@@ -89,7 +99,7 @@ def accuracy(records: Records) -> Summary:
     """One row per setting of one study, mean ± standard deviation over the seeds; differences between like seeds."""
     rows, score, settings = [], score_of(records[0]), by_setting(records)
     for setting, group in settings.items():
-        bits = f"{statistics.mean(r['bits_per_value'] for r in group):.2f}"
+        bits = f"{mean_of(group, 'bits_per_value'):.2f}"
         scores = mean_and_deviation(score.of(group), score.digits)
         apart = difference(group, settings.get("dense", []), score)
         losses = mean_and_deviation([r["final_loss"] for r in group], 4)
@@ -147,6 +157,71 @@ def mean_and_deviation(values: Sequence[float], digits: int, sign: str = "") -> 
     """Return the mean and, of more values than one, their standard deviation."""
     mean = f"{statistics.mean(values):{sign}.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def margin(dense: Records) -> float | None:
+    """Return how far a mean may be from that of dense to count as equal.
+
+    Of accuracies that is the standard deviation of dense, which is not known of a single run; of losses `LOSS_MARGIN`.
+    """
+    if score_of(dense[0]).sign < 0:
+        return LOSS_MARGIN
+    return statistics.stdev(r["accuracy"] for r in dense) if len(dense) > 1 else None
+
+
+def fewest_bits(records: Records) -> Records:
+    """Return the runs of the setting that stores the fewest bits with a mean not below dense by more than the margin.
+
+    One run says little, so it counts only beside a single dense one. The records are of one study; without such a
+    setting nothing is returned.
+    """
+    settings = by_setting(records)
+    dense = settings.pop("dense", [])
+    allowed = margin(dense) if dense else None
+    if allowed is None:
+        return []
+    least = mean_of(dense, "accuracy") - allowed
+    enough = [runs for runs in settings.values() if len(runs) >= min(2, len(dense))]
+    equal = [runs for runs in enough if mean_of(runs, "accuracy") >= least]
+    return min(equal, key=lambda runs: mean_of(runs, "bits_per_value"), default=[])
+
+
+def mean_of(records: Records, name: str) -> float:
+    """Return the mean of a figure."""
+    return statistics.mean(r[name] for r in records)
+
+
+def presets(records: Records) -> Summary:
+    """One row per preset, dense first: what it sets, stored bits over the tasks, and the score of each task.
+
+    Of several studies of a task it is the main one.
+    """
+    mains = [main_study(group) for group in groups(records, "task").values()]
+    rows = [["dense", "-", "-", "-", *preset_cells("dense", mains)]]
+    for name, preset in PRESETS.items():
+        settings = f"{preset.sparsity:g}", f"`{preset.value_format}`", f"{preset.max_dropped_energy:g}"
+        rows.append([f"`{name}`", *settings, *preset_cells(name, mains)])
+    scores = (f"{study[0]['model']}, {score_of(study[0]).name}" for study in mains)
+    header = ("preset", "sparsity", "`value_format`", "`max_dropped_energy`", "stored bits per value", *scores)
+    return Summary("Presets", header, rows)
+
+
+def preset_cells(name: str, mains: list[Records]) -> list[str]:
+    """Return the range of stored bits over the main studies of the tasks, and the score in each."""
+    method = kept(asdict(parse_setting(name)))
+    runs = [by_setting(study).get(method, []) for study in mains]
+    bits = [f"{mean_of(group, 'bits_per_value'):.2f}" for group in runs if group]
+    ends = dict.fromkeys((min(bits, key=float), max(bits, key=float))) if bits else "-"
+    return [" - ".join(ends), *(score_cell(*pair) for pair in zip(runs, mains, strict=True))]
+
+
+def score_cell(runs: Records, study: Records) -> str:
+    """Return the score of `runs` with, in brackets, the difference to the dense runs of their study."""
+    if not runs:
+        return "-"
+    score = score_of(runs[0])
+    apart = difference(runs, by_setting(study).get("dense", []), score)
+    return mean_and_deviation(score.of(runs), score.digits) + ("" if apart == "-" else f" ({apart})")
 
 
 def fidelity(records: Records) -> Summary:

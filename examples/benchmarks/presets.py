@@ -1,0 +1,97 @@
+"""What each preset costs on real models: memory and time of a training step, beside dense and checkpointing.
+
+    python examples/benchmarks/presets.py --out presets.json
+
+Models as their libraries build them, bf16 autocast, fused AdamW, eager: dense, with every block checkpointed, and
+pruned as ``ActivationPruning(preset=...)`` does it, the first step probed for layers whose input something else keeps
+and for those whose dropped blocks would hold too much. The cases of a model, each in a process of its own, warm up side
+by side and then take turns (see ``turns.py``); together they take up to 60 GiB.
+
+``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
+step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
+``dropping`` of them drop blocks, the others only quantise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks import summaries, turns
+from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.models import Training, allocated, described, warm_up
+from examples.benchmarks.summaries import Records
+from examples.benchmarks.third_party import checkpoint_blocks
+from lightning_actprune.presets import PRESETS, Preset
+
+MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
+METHODS = ("dense", "checkpoint", *PRESETS)
+
+
+def prepare(name: str, method: str, device: torch.device) -> Training:
+    """Return a training that is warm."""
+    training = Training(name, PRESETS.get(method), device)
+    if method == "checkpoint":
+        checkpoint_blocks(training.model)
+    warm_up(training)
+    return training
+
+
+def facts(training: Training) -> dict[str, Any]:
+    """Return what a record says of a case besides its times."""
+    memory = {key: round(value / MIB, 2) for key, value in allocated(training).items()}
+    layers = [] if training.conversion is None else training.conversion.converted
+    return {"converted": len(layers), "dropping": sum(layer.sparsity > 0 for layer in layers), **memory}
+
+
+def serve(name: str, method: str, steps: int, device: torch.device) -> None:
+    """Measure one case, then time it whenever asked to."""
+    training = prepare(name, method, device)
+    turns.answer(lambda: training.finish(training.forward()), steps, facts(training))
+
+
+def compare(name: str, steps: int, rounds: int) -> Records:
+    """Return the records of one model."""
+    commands = [[sys.executable, __file__, "--steps", str(steps), "--case", name, method] for method in METHODS]
+    figures = turns.take_turns(commands, rounds)
+    return [{**head(name, method), **found} for method, found in zip(METHODS, figures, strict=True)]
+
+
+def head(name: str, method: str) -> dict[str, Any]:
+    """Return what a record says of its case."""
+    preset = PRESETS.get(method)
+    settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
+    return {**described(name), "mode": "eager", "method": method, **settings}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all models, write the records and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("presets.json"))
+    parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="serve one case")
+    args = parser.parse_args(argv)
+    require_gpu()
+    if args.case:
+        serve(*args.case, args.steps, torch.device("cuda"))
+        return
+    records: Records = []
+    for model in args.models:
+        records += [{**record, **environment()} for record in compare(model, args.steps, args.rounds)]
+        write_records(args.out, records)
+    Console(width=None if sys.stdout.isatty() else 160).print(summaries.presets(records).rich())
+
+
+if __name__ == "__main__":
+    main()
