@@ -98,17 +98,19 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
         for command in commands:
             capsys.readouterr()
             monkeypatch.setattr(sys, "stdin", io.StringIO("go\n" * rounds))
-            presets.serve(*command[-2:], steps=5, device=CPU)
+            presets.serve(*command[-2:], steps=2, device=CPU)
             facts, *answers = map(json.loads, capsys.readouterr().out.splitlines())
-            assert [len(times) for times, _ in answers] == [1] * rounds
+            assert [len(times) for times, _ in answers] == [2] * rounds
             figures.append({**facts, "ms_median": answers[0][0][0]})
         return figures
 
+    for name in ("GROUP", "ISSUED"):
+        monkeypatch.setattr(turns, name, 1)  # kernels are interpreted
     monkeypatch.setattr(presets, "require_gpu", lambda: None)
     monkeypatch.setattr(presets, "MODELS", ("small",))
     monkeypatch.setattr(turns, "take_turns", one_after_the_other)
     out = tmp_path / "presets.json"
-    presets.main(["--rounds", "2", "--out", str(out)])
+    presets.main(["--rounds", "1", "--out", str(out)])
     records = json.loads(out.read_text())
     assert [r["method"] for r in records] == ["dense", "checkpoint", "paper", "balanced", "max"]
     assert [(r["sparsity"], r["value_format"]) for r in records[1:4]] == [(None, None), (0.6, "same"), (0.0, "int4")]
