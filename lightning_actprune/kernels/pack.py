@@ -48,8 +48,9 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, k
 @triton.jit
 def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
     """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places."""
+    lane = tl.arange(0, RUN)
     first, run = run_of(tl.program_id(0), runs, LANES)
-    s, n = blocks_of_lanes(first, run, tl.arange(0, RUN), LANES)
+    s, n = blocks_of_lanes(first, run, lane, LANES)
     exists = (s < samples) & (n < blocks)
     word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
     kept = (word >> (n % WORD)) & 1
