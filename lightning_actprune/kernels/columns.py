@@ -37,7 +37,7 @@ MAX_TILE = 4096
 
 
 @triton.jit
-def _set_bits(word):
+def set_bits(word):
     """Return how many bits of each int32 are set."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
@@ -62,10 +62,10 @@ def _kept_before(n, s, inside, bitmap_ptr, offsets_ptr, words, runs):
     """Return the place of block ``n`` if it is kept: offset of its run, whole words of the run, bits before it."""
     place = tl.load(offsets_ptr + s * runs + n // RUN, mask=inside, other=0)
     word = tl.load(bitmap_ptr + s * words + n // WORD, mask=inside, other=0)
-    place += _set_bits(word & ((1 << (n % WORD)) - 1))
+    place += set_bits(word & ((1 << (n % WORD)) - 1))
     for q in tl.static_range(RUN // WORD - 1):
         before = inside & (n % RUN // WORD > q)
-        place += _set_bits(tl.load(bitmap_ptr + s * words + n // RUN * (RUN // WORD) + q, mask=before, other=0))
+        place += set_bits(tl.load(bitmap_ptr + s * words + n // RUN * (RUN // WORD) + q, mask=before, other=0))
     return place
 
 

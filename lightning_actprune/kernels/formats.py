@@ -4,9 +4,13 @@ Maths and storage are those of ``ops.formats``, bit for bit. What a kernel must 
 integer at compile time, ``FORMAT`` (see ``encode_format``), 0 if values are stored as they are: such a kernel has none
 of the code below.
 
-Reading is exact before its one addition. The dither is never converted, nor are codes of integers: ``q + 2^v`` and
-``u + 2^v`` are put together as the bits of fp32 numbers. fp8 is decoded by integers, so that it needs no hardware for
-it. A plane of codes is taken apart in registers.
+Reading rounds once. Neither the dither nor codes of integers are converted: ``1 - u`` has the bits of ``u`` inverted,
+and next to the bits of the code they are those of ``z = q + 2^v + 1 - u`` as fp32. A fused multiply-add then gives ::
+
+    base + scale (q + 1/2 - u) = start + scale z,  start = base + scale (1/2 - 2^v - 1)
+
+where ``start`` is exact, a multiple of ``scale / 32`` below 2^15 of them, times a scale of 4 bits. fp8 is decoded by
+integers, so that it needs no hardware for it. A plane of codes is taken apart in registers.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import triton
 import triton.language as tl
 
 from lightning_actprune.kernels.hashing import mix
+from lightning_actprune.kernels.launch import INTERPRETED
 from lightning_actprune.ops import formats
 
 PLACE, GOLDEN = tl.constexpr(formats.PLACE), tl.constexpr(formats.GOLDEN)
@@ -23,6 +28,7 @@ DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
 """Least difference of two dithers, in the last places of their sum with a code."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
+ROUNDS_TWICE = tl.constexpr(INTERPRETED)
 TILE_VALUES = 2048
 """Values that a program of 4 warps stores or reads at once: 16 a thread."""
 
@@ -76,10 +82,18 @@ def dequantize_tile(
     if HIGH > 0:
         highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
         codes |= _load_plane(highest, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
-    scale, middle = _scale_and_middle(header, LOW + HIGH)
-    u = dither(header, place, first + tl.arange(0, BLOCK), LOW + HIGH, 0)
-    codes = ((codes << (23 - LOW - HIGH)) | ((127 + LOW + HIGH) << 23)).to(tl.float32, bitcast=True)
-    return middle[:, None] + scale[:, None] * (codes - u)
+    scale, start = _scale_and_start(header, LOW + HIGH)
+    rest = dither(header, place, first + tl.arange(0, BLOCK), LOW + HIGH, 0, True)
+    codes = (codes << (23 - LOW - HIGH)) | rest
+    return _multiply_add(scale[:, None], codes.to(tl.float32, bitcast=True), start[:, None])
+
+
+@triton.jit
+def _multiply_add(a, b, c):
+    """Return ``a b + c``, rounded once; the interpreter's own fused multiply-add is rounded twice."""
+    if ROUNDS_TWICE:
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    return tl.fma(a, b, c)
 
 
 @triton.jit
@@ -96,24 +110,32 @@ def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr):
-    """Return ``2^MORE (u + 2^BITS)`` as fp32 ``[R, len(e)]``: sign and exponent, a hash, a half, and zeros."""
+def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr):
+    """Return ``2^MORE (u + 2^BITS)`` as the bits of fp32 ``[R, len(e)]``: sign and exponent, hash, a half, zeros.
+
+    ``REST``: with ``1 - u`` for ``u``.
+    """
     h = mix((header.to(tl.uint32, bitcast=True) << 16) + place.to(tl.uint32) * PLACE)
+    if REST:
+        h ^= 0xFFFFFFFF  # here and not per value, where it would be an instruction more
     SHIFT: tl.constexpr = 9 + BITS
     FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
     h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)
     steps = ((e.to(tl.uint32) * GOLDEN) >> SHIFT) & FRACTION
-    return (h[:, None] ^ steps[None, :]).to(tl.float32, bitcast=True)
+    return (h[:, None] ^ steps[None, :]).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _scale_and_middle(header, BITS: tl.constexpr):
-    """Return the scale of blocks and ``base + scale/2``; ``header`` is int32, its upper half the sign of the lower."""
+def _scale_and_start(header, BITS: tl.constexpr):
+    """Return the scale of blocks, and what is read less ``scale (q + 2^BITS + 1 - u)``: see above.
+
+    ``header`` is int32, its upper half the sign of the lower.
+    """
     code = header & 511
     scale = tl.where(code == 0, 0, tl.where(code == LOST, NAN, (code + SCALE_CODES) << 20))
     scale = scale.to(tl.float32, bitcast=True)
-    middle = (header >> 9) * ((1 << BITS) - 1) + STEPS // 2
-    return scale, scale * (middle.to(tl.float32) * (1.0 / STEPS))
+    start = (header >> 9) * ((1 << BITS) - 1) + STEPS // 2 - STEPS * ((1 << BITS) + 1)
+    return scale, scale * (start.to(tl.float32) * (1.0 / STEPS))
 
 
 @triton.jit

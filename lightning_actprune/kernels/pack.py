@@ -7,7 +7,7 @@ Where no block is dropped, one launch (``quantize_all``). One launch with one pr
                           plan casts, the 16-bit copy of ``x`` that all else reads;
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
 3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places. If values are stored in few bits,
-                          ``quantize_kernel`` does, see there.
+                          ``quantize_kernel`` does, see ``quantize_kept``.
 
 Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
 three times. Selection without bias has one more launch before the last, see ``rescale``, and as many sums of squares as
@@ -23,12 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, headers_of, values_layout, whole_blocks
+from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
-from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
 from lightning_actprune.kernels.quantize_all import QuantizePlan
+from lightning_actprune.kernels.quantize_kept import quantize_kernel
+from lightning_actprune.kernels.ranks import blocks_of_lanes, choose_turns, run_of
 from lightning_actprune.kernels.rescale import block_factors, largest_dropped, rescaled
 from lightning_actprune.kernels.select import (
     CONTROL_WORDS,
@@ -45,27 +46,11 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, k
 
 
 @triton.jit
-def _blocks_of(lane, runs, LANES: tl.constexpr):
-    """Return first sample and run of a program, and samples and block numbers of its lanes.
-
-    The ``RUN`` lanes are one run of one sample, or, if a sample has ``LANES < RUN`` blocks at most, several samples:
-    these follow each other in the values too.
-    """
-    if LANES == RUN:
-        first, run = tl.program_id(0) // runs, tl.program_id(0) % runs
-        s, n = first + lane * 0, run * RUN + lane
-    else:
-        first, run = tl.program_id(0) * (RUN // LANES), 0
-        # Not `lane % LANES`: of a remainder of a remainder (see `column` below), Triton up to 3.6 believes that all
-        # values are multiples, and then masks a group of up to 8 values by the first one alone.
-        s, n = first + lane // LANES, lane & (LANES - 1)
-    return first, run, s, n
-
-
-@triton.jit
 def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
     """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places."""
-    first, run, s, n = _blocks_of(tl.arange(0, RUN), runs, LANES)
+    lane = tl.arange(0, RUN)
+    first, run = run_of(tl.program_id(0), runs, LANES)
+    s, n = blocks_of_lanes(first, run, lane, LANES)
     exists = (s < samples) & (n < blocks)
     word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
     kept = (word >> (n % WORD)) & 1
@@ -92,35 +77,6 @@ def gather_kernel(
         if keys_ptr is not None:
             x = rescaled(x, factors)
         tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
-
-
-@triton.jit
-def quantize_kernel(
-    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs, nnz,
-    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Write the kept blocks of one run to their places in ``values``, of ``nnz``, as bytes; scaled if there are keys.
-
-    Arithmetic is what this costs: 21 instructions a value of bf16 and 20 of fp32 (int4, b = 32, compiled for an H200),
-    where the copy waits for memory. So no lane should spend it on a dropped block: each kept one first leaves its lane
-    where its header will be, and then tiles ``[TILE, BLOCK]`` of kept blocks alone are read. As each header belongs to
-    one tile, a tile overwrites no number but its own.
-    """
-    _, _, _, kept, place = kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES)
-    tl.store(headers_of(values_ptr, nnz, place, FORMAT), tl.arange(0, RUN).to(tl.int16), mask=kept)
-    first, count = tl.min(place, axis=0), tl.sum(kept.to(tl.int32), axis=0)
-    tl.debug_barrier()
-    for start in range(0, count, TILE):
-        p = start + tl.arange(0, TILE)
-        lane = tl.load(headers_of(values_ptr, nnz, first + p, FORMAT), mask=p < count, other=0).to(tl.int32)
-        _first, _run, s, n = _blocks_of(lane, runs, LANES)
-        samples_ptr = x_ptr + s.to(tl.int64) * stride_sample * UNIT
-        x = load_blocks(samples_ptr, n, p < count, stride_row, length, columns, UNIT, B, BLOCK)
-        if keys_ptr is not None:
-            x = rescaled(x, block_factors(keys_ptr, s, n, p < count, samples, blocks))
-        tl.debug_barrier()  # all threads have the numbers of this tile
-        quantize_tile(x, values_ptr, nnz, first + p, p < count, B, BLOCK, FORMAT)
 
 
 class PackPlan:
@@ -172,7 +128,9 @@ class PackPlan:
         keys = () if unbiased else (None,)
         layout = length, columns, unit
         if stored:
-            tiles = block_size, *quantized_tile(block_size), tile[2], stored
+            block, turns = tile_width(block_size), choose_turns(tile_width(block_size), RUN_BLOCKS * keep / blocks)
+            tiles = block_size, block, turns.tile, turns.parts, tile[2], stored
+            grid, options = (grid[0] * turns.parts,), {"num_warps": turns.warps}
             self._gather = Launch(quantize_kernel, grid, *keys, *scalars, samples * keep, *layout, *tiles, **options)
         else:
             self._gather = Launch(gather_kernel, grid, *keys, *scalars, *layout, *tile, **options)
@@ -205,12 +163,6 @@ def run_tile(samples: int, blocks: int, block_size: int) -> tuple[tuple[int], tu
     programs = samples * ceil_div(blocks, RUN_BLOCKS) if lanes == RUN_BLOCKS else ceil_div(samples * lanes, RUN_BLOCKS)
     # At most 64 values a thread, so that they stay in registers; longer blocks are copied piece by piece.
     return (programs,), (block_size, block, lanes), {"num_warps": 4}
-
-
-def quantized_tile(block_size: int) -> tuple[int, int]:
-    """Return ``(BLOCK, TILE)`` of ``quantize_kernel``: whole blocks, and how many of them at once."""
-    block, tile = whole_blocks(block_size)
-    return block, min(RUN_BLOCKS, tile)
 
 
 def _keys(

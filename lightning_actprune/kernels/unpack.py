@@ -1,7 +1,9 @@
 """Unpack: from kept blocks back to the dense tensor, zeros included, in one pass.
 
 Each program handles one run of 128 blocks: it finds the kept ones and their places from bitmap and offsets, and writes
-the whole tile. Values stored in few bits are taken apart on the way.
+the whole tile. Values in few bits cost arithmetic, which no lane should spend on a dropped block: there a program
+writes zeros to the dropped ones first, and then finds the kept ones by their ranks (see ``ranks``). Where all blocks
+are stored, it takes apart the whole tile.
 """
 
 from __future__ import annotations
@@ -17,6 +19,15 @@ from lightning_actprune.kernels.formats import dequantize_tile, encode_format, t
 from lightning_actprune.kernels.keys import stride_unit
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.pack import kept_places, run_tile
+from lightning_actprune.kernels.ranks import (
+    blocks_of_lanes,
+    choose_turns,
+    count_kept,
+    is_kept,
+    kept_words,
+    lanes_of_ranks,
+    run_of,
+)
 from lightning_actprune.kernels.select import RUN
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
@@ -25,13 +36,13 @@ from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 def unpack_kernel(
     values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, FORMAT: tl.constexpr, ALL: tl.constexpr,
+    LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides.
 
-    ``nnz`` is the number of stored blocks if these are in few bits. ``ALL``: of one sample, all in order.
+    Blocks in few bits, ``nnz``, are all those of one sample in order; ``unpack_kept_kernel`` reads others.
     """
-    if ALL:
+    if FORMAT:
         n = tl.program_id(0) * RUN + tl.arange(0, RUN)
         exists = n < blocks
         s, kept, place = n * 0, exists, n
@@ -51,6 +62,52 @@ def unpack_kernel(
             )
         column = (n % columns)[:, None] * B + e[None, :]
         tl.store(out_ptr + start[:, None] + column, x, mask=exists[:, None] & (column < length) & block)
+
+
+@triton.jit
+def unpack_kept_kernel(
+    values_ptr, bitmap_ptr, offsets_ptr, out_ptr, stride_outer, stride_inner, inner, samples, rows, blocks, words, runs,
+    nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write one run of blocks in few bits, of which ``nnz`` are kept in all; tensor as in ``unpack_kernel``.
+
+    ``PARTS`` programs share a run: zeros to a part of its dropped blocks, and ``TILE`` kept ones at a time.
+    """
+    part = tl.program_id(0) % PARTS
+    first, run = run_of(tl.program_id(0) // PARTS, runs, LANES)
+    w0, w1, w2, w3 = kept_words(bitmap_ptr, first, run, samples, words, LANES)
+    place, count = tl.load(offsets_ptr + first.to(tl.int64) * runs + run), count_kept(w0, w1, w2, w3)
+
+    lane = part * (RUN // PARTS) + tl.arange(0, RUN // PARTS)
+    s, n = blocks_of_lanes(first, run, lane, LANES)
+    dropped = (s < samples) & (n < blocks) & ~is_kept(lane, w0, w1, w2, w3)
+    row = _row_start(s * rows + n // columns, stride_outer, stride_inner, inner, UNIT)
+    PIECE: tl.constexpr = BLOCK if BLOCK < 64 else 64
+    for piece in range(0, B, PIECE):
+        zeros = tl.zeros([RUN // PARTS, PIECE], out_ptr.dtype.element_ty)
+        _store_blocks(out_ptr, row, n % columns, dropped, zeros, piece, length, B)
+
+    for start in range(part * TILE, count, PARTS * TILE):
+        p = start + tl.arange(0, TILE)
+        x = dequantize_tile(values_ptr, nnz, place + p, p < count, 0, B, BLOCK, FORMAT)
+        s_kept, n_kept = blocks_of_lanes(first, run, lanes_of_ranks(p, w0, w1, w2, w3), LANES)
+        row_kept = _row_start(s_kept * rows + n_kept // columns, stride_outer, stride_inner, inner, UNIT)
+        _store_blocks(out_ptr, row_kept, n_kept % columns, p < count, x.to(out_ptr.dtype.element_ty), 0, length, B)
+
+
+@triton.jit
+def _row_start(r, stride_outer, stride_inner, inner, UNIT: tl.constexpr):
+    """Return where rows start."""
+    return (r // inner).to(tl.int64) * stride_outer * UNIT + (r % inner).to(tl.int64) * stride_inner * UNIT
+
+
+@triton.jit
+def _store_blocks(out_ptr, row, column, exist, x, first, length: tl.constexpr, B: tl.constexpr):
+    """Write values ``x [R, BLOCK]`` of blocks, from their value ``first`` on, to their ``row`` and block ``column``."""
+    e = first + tl.arange(0, x.shape[1])
+    columns = column[:, None] * B + e[None, :]
+    tl.store(out_ptr + row[:, None] + columns, x, mask=exist[:, None] & (columns < length) & (e < B)[None, :])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,9 +130,15 @@ def _launch(
     scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs, kept)
     grid, tile, options = run_tile(samples, blocks, block_size)
     stored = encode_format(value_format, block_size)
-    if stored:
-        tile = block_size, min(64, tile_width(block_size)), tile[2]
-    return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, everything, **options)
+    if not stored or everything:
+        tile = (block_size, min(64, tile_width(block_size)), tile[2]) if stored else tile
+        return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, **options)
+    if not features_first:  # rows follow each other: as a number of its own, 1 spares the kernel two divisions a block
+        scalars = (length // unit, length // unit, 1, *scalars[3:])
+    turns = choose_turns(tile_width(block_size), RUN_BLOCKS * kept / max(1, samples * blocks))
+    tiles = block_size, tile_width(block_size), turns.tile, turns.parts, tile[2], stored
+    grid, options = (grid[0] * turns.parts,), {"num_warps": turns.warps}
+    return Launch(unpack_kept_kernel, grid, *scalars, length, columns, unit, *tiles, **options)
 
 
 def unpack(

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.benchmarks import formats, kernels, plots, summaries, tables, tune_pack
+from examples.benchmarks import formats, kernels, plots, summaries, tables, tune_formats, tune_pack
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -173,3 +173,32 @@ def test_an_old_gpu_gets_a_hint(monkeypatch):
 def test_sweep_of_pack_holds_64_keys_a_thread_at_most():
     assert tune_pack.configurations(9408) == tune_pack.CONFIGS
     assert {config.warps for config in tune_pack.configurations(18816)} == {16, 32}
+
+
+def test_sweep_of_formats_measures_every_candidate_beside_values_as_they_are(monkeypatch, tmp_path, capsys):
+    """On the CPU, in fp32: the interpreter cuts 16-bit values off."""
+    monkeypatch.setattr(tune_formats, "CASES", [(2, 9, 80, 16)])
+    monkeypatch.setattr(tune_formats, "DTYPE", torch.float32)
+    monkeypatch.setattr(tune_formats, "ROTATED_BYTES", 1)
+    monkeypatch.setattr(tune_formats, "require_gpu", lambda: None)
+    monkeypatch.setattr(tune_formats, "gpu_us", lambda calls, **_: [call() for call in calls] and 10.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    turns = [tune_formats.Turns(4, 1, 2), tune_formats.Turns(16, 2, 1)]
+    monkeypatch.setattr(tune_formats, "candidates", lambda block_size, sparsity: turns)
+    out = tmp_path / "tune_formats.json"
+    options = ["--blocks", "16", "--sparsities", "0.6", "--formats", "int4", "fp8", "--workers", "0"]
+    tune_formats.main([*options, "--out", str(out)])
+    records = json.loads(out.read_text())
+    assert [r["value_format"] for r in records] == ["same", "int4", "int4", "fp8", "fp8"]
+    assert [(r["tile"], r["warps"], r["parts"]) for r in records[1:]] == [*turns, *turns]
+    assert all(r["right"] for r in records[1:])
+    assert "best: pack_us 10.0 (1.00) with (4, 1, 2)" in capsys.readouterr().out
+
+
+def test_sweep_of_formats_leaves_no_program_without_blocks():
+    for block_size, sparsity in ((16, 0.1), (32, 0.6), (64, 0.9), (256, 0.5)):
+        found = tune_formats.candidates(block_size, sparsity)
+        assert found
+        for tile, _, parts in found:
+            assert tile * parts <= 128
+            assert (parts - 1) * tile < 128 * (1 - sparsity) <= 4 * tile * parts

@@ -8,8 +8,9 @@ import multiprocessing
 import os
 import sys
 
-from lightning_actprune.kernels import columns, pack, pack_sample, quantize_all, unpack
+from lightning_actprune.kernels import columns, pack, pack_sample, quantize_all, quantize_kept, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
+from lightning_actprune.kernels.ranks import choose_turns
 from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
@@ -39,14 +40,19 @@ def specimens() -> list[Specimen]:
 
 def quantize(name: str, size: int, value: str) -> list[Specimen]:
     """Return the kernel that packs the kept blocks of a run, as they are and scaled."""
-    _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
-    block, tile_rows = pack.quantized_tile(size)
-    tile = {"B": size, "BLOCK": block, "TILE": tile_rows, "LANES": lanes}
-    constants = tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size)
+    constants, options = turned(name, size)
     return [
-        (f"quantize_{name}_b{size}", pack.quantize_kernel, constants | UNSCALED, value, options),
-        (f"quantize_scaled_{name}_b{size}", pack.quantize_kernel, constants, value, options),
+        (f"quantize_{name}_b{size}", quantize_kept.quantize_kernel, constants | UNSCALED, value, options),
+        (f"quantize_scaled_{name}_b{size}", quantize_kept.quantize_kernel, constants, value, options),
     ]
+
+
+def turned(name: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return constants and options of the kernels that find kept blocks by rank, at a sparsity of .6."""
+    _, (_, _, lanes), _ = pack.run_tile(64, 4704, size)
+    turns = choose_turns(tile_width(size), 51.2)
+    tile = {"B": size, "BLOCK": tile_width(size), "TILE": turns.tile, "PARTS": turns.parts, "LANES": lanes}
+    return tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size), {"num_warps": turns.warps}
 
 
 def whole(name: str, size: int, value: str, casts: bool = False) -> Specimen:
@@ -59,10 +65,12 @@ def whole(name: str, size: int, value: str, casts: bool = False) -> Specimen:
 
 def unpacked(name: str, size: int, value: str, everything: bool = False) -> Specimen:
     """Return the kernel that unpacks a run, of kept blocks or where all are."""
+    if not everything:
+        constants, options = turned(name, size)
+        return f"unpack_{name}_b{size}", unpack.unpack_kept_kernel, constants, value, options
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
     tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(name, size)}
-    tile |= rows(6 * size, size) | {"ALL": everything}
-    return f"unpack{'_all' * everything}_{name}_b{size}", unpack.unpack_kernel, tile, value, options
+    return f"unpack_all_{name}_b{size}", unpack.unpack_kernel, tile | rows(6 * size, size), value, options
 
 
 def decoded(name: str, size: int, value: str) -> Specimen:

@@ -118,11 +118,11 @@ def specimens(target: int) -> list[Specimen]:
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
         found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
         found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
-        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0, "ALL": False}, value, options))
+        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
     found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
-    narrow |= {"FORMAT": 0, "ALL": False}
+    narrow |= {"FORMAT": 0}
     found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
     return found
 
