@@ -23,9 +23,11 @@ from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.kernels.launch import INTERPRETED
 from lightning_actprune.ops import formats
 
-PLACE, GOLDEN = tl.constexpr(formats.PLACE), tl.constexpr(formats.GOLDEN)
+PLACE = tl.constexpr(formats.PLACE)
 DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
 """Least difference of two dithers, in the last places of their sum with a code."""
+PLACE_BITS = tl.constexpr(10)
+"""Bits of a value's number in its block, which has 1024 values at most."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
 ROUNDS_TWICE = tl.constexpr(INTERPRETED)
@@ -121,8 +123,21 @@ def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.co
     SHIFT: tl.constexpr = 9 + BITS
     FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
     h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)
-    steps = ((e.to(tl.uint32) * GOLDEN) >> SHIFT) & FRACTION
-    return (h[:, None] ^ steps[None, :]).to(tl.int32, bitcast=True)
+    return h.to(tl.int32, bitcast=True)[:, None] ^ _reversed(e, 22 - BITS)[None, :]
+
+
+@triton.jit
+def _reversed(e, HIGHEST: tl.constexpr):
+    """Return the bits of ``e`` (int32) in reverse order, from ``HIGHEST`` down.
+
+    A thread has 8 or 16 neighbours, whose lowest bits are known to the compiler: of these nothing is left but a number.
+    """
+    low, high = e * 0, e * 0
+    for bit in tl.static_range(4):
+        low |= ((e >> bit) & 1) << (HIGHEST - bit)
+    for bit in tl.static_range(4, PLACE_BITS):
+        high |= ((e >> bit) & 1) << (HIGHEST - bit)
+    return high | low
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from lightning_actprune.kernels.formats import LOST, NAN, SCALE_CODES, STEPS, di
 from lightning_actprune.kernels.launch import INTERPRETED
 from lightning_actprune.ops import formats
 
-FP8_MAX = tl.constexpr(formats.FP8_MAX)
+FP8_TINY = tl.constexpr(formats.FP8_TINY)
 FP8_INVERSE = tl.constexpr(formats.inverse_of(formats.FP8_MAX))
 MOST_SCALE = tl.constexpr(formats.MOST_SCALE)
 PER_SPREAD, PER_REACH = (tl.constexpr(tuple(formats.needs(bits)[part] for bits in range(1, 9))) for part in range(2))
@@ -34,7 +34,6 @@ LEAST_SCALE, FP8_LEAST_SCALE = (
     for scale in (formats.LEAST_SCALE, formats.FP8_LEAST_SCALE)
 )
 """As bits."""
-INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -51,26 +50,48 @@ def load_blocks(
 def load_rows(x_ptr, first, exist, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
     """Return the values ``[R, BLOCK]`` from column ``first`` of the rows at ``x_ptr [R]`` on.
 
-    A thread gets eight neighbours, since all that is done per block is done by each of its threads: of fp32, which it
-    reads four at a time, in two parts. What there is where a block does not ``exist`` is not defined; behind the end
-    of a row or a block there are zeros.
+    A thread gets sixteen neighbours, which it reads 16 bytes at a time: all that is done per block is done by each of
+    its threads. What there is where a block does not ``exist`` is not defined; behind the end of a row or a block there
+    are zeros.
     """
-    if x_ptr.dtype.element_ty.primitive_bitwidth == 32:
-        # Eights come first, so that neighbours among the threads get neighbouring ones.
-        e = (tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 4)[None, :])[:, None, :]
-        column = first[None, :, None] + e
-        pointers, there = x_ptr[None, :, None] + column, exist[None, :, None]
-        if length % B == 0 and B == BLOCK:
-            low, high = tl.load(pointers, mask=there), tl.load(pointers + 4, mask=there)
-        else:
-            low = tl.load(pointers, mask=there & ((column < length) & (e < B)), other=0.0)
-            high = tl.load(pointers + 4, mask=there & ((column + 4 < length) & (e + 4 < B)), other=0.0)
-        return tl.reshape(tl.permute(tl.join(low, high), (1, 0, 3, 2)), [first.shape[0], BLOCK])
-    e = tl.arange(0, BLOCK)[None, :]
-    column = first[:, None] + e
+    WIDTH: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    GROUP: tl.constexpr = 16 if BLOCK > 16 else BLOCK
+    if GROUP == WIDTH:
+        x = _load_part(x_ptr, first, exist, 0, length, B, BLOCK, GROUP, WIDTH)
+        x = tl.permute(x, (1, 0, 2))
+    elif GROUP == 2 * WIDTH:
+        x = tl.join(
+            _load_part(x_ptr, first, exist, 0, length, B, BLOCK, GROUP, WIDTH),
+            _load_part(x_ptr, first, exist, WIDTH, length, B, BLOCK, GROUP, WIDTH),
+        )
+        x = tl.permute(x, (1, 0, 3, 2))
+    else:
+        low = tl.join(
+            _load_part(x_ptr, first, exist, 0, length, B, BLOCK, GROUP, WIDTH),
+            _load_part(x_ptr, first, exist, WIDTH, length, B, BLOCK, GROUP, WIDTH),
+        )
+        high = tl.join(
+            _load_part(x_ptr, first, exist, 2 * WIDTH, length, B, BLOCK, GROUP, WIDTH),
+            _load_part(x_ptr, first, exist, 3 * WIDTH, length, B, BLOCK, GROUP, WIDTH),
+        )
+        x = tl.permute(tl.join(low, high), (1, 0, 4, 3, 2))
+    return tl.reshape(x, [first.shape[0], BLOCK])
+
+
+@triton.jit
+def _load_part(
+    x_ptr, first, exist, AT: tl.constexpr, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return ``WIDTH`` values from ``AT`` on of each ``GROUP`` of a block: ``[BLOCK / GROUP, R, WIDTH]``.
+
+    Groups come first, so that neighbours among the threads get neighbouring ones.
+    """
+    e = (AT + tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, WIDTH)[None, :])[:, None, :]
+    column, there = first[None, :, None] + e, exist[None, :, None]
     if length % B == 0 and B == BLOCK:
-        return tl.load(x_ptr[:, None] + column, mask=exist[:, None])
-    return tl.load(x_ptr[:, None] + column, mask=exist[:, None] & ((column < length) & (e < B)), other=0.0)
+        return tl.load(x_ptr[None, :, None] + column, mask=there)
+    return tl.load(x_ptr[None, :, None] + column, mask=there & ((column < length) & (e < B)), other=0.0)
 
 
 @triton.jit
@@ -154,17 +175,14 @@ def _scale(need, PLACES: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def _fp8_codes(x):
     """Return codes (e4m3), headers, and which blocks are finite."""
-    x = x.to(tl.int32, bitcast=True)
-    most = tl.max(x & 0x7FFFFFFF, axis=1)  # as integers: a NaN is larger than all numbers
-    finite = most < INFINITY
-    scale, _, inverse = _scale(most.to(tl.float32, bitcast=True) * FP8_INVERSE, 16, FP8_LEAST_SCALE)
-    size = tl.minimum((x & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse[:, None], FP8_MAX)
-    bits = size.to(tl.int32, bitcast=True)
-    # Half of the last place kept is added, or a bit less if that place is even; 120 is between the exponents' biases.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 places are 2^-9 apart, as those of an fp32 number around 2^14 are.
-    subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
-    codes = tl.where(size < 2.0**-6, subnormal, normal) | ((x >> 24) & 0x80)
+    most = _largest(tl.abs(x))
+    finite = most < float("inf")  # not so if it is NaN
+    scale, _, inverse = _scale(most * FP8_INVERSE, 16, FP8_LEAST_SCALE)
+    # A rounded product may exceed the largest number, but by so little that it is rounded to that.
+    bits = ((tl.abs(x) * inverse[:, None]) * FP8_TINY).to(tl.int32, bitcast=True)
+    # Half of the last place kept is added, or a bit less if that place is even.
+    codes = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    codes |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return codes, tl.where(finite, scale, NAN) >> 16, finite
 
 

@@ -34,11 +34,12 @@ The random numbers come from the block itself, so there is no generator to seed,
 gives the same bytes, in any process, after a resumed checkpoint, under ``torch.compile`` and in a replayed CUDA graph.
 With H the 16 bits of k and o as they are stored, and p the place of the block among the kept ones::
 
-    h   = mix(2^16 H + p A)       u_e = ((h xor e phi) + 1/2) / 2^n, of h and e phi the highest n = 19 - v bits
+    h   = mix(2^16 H + p A)       u_e = ((h xor r(e)) + 1/2) / 2^n, of h and r(e) the highest n = 19 - v bits
 
 modulo 2^32; ``mix`` is a 32-bit finalizer (constants: C. Wellons, "lowbias32"; its last step, which changes the lower
-half, is left out), and phi the golden ratio as a fraction of 2^32. All of it is one to one: places less than 2^16 from
-each other never share an h, whatever their blocks are. Each u_e is uniform over blocks, and blocks are independent of
+half, is left out), and r(e) has the bits of e in reverse order, lowest first: so the u_e of a block are spread evenly,
+and a kernel needs one instruction a value for them. All of it is one to one: places less than 2^16 from each other
+never share an h, whatever their blocks are. Each u_e is uniform over blocks, and blocks are independent of
 each other, which is what matters: a weight gradient adds over them. Equal blocks, of padding tokens say, differ in
 their place. In the next step a place has another dither if its scale or base is another; if not, its error still moves
 with its values. Within a block the u_e depend on each other, which no sum over rows can see.
@@ -72,7 +73,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
-PLACE, GOLDEN = 0x85EBCA6B, 0x9E3779B9
+PLACE = 0x85EBCA6B
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B)
 DITHER_BITS = 19
 """Bits of a code and of its dither together: with the half and a scale of 4 bits, a product has the 24 of fp32."""
@@ -87,6 +88,8 @@ STEPS = 32
 FP8_MAX = 448.0
 FP8_LEAST_SCALE = 2.0**-126
 """Below, its inverse is no fp32 number."""
+FP8_TINY = 2.0**-120
+"""Times this, e4m3 numbers are fp32 ones with the same exponent bits, subnormals included."""
 HEADER_BYTES = 2
 
 
@@ -177,7 +180,8 @@ def dither(headers: Tensor, block_size: int, bits: int) -> Tensor:
     places, e = (torch.arange(count, device=headers.device) for count in (len(headers), block_size))
     h = mix(((headers << 16) + places * PLACE) & MASK)
     kept = DITHER_BITS - bits
-    return (((h[:, None] ^ (e * GOLDEN & MASK)) >> (32 - kept)).float() + 0.5) * 2.0**-kept
+    turned = sum((e >> bit & 1) << (31 - bit) for bit in range(32))
+    return (((h[:, None] ^ turned) >> (32 - kept)).float() + 0.5) * 2.0**-kept
 
 
 def mix(h: Tensor) -> Tensor:
@@ -244,7 +248,10 @@ def _fp8(blocks: Tensor) -> tuple[Tensor, Tensor]:
     safe = torch.where(finite, blocks, 0.0)
     scale = _round_up(safe.abs().amax(1, keepdim=True) * inverse_of(FP8_MAX), 16).clamp(min=FP8_LEAST_SCALE)
     inverse = _refine(1 / scale, scale)
-    codes = (safe * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    # Rounded to 2^-29, as kernels do, which take the codes from the bits of tiny numbers. A product may exceed FP8_MAX
+    # by its rounding, which the next one undoes.
+    tiny = (safe * inverse) * FP8_TINY
+    codes = (tiny / FP8_TINY).to(torch.float8_e4m3fn).view(torch.uint8)
     headers = torch.where(finite, scale, torch.nan).flatten().view(torch.int32) >> 16
     return headers, codes.long()
 
