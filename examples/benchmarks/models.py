@@ -56,13 +56,13 @@ CASE_SECONDS = 180
 
 
 class Training:
-    """One model with its batch and optimizer, dense without a ``preset``."""
+    """One model with so many of its batches in one and an optimizer, dense without a ``preset``."""
 
-    def __init__(self, name: str, preset: Preset | None, device: torch.device) -> None:
+    def __init__(self, name: str, preset: Preset | None, device: torch.device, batches: int = 1) -> None:
         torch.manual_seed(0)
         self.workload, self.device = WORKLOADS[name], device
         self.model = self.workload.build().to(device)
-        self.batch = tuple(tensor.to(device) for tensor in self.workload.data(self.workload.batch))
+        self.batch = tuple(tensor.to(device) for tensor in self.workload.data(batches * self.workload.batch))
         self.preset, self.conversion = preset, None
         if preset is not None:
             settings = asdict(preset)
@@ -166,14 +166,14 @@ def head(name: str, method: str) -> dict[str, Any]:
     return {**described(name), "method": method, **settings}
 
 
-def described(name: str) -> dict[str, Any]:
-    """Return what a record says of its model."""
+def described(name: str, batches: int = 1) -> dict[str, Any]:
+    """Return what a record says of its model, and of so many of its batches in one."""
     workload = WORKLOADS[name]
     try:
         version = importlib.metadata.version(workload.source)
     except importlib.metadata.PackageNotFoundError:
         version = None
-    source = {"model": name, "source": workload.source, "version": version, "batch": workload.batch}
+    source = {"model": name, "source": workload.source, "version": version, "batch": batches * workload.batch}
     return {**source, "precision": "bf16-mixed"}
 
 

@@ -5,7 +5,7 @@
 Models as their libraries build them, bf16 autocast, fused AdamW, eager: dense, with every block checkpointed, and
 pruned as ``ActivationPruning(preset=...)`` does it, the first step probed for layers whose input something else keeps
 and for those whose dropped blocks would hold too much. The cases of a model, each in a process of its own, warm up side
-by side and then take turns (see ``turns.py``); together they take up to 60 GiB.
+by side and then take turns (see ``turns.py``); together they take up to 110 GiB.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
@@ -35,11 +35,13 @@ from lightning_actprune.presets import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 METHODS = ("dense", "checkpoint", *PRESETS)
+BATCHES = 2
+"""Batches of ``models.py`` in one: with one the host is as slow as the GPU, and its times vary by half."""
 
 
 def prepare(name: str, method: str, device: torch.device) -> Training:
     """Return a training that is warm."""
-    training = Training(name, PRESETS.get(method), device)
+    training = Training(name, PRESETS.get(method), device, BATCHES)
     if method == "checkpoint":
         checkpoint_blocks(training.model)
     warm_up(training)
@@ -70,7 +72,7 @@ def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says of its case."""
     preset = PRESETS.get(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
-    return {**described(name), "mode": "eager", "method": method, **settings}
+    return {**described(name, BATCHES), "mode": "eager", "method": method, **settings}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -118,7 +118,7 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
     assert by_method["checkpoint"] < by_method["dense"]
     assert by_method["max"] < by_method["balanced"] < by_method["paper"] < by_method["dense"]
     assert all({"gpu", "torch", "triton", "command", "peak_mib", "converted", "batch"} <= r.keys() for r in records)
-    assert "small, batch 4" in capsys.readouterr().out
+    assert f"small, batch {4 * presets.BATCHES}" in capsys.readouterr().out
 
 
 def case(times, host):

@@ -76,9 +76,9 @@ def test_one_dropped_block_anywhere(kernel_device):
 
 @pytest.mark.parametrize("block", [8, 32, 64, 128, 1024])
 @pytest.mark.parametrize("kept", [0.0, 1.0, 12.8, 51.2, 128.0])
-def test_turns_cover_what_a_run_keeps_on_average(block, kept):
+def test_two_tiles_a_program_cover_what_a_run_keeps_on_average(block, kept):
     turns = ranks.choose_turns(block, kept)
     assert all(number == triton.next_power_of_2(number) for number in turns)
     assert turns.tile * turns.parts <= RUN_BLOCKS
-    assert turns.tile * turns.parts >= min(kept, RUN_BLOCKS)
+    assert 2 * turns.tile * turns.parts >= kept
     assert turns.tile * block <= max(block, 16 * 32 * turns.warps)
