@@ -5,6 +5,7 @@ python examples/benchmarks/study_page.py
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -56,14 +57,18 @@ def trainings(records: Records) -> list[str]:
     by_bits = sorted(main, key=lambda r: (-r["bits_per_value"], r["seed"]))
     parts = [table(results.accuracy(by_bits), main), least(main)]
     parts += [f"![{picture.title}]({name})" for name, picture in study_plots.drawn(main).items()]
-    parts += [table(results.batch_sizes(group), group) for group in results.batch_studies(records)]
-    parts += [table(results.accuracy(study), study) for study in results.studies(records) if study != main]
+    by_batch = [(results.batch_sizes(group), group) for group in results.batch_studies(records)]
+    by_batch = [(summary, group) for summary, group in by_batch if summary.rows]
+    parts += [table(summary, group) for summary, group in by_batch]
+    shown = [main, *(study for _, group in by_batch for study in results.studies(group))]
+    parts += [table(results.accuracy(study), study) for study in results.studies(records) if study not in shown]
     return [part for part in parts if part]
 
 
 def table(summary: Summary, records: Records) -> str:
-    """Return a titled table with the commands that it comes from."""
-    return f"{summary.title}:\n\n{markdown(summary.header, summary.rows)}{sources(records)}"
+    """Return a titled table with the commands that it comes from, less the settings and seeds, which it tells."""
+    told = [{**r, "command": re.sub(r" --(settings|seeds)( [^- ]\S*)+", r" --\1 ...", r["command"])} for r in records]
+    return f"{summary.title}:\n\n{markdown(summary.header, summary.rows)}{sources(told)}"
 
 
 def least(study: Records) -> str:

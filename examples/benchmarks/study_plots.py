@@ -119,6 +119,7 @@ def tradeoff(records: Records) -> Figure:
     for (value_format, selection), runs in storages.items():
         color, marker = styles[value_format]
         filled = color if selection == "largest" else "white"
+        marker = {"unbiased": "D"}.get(selection, marker)
         label = value_format if selection == "largest" else f"{value_format}, {selection}"
         draw_points(axes, runs, score, label, color=color, marker=marker, markerfacecolor=filled)
     axes.set_xscale("log", base=2)
@@ -169,8 +170,9 @@ def one(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 def titled(figure: Figure, records: Records) -> Figure:
     """Return ``figure`` with the study it is of above it."""
-    subject, training = results.study_title(records[0]), f"{len({r['seed'] for r in records})} seeds"
-    figure.suptitle(f"{subject}, {training}", fontsize=7, wrap=True)
+    seeds = sorted({len(runs) for runs in results.by_setting(records).values()})
+    numbers = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
+    figure.suptitle(f"{results.study_title(records[0])}, {numbers} seeds", fontsize=7, wrap=True)
     return figure
 
 

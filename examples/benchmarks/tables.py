@@ -76,21 +76,21 @@ PRESETS_TEXT = """\
 Trainings: a ResMLP and a ViT on CIFAR-10, a GPT on the source text of Python's standard library. Stored bits are those
 of the inputs of the blocks' linear layers, positions and headers included, over the tasks; scores are means ± standard
 deviations over the seeds with, in brackets, the difference to dense runs of the same seeds. `docs/accuracy.md` has the
-commands.
-
-{trainings}
-
+commands."""
+PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets the
-ratio to dense. `checkpoint` runs every block again in backward.
-
-{steps}"""
+ratio to dense. `checkpoint` runs every block again in backward."""
 
 
-def presets(steps: Records, trainings: Records) -> str:
-    """What the presets store, what they do to accuracy, and memory and time of real models with them."""
+def presets(trainings: Records) -> str:
+    """What the presets store and what they do to accuracy."""
     scores = study.presets(trainings)
-    table = markdown(scores.header, scores.rows)
-    return PRESETS_TEXT.format(trainings=table, steps=summarised(summaries.presets(steps), steps))
+    return PRESETS_TEXT + "\n\n" + markdown(scores.header, scores.rows)
+
+
+def preset_steps(steps: Records) -> str:
+    """Memory and time of real models with the presets."""
+    return PRESET_STEPS_TEXT + "\n\n" + summarised(summaries.presets(steps), steps)
 
 
 def kernels(records: Records) -> str:
@@ -157,28 +157,29 @@ def peak(records: Records) -> str:
     )
 
 
-TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
-    "memory": (["memory"], memory),
-    "presets": (["presets", "accuracy"], presets),
-    "kernels": (["kernels"], kernels),
-    "pack": (["kernels"], pack),
-    "formats": (["formats"], formats),
-    "step": (["step"], step),
-    "models": (["models"], models),
-    "peak": (["timeline"], peak),
+TABLES: dict[str, tuple[str, Callable[[Records], str]]] = {
+    "memory": ("memory", memory),
+    "presets": ("accuracy", presets),
+    "preset_steps": ("presets", preset_steps),
+    "kernels": ("kernels", kernels),
+    "pack": ("kernels", pack),
+    "formats": ("formats", formats),
+    "step": ("step", step),
+    "models": ("models", models),
+    "peak": ("timeline", peak),
 }
-"""Tables of the README: the result files and what is made of them."""
+"""Tables of the README: the result file and what is made of it."""
 
 
 def rendered(readme: str, results: Path = RESULTS) -> str:
     """Return ``readme`` with every table between its markers written anew, if its figures are there."""
-    for name, (files, table) in TABLES.items():
+    for name, (file, table) in TABLES.items():
         pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end table -->)", re.DOTALL)
         if not pattern.search(readme):
             raise ValueError(f"README.md has no markers for the table {name!r}.")
-        records = [load(file, results) for file in files]
-        if None not in records:
-            text = table(*records)
+        records = load(file, results)
+        if records is not None:
+            text = table(records)
             readme = pattern.sub(lambda match, text=text: match[1] + text + match[2], readme)
     return readme
 
