@@ -3,14 +3,15 @@
 Values are stored row by row; the weight gradient of a column block reduces over the rows in which it is kept. Each
 column gets a list with room for all ``R`` rows: row and place in the values of each of its kept blocks, in order of
 rows. Two launches, since a list entry's position depends on all rows above: the first counts per 128 rows or more (a
-``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of up to
-32 columns as one tile, without a loop, since what counts is how many reads follow each other.
+``chunk``), the second adds up the counts of the chunks above its own and writes. A program handles one chunk of some
+columns as one tile, without a loop, since what counts is how many reads follow each other.
 
 Blocks in few bits become numbers ``[nnz, b]`` here: the product meets a block once for every tile of outputs, and would
 decode it as often. The numbers wait for nothing and only the product waits for them, so that they need no launch of
 their own: further programs of the first make them, beside those that count. Such a program needs 32 to 40 registers a
-thread (Triton 3.6, sm_90). All programs of a launch get as many as any, and fewer run at once for that:
-212 in the second launch, 80 in the first, 32 to 40 if those that count handle half as much.
+thread (Triton 3.6, sm_90), and one that counts 80: all programs of a launch would get as many, and fewer of them run at
+once. So beside numbers a program counts half as many columns, for which 32 to 40 are enough. In the second launch all
+would get 212.
 
 ``work`` holds the rows ``[NB, R]``, the places ``[NB, R]``, and at ``counts`` those of the chunks ``[chunks, NB]`` and
 the length of each list ``[NB]``. It lives only as long as one weight gradient.
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import TILE_VALUES, dequantize_tile, encode_format, whole_blocks
+from lightning_actprune.kernels.formats import dequantize_tile, encode_format, whole_blocks
 from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.select import RUN, WORD
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
@@ -38,7 +39,7 @@ MAX_TILE = 4096
 
 @triton.jit
 def set_bits(word):
-    """Return how many bits of each int32 are set."""
+    """Return how many bits of each word of 32 bits are set."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -95,9 +96,10 @@ def count_and_dequantize_kernel(
     else:
         tile = (tl.program_id(0) - chunks) * tl.num_programs(1) + tl.program_id(1)
         p = tile * BLOCKS + tl.arange(0, BLOCKS)
+        exist = (p >= 0) & (p < kept)  # of nearly 2^31 blocks, the last tiles reach beyond int32
         e = tl.arange(0, BLOCK)
-        x = dequantize_tile(values_ptr, kept, p, p < kept, 0, B, BLOCK, FORMAT).to(numbers_ptr.dtype.element_ty)
-        inside = (p < kept)[:, None] & (e < B)[None, :]
+        x = dequantize_tile(values_ptr, kept, p, exist, 0, B, BLOCK, FORMAT).to(numbers_ptr.dtype.element_ty)
+        inside = exist[:, None] & (e < B)[None, :]
         tl.store(numbers_ptr + p.to(tl.int64)[:, None] * B + e[None, :], x, mask=inside)
 
 
@@ -157,7 +159,7 @@ class ColumnsPlan:
             self._count = Launch(count_columns_kernel, grid, *scalars, tile, cols, num_warps=4)
         else:
             block, blocks = whole_blocks(block_size)
-            counted = max(1, min(cols, TILE_VALUES // tile))
+            counted = max(1, min(cols, MAX_TILE // 2 // tile))
             groups = ceil_div(columns, counted)
             self._count = Launch(
                 count_and_dequantize_kernel, (chunks + ceil_div(kept, blocks * groups), groups), *scalars, chunks, kept,

@@ -22,17 +22,18 @@ import triton.language as tl
 from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.kernels.launch import INTERPRETED
 from lightning_actprune.ops import formats
+from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
 
 PLACE = tl.constexpr(formats.PLACE)
 DITHER_STEP = tl.constexpr(1 << (23 - formats.DITHER_BITS))
 """Least difference of two dithers, in the last places of their sum with a code."""
-PLACE_BITS = tl.constexpr(10)
-"""Bits of a value's number in its block, which has 1024 values at most."""
+NUMBER_BITS = tl.constexpr((MAX_BLOCK_SIZE - 1).bit_length())
+"""Bits of the number of a value in its block."""
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
 ROUNDS_TWICE = tl.constexpr(INTERPRETED)
-TILE_VALUES = 2048
-"""Values that a program of 4 warps stores or reads at once: 16 a thread."""
+THREAD_VALUES = 16
+"""Values that a thread stores or reads at once."""
 
 
 def encode_format(value_format: str, block_size: int) -> int:
@@ -61,9 +62,9 @@ def tile_width(block_size: int) -> int:
 
 
 def whole_blocks(block_size: int) -> tuple[int, int]:
-    """Return ``(BLOCK, TILE)``: the width of whole blocks, and how many of them a program handles at once."""
+    """Return ``(BLOCK, TILE)``: the width of whole blocks, and how many a program of 4 warps handles at once."""
     block = tile_width(block_size)
-    return block, max(1, TILE_VALUES // block)
+    return block, max(1, THREAD_VALUES * 32 * 4 // block)
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def _reversed(e, HIGHEST: tl.constexpr):
     low, high = e * 0, e * 0
     for bit in tl.static_range(4):
         low |= ((e >> bit) & 1) << (HIGHEST - bit)
-    for bit in tl.static_range(4, PLACE_BITS):
+    for bit in tl.static_range(4, NUMBER_BITS):
         high |= ((e >> bit) & 1) << (HIGHEST - bit)
     return high | low
 

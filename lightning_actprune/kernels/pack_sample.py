@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
+from lightning_actprune.kernels.formats import THREAD_VALUES, encode_format, tile_width, values_layout
 from lightning_actprune.kernels.keys import block_keys, selection_keys, stride_unit
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 from lightning_actprune.kernels.quantize import load_blocks, quantize_tile
@@ -217,6 +217,7 @@ class SampleConfig(NamedTuple):
         keys, copies = (max(1, min(1024, 1024 * kib // (block * size))) for kib, size in tiles)
         if stored:
             block = tile_width(block_size)
+            # As many of the next tile wait in registers beside them.
             copies = max(1, min(1024, THREAD_VALUES * 32 * self.warps // block))
         return {
             "B": block_size, "BLOCK": block, "BLOCKS": padded, "PIECE": min(padded, self.piece), "KEYS": keys,
@@ -224,8 +225,6 @@ class SampleConfig(NamedTuple):
         }  # fmt: skip
 
 
-THREAD_VALUES = 16
-"""Values that a thread quantises at once, with as many of the next tile waiting in registers beside them."""
 FEWEST_BLOCKS = 513
 """Smaller samples are selected several to a program."""
 BUSY = 0.75

@@ -50,9 +50,9 @@ def load_blocks(
 def load_rows(x_ptr, first, exist, length: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr):
     """Return the values ``[R, BLOCK]`` from column ``first`` of the rows at ``x_ptr [R]`` on.
 
-    A thread gets sixteen neighbours, which it reads 16 bytes at a time: all that is done per block is done by each of
-    its threads. What there is where a block does not ``exist`` is not defined; behind the end of a row or a block there
-    are zeros.
+    A thread gets sixteen neighbours (of a block of eight all), read 16 bytes at a time where rows are aligned: all that
+    is done per block is done by each of its threads. What there is where a block does not ``exist`` is not defined;
+    behind the end of a row or a block there are zeros.
     """
     WIDTH: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
     GROUP: tl.constexpr = 16 if BLOCK > 16 else BLOCK

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from lightning_actprune.kernels.columns import set_bits
+from lightning_actprune.kernels.formats import THREAD_VALUES
 from lightning_actprune.kernels.select import RUN, WORD
 from lightning_actprune.ops.geometry import RUN_BLOCKS
 
@@ -45,10 +46,10 @@ def choose_turns(block: int, kept: float) -> Turns:
     """Return the turns for blocks of ``block`` values, of which a run keeps so many on average.
 
     A warp with 16 values a thread, and two tiles a program at most on average: of 16 ways to do it the best, or within
-    4 % of that, to pack and to unpack int4 and fp8 at b = 32 and a sparsity of .6 (64 samples of 196 x 1536 values, H200,
-    ``tune_formats.json``).
+    4 % of that, to pack and to unpack int4 and fp8 at b = 32 and a sparsity of .6 (64 samples of 196 x 1536 values,
+    H200, ``tune_formats.json``).
     """
-    tile = min(RUN_BLOCKS, max(1, 16 * 32 // block))
+    tile = min(RUN_BLOCKS, max(1, THREAD_VALUES * 32 // block))
     return Turns(tile, 1, min(RUN_BLOCKS // tile, triton.next_power_of_2(max(1, math.ceil(kept / (2 * tile))))))
 
 

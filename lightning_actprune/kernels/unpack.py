@@ -79,14 +79,17 @@ def unpack_kept_kernel(
     w0, w1, w2, w3 = kept_words(bitmap_ptr, first, run, samples, words, LANES)
     place, count = tl.load(offsets_ptr + first.to(tl.int64) * runs + run), count_kept(w0, w1, w2, w3)
 
-    lane = part * (RUN // PARTS) + tl.arange(0, RUN // PARTS)
-    s, n = blocks_of_lanes(first, run, lane, LANES)
-    dropped = (s < samples) & (n < blocks) & ~is_kept(lane, w0, w1, w2, w3)
-    row = _row_start(s * rows + n // columns, stride_outer, stride_inner, inner, UNIT)
+    # 1024 zeros at a time: where rows are not aligned, each has an address and a mask of its own in registers.
     PIECE: tl.constexpr = BLOCK if BLOCK < 64 else 64
-    for piece in range(0, B, PIECE):
-        zeros = tl.zeros([RUN // PARTS, PIECE], out_ptr.dtype.element_ty)
-        _store_blocks(out_ptr, row, n % columns, dropped, zeros, piece, length, B)
+    ZEROED: tl.constexpr = RUN // PARTS if RUN // PARTS * PIECE < 1024 else 1024 // PIECE
+    zeros = tl.zeros([ZEROED, PIECE], out_ptr.dtype.element_ty)
+    for start in range(part * (RUN // PARTS), (part + 1) * (RUN // PARTS), ZEROED):
+        lane = start + tl.arange(0, ZEROED)
+        s, n = blocks_of_lanes(first, run, lane, LANES)
+        dropped = (s < samples) & (n < blocks) & ~is_kept(lane, w0, w1, w2, w3)
+        row = _row_start(s * rows + n // columns, stride_outer, stride_inner, inner, UNIT)
+        for piece in range(0, B, PIECE):
+            _store_blocks(out_ptr, row, n % columns, dropped, zeros, piece, length, B)
 
     for start in range(part * TILE, count, PARTS * TILE):
         p = start + tl.arange(0, TILE)

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
+
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
-MAX_BLOCK_SIZE = 1024
-"""The keys of a block are summed in one program's registers."""
 MAX_COLUMNS = 65535
 """CUDA's limit for the second axis of a grid, along which the kernels put the column blocks."""
 

@@ -39,6 +39,8 @@ WORD_BLOCKS = 32
 """Blocks per bitmap word."""
 RUN_BLOCKS = 128
 """Blocks per entry of ``offsets``: those that one program of the gather and unpack kernels handles."""
+MAX_BLOCK_SIZE = 1024
+"""Largest block that kernels take: its key is summed in one program's registers."""
 ALL_BLOCKS = -1
 """Given as the blocks to keep per sample: all of them, whatever the shape, and no positions."""
 SPARSITY_PARTS = 10**9

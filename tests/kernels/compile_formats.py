@@ -14,10 +14,12 @@ from lightning_actprune.kernels.ranks import choose_turns
 from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
-CASES += [("int4", 24), ("int4", 128), ("int2", 16)]
+CASES += [("int4", 24), ("int4", 128), ("int4", 256), ("int2", 16)]
 """Formats and block sizes; of 24, a quarter of the tile is masked."""
 WIDE = ("int4", 1024)
 """The largest block, which no weight gradient reads as numbers alone."""
+SPARSE = [32, 64, 128, 1000]
+"""Block sizes at which next to nothing is kept."""
 SAMPLES = [("int4", 32, 2352), ("int4", 32, 9408), ("int2", 64, 9408), ("fp8", 32, 9408)]
 """Format, block size and blocks of a sample that is packed in one launch: one of each number of warps."""
 
@@ -33,6 +35,7 @@ def specimens() -> list[Specimen]:
         found.append(whole(name, size, value))
     found.append(whole("int4", 32, "bf16", casts=True))
     found.append(unpacked("int4", 32, "bf16", everything=True))
+    found.extend(sparse(size, value) for size, value in itertools.product(SPARSE, ("bf16", "fp32")))
     for (name, size, blocks), value in itertools.product(SAMPLES, ("bf16", "fp32")):
         found.append(sample(name, size, blocks, value))
     return found
@@ -47,12 +50,21 @@ def quantize(name: str, size: int, value: str) -> list[Specimen]:
     ]
 
 
-def turned(name: str, size: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return constants and options of the kernels that find kept blocks by rank, at a sparsity of .6."""
+def turned(
+    name: str, size: int, kept: float = 51.2, length: int | None = None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return constants and options of the kernels that find kept blocks by rank: so many of 128, by default at .6."""
     _, (_, _, lanes), _ = pack.run_tile(64, 4704, size)
-    turns = choose_turns(tile_width(size), 51.2)
+    turns = choose_turns(tile_width(size), kept)
     tile = {"B": size, "BLOCK": tile_width(size), "TILE": turns.tile, "PARTS": turns.parts, "LANES": lanes}
-    return tile | {"FORMAT": encode_format(name, size)} | rows(6 * size, size), {"num_warps": turns.warps}
+    stored = tile | {"FORMAT": encode_format(name, size)}
+    return stored | rows(length or 6 * size, size), {"num_warps": turns.warps}
+
+
+def sparse(size: int, value: str) -> Specimen:
+    """Return the kernel that unpacks a run with few kept blocks and rows that are not aligned."""
+    constants, options = turned("int4", size, 6.4, 6 * size + 6)
+    return f"sparse_unpack_int4_b{size}", unpack.unpack_kept_kernel, constants, value, options
 
 
 def whole(name: str, size: int, value: str, casts: bool = False) -> Specimen:

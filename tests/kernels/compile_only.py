@@ -33,8 +33,7 @@ from lightning_actprune.kernels import (
     unpack,
     weight_grad,
 )
-from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
-from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE, ceil_div
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {

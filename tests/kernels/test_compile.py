@@ -12,7 +12,7 @@ import pytest
 import triton
 from packaging.version import Version
 
-from lightning_actprune.ops.dispatch import MAX_BLOCK_SIZE
+from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
 from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
 
 SCRIPT = Path(__file__).with_name("compile_only.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compile_formats import CASES, SAMPLES, WIDE
+from tests.kernels.compile_formats import CASES, SAMPLES, SPARSE, WIDE
 from tests.kernels.compile_only import SHARED_MEMORY
 from tests.kernels.test_compile import TRITON, Version
 
@@ -20,6 +20,7 @@ KERNELS = {
 }
 KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("count_and_dequantize", "quantize_all") for name, size in CASES}
 KERNELS |= {"quantize_all_cast_int4_b32", "unpack_all_int4_b32"}
+KERNELS |= {f"sparse_unpack_int4_b{size}" for size in SPARSE}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
 

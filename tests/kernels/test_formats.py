@@ -72,6 +72,13 @@ def test_places_of_blocks_are_those_among_all_samples(kernel_device, shape, bloc
     check(x, block_size, keep, value_format, config)
 
 
+@each_dtype
+def test_small_numbers_beside_large_ones(kernel_device, dtype):
+    """fp8 has subnormal codes for them, which are made of subnormal fp32 numbers."""
+    x = torch.randn(4, 3, 64).to(dtype) * 2.0 ** -torch.arange(64).remainder(22).to(dtype)
+    check(x.to(kernel_device), 32, 5, "fp8", None)
+
+
 @each_plan
 @pytest.mark.parametrize("kind", ["slice", "batch-second", "rows"])
 def test_strides(kernel_device, kind, config):

@@ -81,4 +81,5 @@ def test_two_tiles_a_program_cover_what_a_run_keeps_on_average(block, kept):
     assert all(number == triton.next_power_of_2(number) for number in turns)
     assert turns.tile * turns.parts <= RUN_BLOCKS
     assert 2 * turns.tile * turns.parts >= kept
+    assert turns.parts == 1 or turns.tile * turns.parts < kept
     assert turns.tile * block <= max(block, 16 * 32 * turns.warps)

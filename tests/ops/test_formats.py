@@ -110,6 +110,13 @@ def test_dither_is_uniform_and_blocks_are_independent(value_format: str):
 
 
 @each_integer
+def test_dither_of_a_block_is_spread_evenly(value_format: str):
+    """Of b equal parts of [0, 1), each holds one of the b values."""
+    u = dither(headers(quantize(made_blocks(50, 32), value_format)), 32, FORMATS[value_format].bits)
+    assert torch.equal((32 * u).floor().sort(1).values, torch.arange(32.0).expand(50, 32))
+
+
+@each_integer
 def test_equal_blocks_are_rounded_independently(value_format: str):
     """Padding tokens, say: their errors must not add up."""
     u = dither(headers(quantize(torch.ones(5000, 32), value_format)), 32, FORMATS[value_format].bits)
