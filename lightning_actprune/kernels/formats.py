@@ -32,8 +32,8 @@ NUMBER_BITS = tl.constexpr((MAX_BLOCK_SIZE - 1).bit_length())
 SCALE_CODES, LOST, STEPS = tl.constexpr(formats.SCALE_CODES), tl.constexpr(formats.LOST), tl.constexpr(formats.STEPS)
 NAN = tl.constexpr(0x7FC00000)
 ROUNDS_TWICE = tl.constexpr(INTERPRETED)
-THREAD_VALUES = 16
-"""Values that a thread stores or reads at once."""
+THREAD_VALUES = 64 if INTERPRETED else 16
+"""Values that a thread stores or reads at once; the interpreter takes the same time for more of them."""
 
 
 def encode_format(value_format: str, block_size: int) -> int:
@@ -86,7 +86,7 @@ def dequantize_tile(
         highest = plane_of(values_ptr + tl.cast(count, tl.int64) * LOW_BYTES, place, B, HIGH)
         codes |= _load_plane(highest, first, stored, B, BLOCK, HIGH, FORMAT) << LOW
     scale, start = _scale_and_start(header, LOW + HIGH)
-    rest = dither(header, place, first + tl.arange(0, BLOCK), LOW + HIGH, 0, True)
+    rest = dither(header, place, first + tl.arange(0, BLOCK), B, LOW + HIGH, 0, True)
     codes = (codes << (23 - LOW - HIGH)) | rest
     return _multiply_add(scale[:, None], codes.to(tl.float32, bitcast=True), start[:, None])
 
@@ -113,7 +113,7 @@ def headers_of(values_ptr, count, place, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr):
+def dither(header, place, e, B: tl.constexpr, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.constexpr):
     """Return ``2^MORE (u + 2^BITS)`` as the bits of fp32 ``[R, len(e)]``: sign and exponent, hash, a half, zeros.
 
     ``REST``: with ``1 - u`` for ``u``.
@@ -124,12 +124,12 @@ def dither(header, place, e, BITS: tl.constexpr, MORE: tl.constexpr, REST: tl.co
     SHIFT: tl.constexpr = 9 + BITS
     FRACTION: tl.constexpr = (1 << (23 - BITS)) - DITHER_STEP
     h = ((h >> SHIFT) & FRACTION) | (((127 + MORE + BITS) << 23) + DITHER_STEP // 2)
-    return h.to(tl.int32, bitcast=True)[:, None] ^ _reversed(e, 22 - BITS)[None, :]
+    return h.to(tl.int32, bitcast=True)[:, None] ^ _reversed(e, B, 22 - BITS)[None, :]
 
 
 @triton.jit
-def _reversed(e, HIGHEST: tl.constexpr):
-    """Return the bits of ``e`` (int32) in reverse order, from ``HIGHEST`` down.
+def _reversed(e, B: tl.constexpr, HIGHEST: tl.constexpr):
+    """Return the bits of ``e`` (int32), which is below ``B``, in reverse order, from ``HIGHEST`` down.
 
     A thread has 8 or 16 neighbours, whose lowest bits are known to the compiler: of these nothing is left but a number.
     """
@@ -137,7 +137,8 @@ def _reversed(e, HIGHEST: tl.constexpr):
     for bit in tl.static_range(4):
         low |= ((e >> bit) & 1) << (HIGHEST - bit)
     for bit in tl.static_range(4, NUMBER_BITS):
-        high |= ((e >> bit) & 1) << (HIGHEST - bit)
+        if ((B - 1) >> bit) > 0:
+            high |= ((e >> bit) & 1) << (HIGHEST - bit)
     return high | low
 
 

@@ -141,7 +141,7 @@ def _integer_codes(x, place, B: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.cons
     header = ((offset + INTEGERS).to(tl.int32, bitcast=True) & 127) << 9
     header |= tl.where(need > 0.0, (bits >> 20) - SCALE_CODES, 0)
     # The dither is 2^8 times what it is to be, and the product with a power of two exact.
-    shifted = dither(header, place, e, BITS, 8, False).to(tl.float32, bitcast=True)
+    shifted = dither(header, place, e, B, BITS, 8, False).to(tl.float32, bitcast=True)
     total = tl.fma(shifted, 2.0**-8, (x - (offset * step)[:, None]) * inverse[:, None]).to(tl.int32, bitcast=True)
     codes = (total >> (23 - BITS)) & ((1 << BITS) - 1)
     return codes if B == BLOCK else tl.where(inside, codes, 0), tl.where(finite, header, LOST), finite

@@ -18,7 +18,7 @@ CASES += [("int4", 24), ("int4", 128), ("int4", 256), ("int2", 16)]
 """Formats and block sizes; of 24, a quarter of the tile is masked."""
 WIDE = ("int4", 1024)
 """The largest block, which no weight gradient reads as numbers alone."""
-SPARSE = [32, 64, 128, 1000]
+SPARSE = [64, 1000]
 """Block sizes at which next to nothing is kept."""
 SAMPLES = [("int4", 32, 2352), ("int4", 32, 9408), ("int2", 64, 9408), ("fp8", 32, 9408)]
 """Format, block size and blocks of a sample that is packed in one launch: one of each number of warps."""

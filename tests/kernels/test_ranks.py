@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels import ranks
+from lightning_actprune.kernels.formats import THREAD_VALUES
 from lightning_actprune.kernels.pack import run_tile
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
@@ -82,4 +83,4 @@ def test_two_tiles_a_program_cover_what_a_run_keeps_on_average(block, kept):
     assert turns.tile * turns.parts <= RUN_BLOCKS
     assert 2 * turns.tile * turns.parts >= kept
     assert turns.parts == 1 or turns.tile * turns.parts < kept
-    assert turns.tile * block <= max(block, 16 * 32 * turns.warps)
+    assert turns.tile * block <= max(block, THREAD_VALUES * 32 * turns.warps)
