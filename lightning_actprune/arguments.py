@@ -8,13 +8,17 @@ fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
 BlockSelection = Literal["largest", "swap", "unbiased"]
+OtherOperator = Literal["activation", "affine", "norm", "rest"]
+OTHERS: dict[OtherOperator, ValueFormatName] = {"activation": "int4", "affine": "int4", "norm": "int4", "rest": "int8"}
+"""What operators other than linear layers keep, and in which format if none is given."""
+Others: TypeAlias = bool | Mapping[OtherOperator, ValueFormatName]
 MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
@@ -86,6 +90,28 @@ def check_value_format(value: Any, block_size: int) -> ValueFormatName:
     return value  # type: ignore[no-any-return]
 
 
+def check_few_bits(value: Any, block_size: int) -> ValueFormatName:
+    """Return ``value`` if it names a format of few bits, which ``"same"`` is not."""
+    if value == "same":
+        raise ValueError(
+            '`value_format` must be "fp8", "int8", "int4", "int3" or "int2" here, got "same". HINT: it would store '
+            'everything that is saved a second time; take "int8", or none of this to keep tensors as they are.'
+        )
+    return check_value_format(value, block_size)
+
+
+def check_min_values(value: Any) -> int:
+    """Return ``value`` as a positive int, the least number of values of a tensor that is worth packing."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"`min_values` must be a positive int, got {value!r} of type {type(value).__name__}. HINT: it is the least "
+            "number of values of a tensor that is packed; 2**16 is the default."
+        )
+    if value < 1:
+        raise ValueError(f"`min_values` must be a positive int, got {value!r}. HINT: 1 packs everything that it can.")
+    return int(value)
+
+
 def check_block_selection(value: Any) -> BlockSelection:
     """Return ``value`` if it names a way to choose the blocks that are kept."""
     if value not in get_args(BlockSelection):
@@ -106,3 +132,25 @@ def check_patterns(value: Any, name: str) -> tuple[str, ...]:
             'HINT: patterns match fully qualified layer names, such as "blocks.*.fc1".'
         )
     return tuple(patterns)
+
+
+def check_others(value: Any, block_size: int) -> dict[OtherOperator, ValueFormatName]:
+    """Return how operators other than linear layers store what they keep: a format for each that is to be stored so."""
+    hint = (
+        "HINT: True stores all of it in few bits; {'activation': 'int4', 'norm': 'int4', 'rest': 'int8'} says what, "
+        "and in which format."
+    )
+    if isinstance(value, bool):
+        value = OTHERS if value else {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"`others` must be a bool or a mapping, got {value!r} of type {type(value).__name__}. {hint}")
+    for operator, value_format in value.items():
+        if operator not in OTHERS:
+            raise ValueError(f"`others` must name {', '.join(map(repr, OTHERS))} only, got {operator!r}. {hint}")
+        refused = ("same", "fp8") if operator == "activation" else ("same",)  # a derivative has a known range
+        if check_value_format(value_format, block_size) in refused:
+            raise ValueError(
+                f"`others[{operator!r}]` must be a format of few bits{' of integers' * (len(refused) > 1)}, got "
+                f"{value_format!r}. {hint}"
+            )
+    return dict(value)

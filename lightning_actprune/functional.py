@@ -1,7 +1,8 @@
 """Pruned operators as functions, without modules.
 
 ``linear`` computes exactly ``y = x W^T + b``; only what it keeps for the weight gradient is pruned (see ``ops.linear``
-for the maths, ``ops.geometry`` for the storage).
+for the maths, ``ops.geometry`` for the storage). ``activation`` computes exactly ``y = f(x)`` and keeps its derivative
+in few bits (``ops.activations``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.ops.activations import ACTIVATIONS, Kept, check_kept
+from lightning_actprune.ops.autocast import autocast_dtype
+from lightning_actprune.ops.dispatch import KERNEL_DTYPES
+from lightning_actprune.ops.few_bit_activation import few_bit_activation
 from lightning_actprune.ops.geometry import BlockGeometry, block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 from lightning_actprune.ops.setting import BlockSetting
 
-__all__ = ["linear", "pack"]
+__all__ = ["activation", "linear", "pack"]
 
 
 def linear(
@@ -134,3 +139,79 @@ def pack(
         sizes = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), blocks.value_format)
         values, bitmap, offsets = torch.ops.actprune.pack(stored, *sizes, blocks.value_format, blocks.block_selection)
     return Packed(values, bitmap, offsets, geometry, x.dtype, blocks.value_format)
+
+
+def activation(
+    x: Tensor,
+    function: str,
+    *parameters: float,
+    value_format: ValueFormatName = "int4",
+    inplace: bool = False,
+) -> Tensor:
+    """Apply an activation function that keeps its derivative, not its input, for backward, and in few bits.
+
+    The output is exact. The input gradient is ``f'(x) g`` with an ``f'`` that is off by a random error of mean zero,
+    at most half a step of the codes, or, of functions whose derivative takes two values, is exact in one bit
+    (``ops.activations``). In no-grad mode, or if ``x`` needs no gradient, this is the function of torch.
+
+    Args:
+        x: Input of any shape, in fp32 or 16 bits; where one bit is exact also in fp64.
+        function: ``"gelu"``, ``"gelu_tanh"``, ``"quick_gelu"``, ``"silu"``, ``"mish"``, ``"sigmoid"``, ``"tanh"``,
+            ``"softplus"``, ``"elu"``, ``"hardswish"``, or, in one bit, ``"relu"``, ``"relu6"``, ``"hardtanh"``,
+            ``"leaky_relu"``, ``"hardsigmoid"``.
+        parameters: Those of the function, all of them: of softplus beta and threshold, of elu alpha, of hardtanh the
+            least and the largest value, of leaky_relu the slope.
+        value_format: ``"int8"``, ``"int4"``, ``"int3"`` or ``"int2"``: so many bits for each value.
+        inplace: Write the output to ``x``.
+
+    Returns:
+        ``f(x)``, laid out and typed as by torch (autocast included).
+
+    Raises:
+        TypeError: If ``x`` is a DTensor or has no type that can be kept.
+        ValueError: If an argument is out of range or ``x`` is sparse.
+
+    Example:
+        >>> import torch
+        >>> from lightning_actprune import functional
+        >>> x = torch.randn(8, 16, requires_grad=True)
+        >>> functional.activation(x, "gelu", value_format="int4").shape
+        torch.Size([8, 16])
+    """
+    kept = check_kept(function, parameters, value_format)
+    if keeps_derivative(x):
+        return activation_unchecked(x, kept, inplace)
+    y = ACTIVATIONS[function].forward(x, *kept.parameters)
+    return x.copy_(y) if inplace else y
+
+
+def activation_unchecked(x: Tensor, kept: Kept, inplace: bool = False, widens: bool | None = None) -> Tensor:
+    """Apply ``activation`` to an input that needs a gradient: the path of the modules.
+
+    ``widens``: whether autocast on a GPU makes the output fp32; by default as torch's function of that name.
+    """
+    _check_activated(x, kept)
+    if widens is None:
+        widens = ACTIVATIONS[kept.function].widens
+    widened = widens and x.is_cuda and autocast_dtype(x) is not None
+    return few_bit_activation(x, kept, torch.float32 if widened else x.dtype, inplace)
+
+
+def keeps_derivative(x: Tensor) -> bool:
+    """Return whether anything is kept of an activation function of ``x``."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _check_activated(x: Tensor, kept: Kept) -> None:
+    if isinstance(x, DTensor):
+        raise TypeError(
+            "An activation function in few bits cannot take DTensors. HINT: leave the module as it is, or apply it to "
+            "`x.to_local()`."
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
+    if x.dtype not in KERNEL_DTYPES and not (kept.exact and x.dtype == torch.float64):
+        raise TypeError(
+            f"The derivative of {kept.function!r} is kept in few bits of float32, bfloat16 or float16 inputs, got "
+            f"{x.dtype}. HINT: convert the input, or leave the module as it is."
+        )

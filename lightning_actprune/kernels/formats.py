@@ -88,11 +88,11 @@ def dequantize_tile(
     scale, start = _scale_and_start(header, LOW + HIGH)
     rest = dither(header, place, first + tl.arange(0, BLOCK), B, LOW + HIGH, 0, True)
     codes = (codes << (23 - LOW - HIGH)) | rest
-    return _multiply_add(scale[:, None], codes.to(tl.float32, bitcast=True), start[:, None])
+    return multiply_add(scale[:, None], codes.to(tl.float32, bitcast=True), start[:, None])
 
 
 @triton.jit
-def _multiply_add(a, b, c):
+def multiply_add(a, b, c):
     """Return ``a b + c``, rounded once; the interpreter's own fused multiply-add is rounded twice."""
     if ROUNDS_TWICE:
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)

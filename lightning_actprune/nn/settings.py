@@ -93,3 +93,25 @@ class PrunedLayer(Converted):
         shown = f"sparsity={self.sparsity:g}, block_size={self.block_size}, scope={self.scope!r}"
         shown += "" if self.value_format == "same" else f", value_format={self.value_format!r}"
         return shown if self.block_selection == "largest" else f"{shown}, block_selection={self.block_selection!r}"
+
+
+def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return what ``cls`` was before anything was converted."""
+    while issubclass(cls, Converted):
+        cls = cls.dense_class
+    return cls
+
+
+def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return ``cls`` with the dense class in place of the converted one.
+
+    ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
+    """
+    if not issubclass(cls, Converted):
+        return cls
+    if "dense_class" in vars(cls):
+        return cls.dense_class
+    bases = tuple(dense_class(base) for base in cls.__bases__)
+    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    converted = next(base for base in cls.__mro__ if "dense_class" in vars(base))
+    return type(cls.__name__.replace(converted.__name__, cls.dense_class.__name__), bases, namespace)

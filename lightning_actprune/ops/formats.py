@@ -145,7 +145,7 @@ def quantize(blocks: Tensor, value_format: str) -> Tensor:
     headers, codes = _fp8(wide) if value_format == "fp8" else _integers(wide, made.bits)
     planes = []
     for bits in made.planes:
-        planes.append(_join(codes & (2**bits - 1), bits).flatten())
+        planes.append(join(codes & (2**bits - 1), bits).flatten())
         codes = codes >> bits
     joined = torch.cat(planes)
     filled = F.pad(joined, (0, count * (row - HEADER_BYTES) - len(joined)))
@@ -161,7 +161,7 @@ def dequantize(values: Tensor, block_size: int, value_format: str, dtype: torch.
     for bits in made.planes:
         size = plane_bytes(block_size, bits)
         plane = flat[start : start + count * size].view(count, size)
-        codes = codes + (_split(plane, bits, block_size) << shift)
+        codes = codes + (split(plane, bits, block_size) << shift)
         start, shift = start + count * size, shift + bits
     headers = flat[-count * HEADER_BYTES :].view(torch.int16).int()
     if value_format == "fp8":
@@ -271,7 +271,7 @@ def _round_up(x: Tensor, places: int) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _join(codes: Tensor, bits: int) -> Tensor:
+def join(codes: Tensor, bits: int) -> Tensor:
     """Return codes ``[nnz, b]`` of ``bits`` bits as bytes, lowest first."""
     each = 8 // bits
     padded = F.pad(codes, (0, -codes.shape[1] % each)).reshape(len(codes), -(-codes.shape[1] // each), each)
@@ -279,8 +279,8 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     return joined.to(torch.uint8)
 
 
-def _split(joined: Tensor, bits: int, count: int) -> Tensor:
-    """Undo ``_join``: ``[nnz, bytes]`` to ``count`` codes."""
+def split(joined: Tensor, bits: int, count: int) -> Tensor:
+    """Undo ``join``: ``[nnz, bytes]`` to ``count`` codes."""
     shifts = bits * torch.arange(8 // bits, device=joined.device)
     codes: Tensor = (joined.long().unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(1)[:, :count]

@@ -4,28 +4,37 @@
 ``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
 ``unpack``              the pruned tensor ``[R, L]``
 ``weight_grad``         ``grad_y [R, OUT]`` and a packed input -> weight gradient ``[OUT, IN]``
+``normalize``           ``x [R, L]`` -> normalised rows, the same in few bits, rstd (see ``ops.normalize``)
+``normalize_grad``      ``grad_y [R, L]`` and what ``normalize`` stored -> gradients of input, weight and bias
 ======================  ==============================================================================================
 
 They are opaque to the compiler on purpose: a partitioner then saves what ``pack`` returns instead of the dense input,
 and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
-in ``ops.linear``. All output shapes follow from the input shapes and the integers, so nothing waits for the device.
+in ``ops.linear`` and ``ops.norm``. All output shapes follow from the input shapes and the integers, so nothing waits
+for the device.
 
-``pack`` and ``weight_grad`` of this module call the operators, or, told that the mode is plain eager, their
-implementations: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch
-2.11; ``host.json``: 4 and 17).
+The functions of this module call the operators, or, told that the mode is plain eager, their implementations: the way
+through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch 2.11; ``host.json``: 4 and
+17).
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from lightning_actprune.ops import normalize as _normalize
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
 from lightning_actprune.ops.sharing import Shared
+
+if TYPE_CHECKING:
+    from lightning_actprune.ops.norm import NormSetting
 
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -45,10 +54,22 @@ _library.define(
     "SymInt length, bool transposed, ScalarType dtype, int block_size, str value_format='same') -> Tensor",
     tags=_TAGS,
 )
+_library.define(
+    "normalize(Tensor x, Tensor? weight, Tensor? bias, bool centred, bool rounded, float eps, int block_size, "
+    "str value_format, bool normed, ScalarType dtype) -> (Tensor y, Tensor values, Tensor rstd)",
+    tags=_TAGS,
+)
+_library.define(
+    "normalize_grad(Tensor grad_y, Tensor values, Tensor rstd, Tensor? weight, bool centred, int block_size, "
+    "str value_format, bool normed, ScalarType dtype, bool sums) -> (Tensor grad_x, Tensor sums)",
+    tags=_TAGS,
+)
 # One implementation for every device: it chooses between kernels and reference itself.
 _library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
 _library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
 _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
+_library.impl("normalize", _normalize.normalize, "CompositeExplicitAutograd")
+_library.impl("normalize_grad", _normalize.normalize_grad, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::pack", lib=_library)
@@ -99,6 +120,48 @@ def _weight_grad_fake(
     return grad_y.new_empty(grad_y.shape[1], rows if transposed else length, dtype=dtype)
 
 
+@torch.library.register_fake("actprune::normalize", lib=_library)
+def _normalize_fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    centred: bool,
+    rounded: bool,
+    eps: float,
+    block_size: int,
+    value_format: str,
+    normed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, length = x.shape
+    stored = rows * ceil_div(length, block_size), FORMATS[value_format].row_bytes(block_size, x.element_size())
+    return (
+        x.new_empty(rows, length, dtype=dtype),
+        x.new_empty(stored, dtype=torch.uint8),
+        x.new_empty(rows if normed else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("actprune::normalize_grad", lib=_library)
+def _normalize_grad_fake(
+    grad_y: Tensor,
+    values: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    centred: bool,
+    block_size: int,
+    value_format: str,
+    normed: bool,
+    dtype: torch.dtype,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, length = grad_y.shape
+    return (
+        grad_y.new_empty(rows, length, dtype=dtype),
+        grad_y.new_empty(2 if sums else 0, length, dtype=torch.float32),
+    )
+
+
 def in_plain_eager_mode(x: Tensor) -> bool:
     """Return whether nothing but the operators' own kernels wants to see them.
 
@@ -139,3 +202,30 @@ def weight_grad(
     arguments = grad_y, *packed, *shape, transposed, dtype, block_size, value_format
     grad: Tensor = torch.ops.actprune.weight_grad(*arguments)
     return grad
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, setting: NormSetting, dtype: torch.dtype, eager: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised rows of ``x [R, L]`` in ``dtype``, the same in few bits, and ``rstd``."""
+    if eager:
+        return _normalize.normalize(x, weight, bias, *setting, dtype)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype)
+    return found
+
+
+def normalize_grad(
+    grad_y: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor | None],
+    setting: NormSetting,
+    dtype: torch.dtype,
+    sums: bool,
+    eager: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of input and parameters; ``kept``: values, ``rstd`` and the weight."""
+    stored = setting.block_size, setting.value_format, setting.normed
+    arguments = grad_y, *kept, setting.centred, *stored, dtype, sums
+    if eager:
+        return _normalize.normalize_grad(*arguments)
+    grads: tuple[Tensor, Tensor] = torch.ops.actprune.normalize_grad(*arguments)
+    return grads

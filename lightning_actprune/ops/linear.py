@@ -17,20 +17,27 @@ Pruning", arXiv:2311.16883.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
 from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
+
+_NO_SECOND = (
+    "Second derivatives through a linear layer with pruned activations are not defined: the dropped blocks are no "
+    "longer there. HINT: exclude the layer from pruning (`exclude=[...]`), or set its sparsity to 0, where you need "
+    "create_graph=True."
+)
 
 
 class PrunedLinearFunction(torch.autograd.Function):
@@ -71,15 +78,7 @@ class PrunedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
-        if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None)
-        with torch.no_grad():
-            grads = _backward(ctx, grad_y)
-        if not torch.compiler.is_compiling():  # create_graph=True
-            # Its own leaf, since neither the gradient nor `grad_y` need require one: d(sum y) has a constant `grad_y`.
-            leaf = torch.zeros((), requires_grad=True)
-            grads = tuple([None if g is None else _RefuseSecondDerivative.apply(g, leaf) for g in grads])
-        return (*grads, None, None, None)
+        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None)
 
 
 _apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
@@ -174,19 +173,3 @@ def _column_sums(flat: Tensor, dtype: torch.dtype, eager: bool) -> Tensor:
         with on_device_of(flat):
             return column_sums(flat, dtype)
     return flat.sum(0, dtype=dtype)
-
-
-class _RefuseSecondDerivative(torch.autograd.Function):
-    """Identity whose derivative is an error: the dropped blocks are gone, so a second derivative would be wrong."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, grad: Tensor, leaf: Tensor) -> Tensor:
-        return grad.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            "Second derivatives through a linear layer with pruned activations are not defined: the dropped blocks "
-            "are no longer there. HINT: exclude the layer from pruning (`exclude=[...]`), or set its sparsity to 0, "
-            "where you need create_graph=True."
-        )

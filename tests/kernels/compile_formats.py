@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
-import multiprocessing
-import os
-import sys
 
 from lightning_actprune.kernels import columns, pack, pack_sample, quantize_all, quantize_kept, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
 from lightning_actprune.kernels.ranks import choose_turns
-from tests.kernels.compile_only import UNSCALED, Specimen, compile_kernel, rows
+from tests.kernels.compile_only import UNSCALED, Specimen, print_records, rows
 
 CASES = [("int4", 32), ("int4", 64), ("int2", 32), ("int2", 64), ("int8", 32), ("int3", 32), ("fp8", 32)]
 CASES += [("int4", 24), ("int4", 128), ("int4", 256), ("int2", 16)]
@@ -102,16 +98,5 @@ def sample(name: str, size: int, blocks: int, value: str) -> Specimen:
     return f"sample_{name}_b{size}", pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
 
 
-def record(job: tuple[int, int]) -> str:
-    """Return the record of one specimen, given by target and index: kernels do not travel between processes."""
-    target, index = job
-    label, kernel, constants, value, options = specimens()[index]
-    used = compile_kernel(kernel, constants, value, options, target)
-    return json.dumps({"kernel": label, "value": value, "target": target, "options": options, **used})
-
-
 if __name__ == "__main__":
-    jobs = [(target, index) for target in map(int, sys.argv[1:]) for index in range(len(specimens()))]
-    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
-        for line in pool.imap(record, jobs):
-            print(line, flush=True)
+    print_records(lambda target: specimens())

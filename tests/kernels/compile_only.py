@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 POINTERS = {
     "x_ptr": "*{x}", "copy_ptr": "*{v}", "values_ptr": "*{v}", "grad_ptr": "*{v}", "out_ptr": "*{v}",
     "scratch_ptr": "*{v}", "keys_ptr": "*i32", "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
-    "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32", "numbers_ptr": "*{v}",
+    "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32", "numbers_ptr": "*{v}", "weight_ptr": "*fp32",
+    "bias_ptr": "*fp32", "y_ptr": "*{v}", "grad_x_ptr": "*{v}", "rstd_ptr": "*fp32", "eps": "fp32",
+    "codes_ptr": "*u8",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
-ALIGNED += ("share", "size", "counts")
+ALIGNED += ("share", "size", "counts", "count")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
@@ -159,7 +162,7 @@ def compile_kernel(
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32").format(v=value, x=x)
         if name not in constants and name.endswith(ALIGNED):
             attrs[(index,)] = [["tt.divisibility", 16]]
-    if "out_ptr" in signature and "grad_ptr" in signature:
+    if "out_ptr" in signature and "grad_ptr" in signature and "codes_ptr" not in signature:
         signature["out_ptr"] = "*fp32"
     if constants.get("FORMAT"):
         signature |= {name: "*u8" for name in ("values_ptr", "scratch_ptr") if name in signature}
@@ -213,10 +216,24 @@ def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
     return dict(found)
 
 
-def record(job: tuple[int, int]) -> str:
-    """Return the record of one specimen, given by target and index: kernels do not travel between processes."""
+def print_records(of_target: Callable[[int], list[Specimen]]) -> None:
+    """Compile the specimens of the targets that the command line names, and print a record of each."""
+    made = {target: of_target(target) for target in map(int, sys.argv[1:])}
+    _specimens.update(made)
+    jobs = [(target, index) for target, found in made.items() for index in range(len(found))]
+    # Forked, because importing torch and triton takes longer than compiling a few kernels, and kernels do not travel.
+    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
+        for line in pool.imap(_record, jobs):
+            print(line, flush=True)
+
+
+_specimens: dict[int, list[Specimen]] = {}
+"""By target; forked processes find them here."""
+
+
+def _record(job: tuple[int, int]) -> str:
     target, index = job
-    label, kernel, constants, value, options = specimens(target)[index]
+    label, kernel, constants, value, options = _specimens[target][index]
     used = compile_kernel(kernel, constants, value, options, target)
     return json.dumps(
         {"kernel": label, "value": value, "target": target, "constants": constants, "options": options, **used}
@@ -224,8 +241,4 @@ def record(job: tuple[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    jobs = [(target, index) for target in map(int, sys.argv[1:]) for index in range(len(specimens(target)))]
-    # Forked, because importing torch and triton takes longer than compiling a few kernels.
-    with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
-        for line in pool.imap(record, jobs):
-            print(line, flush=True)
+    print_records(specimens)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import triton
 from packaging.version import Version
 
 from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
 from tests.kernels.compile_only import BLOCK_SIZES, SHARED_MEMORY, WEIGHT_GRADS
+from tests.kernels.compiled import compiled_by
 
-SCRIPT = Path(__file__).with_name("compile_only.py")
 OF_SIZE = ("weight_grad", "gather", "gather_scaled", "unpack")
 KERNELS = {
     "keys",
@@ -46,14 +40,7 @@ each_block = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 
 @pytest.fixture(scope="module")
 def records():
-    """All targets at once: one process compiles them on every core and imports torch and triton once."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_only", *map(str, TENSOR_CORES)],
-        capture_output=True, text=True, env=environment, cwd=SCRIPT.parents[2],
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return compiled_by("compile_only", TENSOR_CORES)
 
 
 @pytest.fixture(params=TENSOR_CORES, ids=lambda target: f"sm_{target}")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.kernels.compile_formats import CASES, SAMPLES, SPARSE, WIDE
 from tests.kernels.compile_only import SHARED_MEMORY
+from tests.kernels.compiled import compiled_by
 from tests.kernels.test_compile import TRITON, Version
 
 TARGETS = (80, 90, 100, 120)
@@ -26,14 +21,7 @@ KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
 @pytest.fixture(scope="module")
 def records():
-    """All targets at once: one process compiles them on every core and imports torch and triton once."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_formats", *map(str, TARGETS)],
-        capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return compiled_by("compile_formats", TARGETS)
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: f"sm_{target}")

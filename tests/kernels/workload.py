@@ -19,8 +19,10 @@ from lightning_actprune import kernels
 from lightning_actprune.kernels import column_sums, launch, unpack
 from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
-from lightning_actprune.ops import formats, reference
+from lightning_actprune.ops import activations, formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
+from lightning_actprune.ops.activate import activate, activation_grad
+from lightning_actprune.ops.activations import Kept
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
@@ -162,6 +164,30 @@ def check_column_sums(grad_y: Tensor) -> None:
         assert torch.equal(column_sums.column_sums(rows, torch.float32).cpu(), rows.cpu().float().sum(0)), rows.shape
 
 
+def check_activation(x: Tensor, kept: Kept) -> None:
+    """Apply an activation function to ``x [N]``, and compare what is read of its codes with the reference's."""
+    y, codes = activate(x, kept, x.dtype)
+    right = activations.ACTIVATIONS[kept.function].forward(x.cpu(), *kept.parameters)
+    assert torch.allclose(y.cpu(), right, rtol=1e-2, atol=1e-3), (x.shape, kept)
+    found = activation_grad(y, codes, (1,), kept, x.dtype).cpu()
+    assert torch.equal(found, activations.multiply(y.cpu(), codes.cpu(), kept, x.dtype)), (x.shape, kept)
+
+
+def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
+    """Normalise the rows of ``x [R, L]``, and go back; compare with torch's own layer."""
+    length = x.shape[1]
+    weight = oracle.integers(length, device=x.device)
+    layout = True, False, 1e-5, block_size, value_format, True
+    y, *kept = torch.ops.actprune.normalize(x, weight, None, *layout, x.dtype)
+    wide = x.float().cpu()
+    right = torch.nn.functional.layer_norm(wide, (length,), weight.cpu())
+    assert oracle.relative_error(y, right) < 2 * torch.finfo(x.dtype).eps, (x.shape, block_size, value_format)
+    layout = True, block_size, value_format, True, torch.float32, True
+    grad_x, sums = torch.ops.actprune.normalize_grad(x, *kept, weight, *layout)
+    assert torch.equal(sums[1].cpu(), wide.sum(0)), (x.shape, block_size, value_format)
+    assert grad_x.cpu().isfinite().all(), (x.shape, block_size, value_format)
+
+
 def run_all(device: torch.device) -> list[str]:
     """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
     torch.manual_seed(0)
@@ -193,6 +219,11 @@ def run_all(device: torch.device) -> list[str]:
                     check_selected(x, block_size, value_format, "swap")
                     check_selected(x, block_size, value_format, "unbiased")
         check_selected(oracle.integers(*STREAMED, device=device), 16, "same", "unbiased")
+        for dtype, value_format in itertools.product((torch.float32, torch.float16), activations.FORMAT_NAMES):
+            check_activation(oracle.integers(4100, dtype=dtype, device=device)[3:], Kept("gelu", (), value_format))
+            check_activation(oracle.integers(2051, dtype=dtype, device=device), Kept("relu6", (), value_format))
+        for dtype, value_format in itertools.product(DTYPES, ("int3", "fp8")):
+            check_norm(oracle.integers(37, 103, dtype=dtype, device=device)[1:, 3:], 24, value_format)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":

@@ -1,0 +1,124 @@
+"""Layers that scale, and perhaps shift, each feature: ``y = x * weight + bias``.
+
+Their input is needed for the gradient of the weight alone, as that of a linear layer: few bits of it leave the input
+gradient exact (maths: ``ops.normalize``, without normalisation). ``Affine`` is a plain layer of that kind for models of
+one's own, which ``convert`` knows; layers of timm that do the same are known too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_actprune.arguments import OtherOperator
+from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.ops.norm import NormSetting, few_bit_norm
+
+
+class Affine(nn.Module):
+    """Scale each feature by a learned factor and add a learned number: the "affine" layer of ResMLP, or a layer scale.
+
+    Args:
+        features: Size of each input row.
+        bias: Whether to add a learned number.
+        scale: First value of all factors.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
+
+    Example:
+        >>> Affine(4, bias=False, scale=0.5)(torch.ones(2, 4)).sum().item()
+        4.0
+    """
+
+    def __init__(
+        self, features: int, bias: bool = True, *, scale: float = 1.0, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        made = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.full((features,), scale, **made))
+        self.bias = nn.Parameter(torch.zeros(features, **made)) if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input * weight + bias``: ``[..., features]``."""
+        if self.bias is None:
+            return input * self.weight
+        return torch.addcmul(self.bias, self.weight, input)
+
+    def extra_repr(self) -> str:
+        """Show the sizes in the printed module."""
+        return f"{self.weight.shape[0]}, bias={self.bias is not None}"
+
+
+class FewBitScaling(FewBitLayer):
+    """Mixin of layers that scale each feature.
+
+    Raises:
+        TypeError: If the input is a DTensor, or in fp64.
+        ValueError: If the input has more than 2^31 - 1 blocks.
+    """
+
+    operator: ClassVar[OtherOperator] = "affine"
+
+    def extra_repr(self) -> str:
+        """Show how values are stored in the printed module."""
+        sizes: str = super().extra_repr()  # type: ignore[misc]
+        return f"{sizes}, {self.describe_settings()}".removeprefix(", ")
+
+    def keeps(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether ``x`` is kept for the gradient of ``weight``; what torch refuses is left to torch."""
+        if not torch.is_grad_enabled() or not weight.requires_grad:
+            return False
+        if isinstance(x, DTensor) or isinstance(weight, DTensor):
+            raise TypeError(
+                "A layer that keeps its input in few bits cannot take DTensors: blocks would be those of one shard. "
+                "HINT: exclude tensor-parallel layers (`exclude=[...]`)."
+            )
+        return x.is_floating_point() and x.layout == torch.strided and x.shape[-1:] == (weight.numel(),)
+
+    def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``x * weight + bias``, of parameters that have one value per feature, in the common type of all."""
+        settings = self._few_bit
+        setting = NormSetting(False, False, 0.0, settings.block_size, settings.value_format, normed=False)
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        return few_bit_norm(x, weight, bias, x.shape[-1:], setting, dtype)
+
+
+class FewBitAffine(FewBitScaling, Affine):
+    """``Affine`` that keeps its input in few bits; made by ``convert``."""
+
+    dense_class = Affine
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input * weight + bias``: ``[..., features]``."""
+        if not self.keeps(input, self.weight):
+            return super().forward(input)
+        return self.scaled(input, self.weight, self.bias)
+
+
+class FewBitTimmAffine(FewBitScaling):
+    """Mixin of timm's ``Affine``, whose parameters are ``[1, 1, features]``."""
+
+    alpha: nn.Parameter
+    beta: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x * alpha + beta``: ``[B, T, features]``."""
+        if x.dim() != 3 or not self.keeps(x, self.alpha):
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        return self.scaled(x, self.alpha, self.beta)
+
+
+class FewBitTimmLayerScale(FewBitScaling):
+    """Mixin of timm's ``LayerScale``."""
+
+    gamma: nn.Parameter
+    inplace: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x * gamma``: ``[..., features]``."""
+        if self.inplace or not self.keeps(x, self.gamma):
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        return self.scaled(x, self.gamma, None)

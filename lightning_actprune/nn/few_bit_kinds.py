@@ -1,0 +1,113 @@
+"""The kinds of layers besides linear ones that can keep in few bits what backward needs, and what they become.
+
+Only exact types are converted: a subclass may do anything in its forward. A class of another package is known by its
+module and name, so that nothing has to be imported for it. What it becomes is derived from it when it is met first: it
+stays an instance of its class, and a pickled one is found again by the name of what it became, in this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from lightning_actprune.arguments import OtherOperator
+from lightning_actprune.nn.activations import ACTIVATION_CLASSES, TRANSFORMERS_ACTIVATIONS
+from lightning_actprune.nn.affine import Affine, FewBitAffine, FewBitTimmAffine, FewBitTimmLayerScale
+from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.norms import (
+    FewBitLayerNorm,
+    FewBitLlamaRMSNorm,
+    FewBitRMSNorm,
+    FewBitTimmLayerNorm,
+    FewBitTimmLayerNorm2d,
+)
+
+TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
+    **{cls.dense_class: cls for cls in ACTIVATION_CLASSES},
+    Affine: FewBitAffine,
+    nn.LayerNorm: FewBitLayerNorm,
+    nn.RMSNorm: FewBitRMSNorm,
+}
+"""Few-bit class of each class of torch, and of this package's own."""
+
+ForeignName: TypeAlias = tuple[str, str]
+"""Module and name of a class."""
+
+LLAMA_NORMS = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
+    "granite": "Granite",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "mllama": "MllamaText",
+    "phi3": "Phi3",
+    "pixtral": "Pixtral",
+    "qwen2": "Qwen2",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "smollm3": "SmolLM3",
+}
+"""Models of transformers whose ``..RMSNorm`` has the forward of ``LlamaRMSNorm``, and what its name begins with."""
+
+FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
+    ("timm.layers.layer_scale", "LayerScale"): FewBitTimmLayerScale,
+    ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
+    ("timm.layers.norm", "LayerNorm2d"): FewBitTimmLayerNorm2d,
+    ("timm.models.mlp_mixer", "Affine"): FewBitTimmAffine,
+    **{
+        (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): FewBitLlamaRMSNorm
+        for model, name in LLAMA_NORMS.items()
+    },
+    **{("transformers.activations", name): mixin for name, mixin in TRANSFORMERS_ACTIVATIONS.items()},
+}
+"""Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
+
+
+_DERIVED: dict[type[nn.Module], type[FewBitLayer]] = {}
+
+
+def few_bit_class(cls: type[nn.Module]) -> type[FewBitLayer] | None:
+    """Return what a layer of exactly this class becomes, ``None`` if its forward is not known."""
+    mixin = FOREIGN_KINDS.get((cls.__module__, cls.__qualname__))
+    return TORCH_KINDS.get(cls) if mixin is None else _derived(cls, mixin)
+
+
+def operator_of(module: nn.Module) -> OtherOperator | None:
+    """Return what kind of operator ``module`` is, also as a subclass of a known one, ``None`` if none of them."""
+    if isinstance(module, FewBitLayer):
+        return module.operator
+    found = next(filter(None, map(few_bit_class, type(module).__mro__)), None)
+    return None if found is None else found.operator
+
+
+def _derived(cls: type[nn.Module], mixin: type[FewBitLayer]) -> type[FewBitLayer]:
+    """Return the few-bit class of a class of another package; its qualified name is what ``__getattr__`` finds."""
+    if cls in _DERIVED:
+        return _DERIVED[cls]
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": _qualified((cls.__module__, cls.__qualname__)),
+        "__doc__": f"``{cls.__name__}`` that keeps what backward needs in few bits; made by ``convert``.",
+        "dense_class": cls,
+    }
+    return _DERIVED.setdefault(cls, type(f"FewBit{cls.__name__}", (mixin, cls), namespace))
+
+
+def _qualified(name: ForeignName) -> str:
+    return "FewBit_" + "_".join(name).replace(".", "_")
+
+
+def __getattr__(name: str) -> Any:
+    """Return the few-bit class of that name: of another package's class in a model that is unpickled."""
+    for module, foreign in FOREIGN_KINDS:
+        if _qualified((module, foreign)) == name:
+            return few_bit_class(getattr(importlib.import_module(module), foreign))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,77 @@
+"""Autograd of an activation function whose derivative is kept in few bits (``ops.activations``).
+
+::
+
+    y  = f(x)                 exact
+    dx = f'(x) g              f' as it is read back: unbiased, or exact where it takes two values
+
+Saved for backward: the codes, and no other tensor. With ``in_place`` the output lies where the input did, as torch's
+in-place functions have it; nothing else needs that input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.ops import library
+from lightning_actprune.ops.activate import activate, activation_grad
+from lightning_actprune.ops.activations import Kept
+from lightning_actprune.ops.second_derivative import without_derivative
+
+_NO_SECOND = (
+    "Second derivatives through an activation function whose derivative is kept in few bits are not defined: the "
+    "second derivative is not kept. HINT: leave the module as it is where you need create_graph=True."
+)
+
+
+class FewBitActivationFunction(torch.autograd.Function):
+    """An activation function that keeps its derivative in few bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Kept, dtype: torch.dtype, in_place: bool, eager: bool) -> Tensor:
+        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
+        if eager:
+            y, codes = activate(x, kept, dtype, in_place)
+        else:
+            y, codes = torch.ops.actprune.activate(x, *kept, dtype)
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.kept, ctx.dtype, ctx.strides = kept, x.dtype, y.stride()
+        ctx.save_for_backward(codes)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the input."""
+        return (*without_derivative(lambda: (_backward(ctx, grad_y),), _NO_SECOND), None, None, None, None)
+
+
+_apply_eagerly = super(torch.autograd.Function, FewBitActivationFunction).apply
+"""See ``ops.linear``."""
+
+
+def few_bit_activation(x: Tensor, kept: Kept, dtype: torch.dtype, in_place: bool) -> Tensor:
+    """Return ``f(x)`` in ``dtype``, keeping the codes of its derivative for backward.
+
+    With ``in_place`` that is ``x`` itself, which has ``dtype`` then.
+    """
+    eager = library.in_plain_eager_mode(x)
+    if not in_place:
+        apply = _apply_eagerly if eager else FewBitActivationFunction.apply
+        y: Tensor = apply(x, kept, dtype, False, eager)
+        return y
+    if eager and (x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()):
+        written: Tensor = _apply_eagerly(x, kept, dtype, True, True)
+        return written
+    return x.copy_(few_bit_activation(x, kept, dtype, False))
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> Tensor:
+    (codes,) = ctx.saved_tensors
+    if library.in_plain_eager_mode(grad_y):
+        return activation_grad(grad_y, codes, ctx.strides, ctx.kept, ctx.dtype)
+    grad: Tensor = torch.ops.actprune.activation_grad(grad_y, codes, ctx.strides, *ctx.kept, ctx.dtype)
+    return grad

@@ -1,0 +1,153 @@
+"""Autograd of normalisation layers that keep their normalised input in few bits; maths in ``ops.normalize``.
+
+Saved for backward: the normalised input in few bits, ``rstd`` (fp32) per row, and the weight as it is. torch keeps the
+input as it is and two numbers a row.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.arguments import ValueFormatName
+from lightning_actprune.ops import library
+from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
+from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
+from lightning_actprune.ops.second_derivative import without_derivative
+
+_FP32_UNDER_AUTOCAST = {
+    (operator, device)
+    for operator in ("layer_norm", "rms_norm")
+    for device in ("cpu", "cuda")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
+}
+"""What autocast computes in fp32, which depends on the version of torch: ``rms_norm`` on a GPU in 2.15, not in 2.11."""
+
+
+class NormSetting(NamedTuple):
+    """What is computed, and how it is stored.
+
+    Args:
+        centred: Whether the mean is subtracted.
+        rounded: Whether normalised values are rounded to the type of the input before they are multiplied.
+        eps: Added to the variance.
+        block_size: Values per block, not yet cut to a row.
+        value_format: How values are stored, not ``"same"``.
+        normed: Whether rows are normalised; if not, they are only scaled and shifted.
+    """
+
+    centred: bool
+    rounded: bool
+    eps: float
+    block_size: int
+    value_format: ValueFormatName
+    normed: bool = True
+
+    def cut_to(self, length: int) -> NormSetting:
+        """Return the setting for rows of ``length`` values; torch 2.8 compiles no ``_replace``."""
+        centred, rounded, eps, block_size, value_format, normed = self
+        return NormSetting(centred, rounded, eps, max(1, min(block_size, length)), value_format, normed)
+
+
+_NO_SECOND = (
+    "Second derivatives through a normalisation or affine layer that keeps its input in few bits are not defined: the "
+    "input is no longer there. HINT: exclude the layer (`exclude=[...]`) where you need create_graph=True."
+)
+
+
+class FewBitNormFunction(torch.autograd.Function):
+    """Normalisation over the last dimensions that keeps its normalised input in few bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        shape: tuple[int, ...],
+        setting: NormSetting,
+        dtype: torch.dtype,
+        eager: bool,
+    ) -> Tensor:
+        """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
+        length = math.prod(shape)
+        rows = x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), length)
+        setting = setting.cut_to(length)
+        _check(x, ceil_div(rows.shape[0] * length, setting.block_size), setting)
+        y, values, rstd = library.normalize(rows, _flat(weight), _flat(bias), setting, dtype, eager)
+        ctx.setting, ctx.shape, ctx.dtype, ctx.rows = setting, x.shape, x.dtype, rows.shape
+        ctx.parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
+        ctx.save_for_backward(values, rstd, weight)
+        # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
+        return torch.ops.aten._unsafe_view.default(y, x.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias."""
+        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
+
+
+_apply_eagerly = super(torch.autograd.Function, FewBitNormFunction).apply
+"""See ``ops.linear``."""
+
+
+def few_bit_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``x`` normalised over its last dimensions, of ``shape``, in ``dtype``."""
+    eager = library.in_plain_eager_mode(x)
+    apply = _apply_eagerly if eager else FewBitNormFunction.apply
+    y: Tensor = apply(x, weight, bias, shape, setting, dtype, eager)
+    return y
+
+
+def output_dtype(x: Tensor, operator: str) -> torch.dtype:
+    """Return the type in which torch's ``operator`` computes, and returns, the normalised ``x``.
+
+    A kernel reads ``x`` as it is, and writes fp32 where autocast asks for it: no copy is made.
+    """
+    if x.dtype == torch.float64 or autocast_dtype(x) is None:
+        return x.dtype
+    return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else x.dtype
+
+
+def _check(x: Tensor, blocks: int, setting: NormSetting) -> None:
+    """Raise if values cannot be stored."""
+    if x.dtype == torch.float64:
+        raise TypeError(
+            f"float64 values cannot be stored as {setting.value_format!r}, whose scales have 8 bits of precision. "
+            "HINT: leave the layer as it is (`exclude=[...]`), or train in float32 or 16 bits."
+        )
+    if blocks > MAX_KEPT_BLOCKS:
+        raise ValueError(
+            f"An input of {tuple(x.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be numbered. "
+            f"HINT: take a larger `block_size` than {setting.block_size}."
+        )
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
+
+
+def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    values, rstd, weight = ctx.saved_tensors
+    needs_x, *needed = ctx.needs_input_grad[:3]
+    rows = grad_y.reshape(ctx.rows)
+    eager = library.in_plain_eager_mode(grad_y)
+    kept = values, rstd, _flat(weight)
+    grad_x, sums = library.normalize_grad(rows, kept, ctx.setting, ctx.dtype, any(needed), eager)
+    grads = [
+        as_dtype(total.view(made[0]), made[1]) if wanted else None
+        for total, made, wanted in zip(sums if any(needed) else (None, None), ctx.parameters, needed, strict=True)
+    ]
+    return (grad_x.view(ctx.shape) if needs_x else None, *grads)

@@ -1,0 +1,142 @@
+"""Layers that scale each feature and keep their input in few bits: exact but for the gradient of the factors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune import convert, revert
+from lightning_actprune.nn.affine import Affine, FewBitAffine
+from lightning_actprune.ops import formats
+from tests.attention import saved_tensors
+
+
+class TimmAffine(nn.Module):
+    """The forward of timm's ``Affine``."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones((1, 1, dim)))
+        self.beta = nn.Parameter(torch.zeros((1, 1, dim)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.beta, self.alpha, x)
+
+
+class TimmLayerScale(nn.Module):
+    """The forward of timm's ``LayerScale``."""
+
+    def __init__(self, dim: int, inplace: bool = False) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.gamma = nn.Parameter(1e-5 * torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+for stand_in, module, name in (
+    (TimmAffine, "timm.models.mlp_mixer", "Affine"),
+    (TimmLayerScale, "timm.layers.layer_scale", "LayerScale"),
+):
+    stand_in.__module__, stand_in.__qualname__, stand_in.__name__ = module, name, name
+
+MAKERS = {
+    "affine": lambda: Affine(70),
+    "layer scale": lambda: Affine(70, bias=False, scale=0.1),
+    "timm affine": lambda: TimmAffine(70),
+    "timm layer scale": lambda: TimmLayerScale(70),
+}
+each_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def pair(make, device, value_format="int4") -> tuple[nn.Module, nn.Module]:
+    """Return a layer with random parameters, dense and converted."""
+    dense = nn.Sequential(make()).to(device)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter)
+    ours = copy.deepcopy(dense)
+    report = convert(ours, block_size=32, others={"affine": value_format})
+    assert [(layer.fqn, layer.operator) for layer in report.few_bit] == [("0", "affine")]
+    return dense, ours
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value_format", ["int4", "int2", "fp8"])
+def test_all_but_the_gradient_of_the_factors_is_exact(make, device, dtype, value_format):
+    dense, ours = pair(make, device, value_format)
+    x = torch.randn(3, 5, 70, device=device).to(dtype)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    with saved_tensors() as saved:
+        y = ours(given[1])
+    right = dense(given[0])
+    assert y.dtype == right.dtype
+    torch.testing.assert_close(y, right, rtol=3e-7, atol=3e-7)
+    grad_y = torch.randn_like(y)
+    right.backward(grad_y)
+    y.backward(grad_y)
+    torch.testing.assert_close(given[1].grad, given[0].grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    factors, *shifts = tuple(zip(ours.parameters(), dense.parameters(), strict=True))
+    for mine, exact in shifts:
+        torch.testing.assert_close(mine.grad, exact.grad)
+    stored = formats.dequantize(saved[0].cpu(), 32, value_format, torch.float32).view(15, 96)[:, :70].double()
+    near = (grad_y.double().cpu().view(15, 70) * stored).sum(0)
+    torch.testing.assert_close(factors[0].grad.double().cpu().view(-1), near, rtol=1e-5, atol=1e-5)
+    assert sum(t.nbytes for t in saved[:2]) == 45 * formats.FORMATS[value_format].row_bytes(32, 4)
+
+
+@each_kind
+def test_nothing_is_kept_where_the_factors_are_frozen(make):
+    dense, ours = pair(make, "cpu")
+    for module in (dense, ours):
+        module.requires_grad_(False)
+    x = torch.randn(3, 5, 70, requires_grad=True)
+    with saved_tensors() as saved:
+        y = ours(x)
+    assert all(t.dtype == torch.float32 for t in saved)
+    assert torch.equal(y, dense(x))
+    with torch.no_grad():
+        assert not ours(x).requires_grad
+
+
+def test_layers_go_back_to_what_they_were():
+    _, ours = pair(MAKERS["timm affine"], "cpu")
+    assert isinstance(ours[0], TimmAffine)
+    assert type(ours[0]).__name__ == "FewBitAffine"
+    assert revert(ours) == ["0"]
+    assert type(ours[0]) is TimmAffine
+    assert "_few_bit" not in ours[0].__dict__
+
+
+def test_in_place_scaling_is_left_to_timm():
+    _, ours = pair(lambda: TimmLayerScale(70, inplace=True), "cpu")
+    x = torch.randn(2, 70)
+    with torch.no_grad():
+        assert ours(x) is x
+
+
+def test_a_compiled_layer_is_one_graph_and_equal():
+    _, ours = pair(MAKERS["affine"], "cpu")
+    x = torch.randn(4, 70, requires_grad=True)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(model(x).square().sum(), list(ours.parameters())) for model in (ours, compiled)]
+    for eager, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
+def test_what_cannot_be_stored_is_refused():
+    _, ours = pair(MAKERS["affine"], "cpu")
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored as 'int4'.* HINT"):
+        ours.double()(torch.randn(2, 70, dtype=torch.float64))
+
+
+def test_the_module_shows_its_sizes():
+    assert repr(Affine(8)) == "Affine(8, bias=True)"
+    converted = nn.Sequential(Affine(8))
+    convert(converted, others={"affine": "int2"})
+    assert isinstance(converted[0], FewBitAffine)
+    assert repr(converted[0]) == "FewBitAffine(8, bias=True, value_format='int2', block_size=32)"
