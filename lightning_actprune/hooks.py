@@ -39,3 +39,8 @@ def eager_modules(module: nn.Module) -> set[nn.Module]:
 def backward_runs() -> bool:
     """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
     return torch._C._current_graph_task_id() != -1
+
+
+def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
+    """Return whether ``hooks`` are the saved-tensor hooks with which torch's checkpoint drops what is saved."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

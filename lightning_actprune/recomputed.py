@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.following import PrunedCallFollower
-from lightning_actprune.hooks import backward_runs
+from lightning_actprune.hooks import backward_runs, dropped_by_checkpoint
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.selection import linear_layers
@@ -73,10 +73,5 @@ class RecomputationProbe(PrunedCallFollower):
             return
         if backward_runs():
             self._again.add(layer)
-        elif not _dropped_by_checkpoint():
+        elif not dropped_by_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(False)):
             self._kept.add(layer)
-
-
-def _dropped_by_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"

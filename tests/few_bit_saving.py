@@ -1,0 +1,80 @@
+"""What the tests of few-bit saving share: what backward reads in place of a tensor, and bounds of its error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.few_bit_saving import FewBitSaving
+
+SHAPE = (4, 20, 64)
+
+
+class Product(nn.Module):
+    """The product of its arguments; with a probe of ones for the second, that gets as gradient what was kept."""
+
+    def forward(self, x: Tensor, probe: Tensor) -> Tensor:
+        return x * probe
+
+
+class Runs(nn.Module):
+    """Runs a function on itself and its argument."""
+
+    def __init__(self, run: Callable[..., Tensor], *parameters: tuple[int, ...]) -> None:
+        super().__init__()
+        self.run = run
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape) / shape[0] ** 0.5) for shape in parameters])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, *self.weights)
+
+
+def activation(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1, device: Any = "cpu") -> Tensor:
+    """Return a tensor with a history."""
+    made = torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return made.requires_grad_() * 1
+
+
+def read_back(x: Tensor, value_format: str = "int8", **options: Any) -> Tensor:
+    """Return what backward reads in place of ``x``, which was packed."""
+    module, probe = Product(), torch.ones(x.shape, dtype=x.dtype, device=x.device, requires_grad=True)
+    with FewBitSaving(module, value_format, min_values=1, **options) as saving:
+        y = module(x, probe)
+    assert sum(row.count for row in saving.rows) == 1
+    y.sum().backward(inputs=[probe])
+    return probe.grad
+
+
+def gradients(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = torch.sum) -> list[Tensor]:
+    """Return the gradients of one step: of a fresh leaf in place of ``x`` first, then of the parameters."""
+    model.zero_grad(set_to_none=True)
+    leaf = x.detach().clone().requires_grad_()
+    loss(model(leaf * 1)).backward()
+    return [leaf.grad, *(p.grad for p in model.parameters())]
+
+
+def bound(blocks: Tensor, value_format: str) -> Tensor:
+    """Return how far values of ``blocks [n, b]`` may be off, ``[n, 1]`` or more, from what the format promises.
+
+    Integers: half a scale, which is rounded up by less than an eighth. fp8: half of the last of 3 bits of mantissa, and
+    of the least step there is, of a scale that is rounded up by less than 2^-7.
+    """
+    blocks = blocks.double()
+    if value_format == "fp8":
+        scale = blocks.abs().amax(1, keepdim=True) / 448 * (1 + 2**-7)
+        return blocks.abs() * 2**-4 + scale * 2**-10
+    most = 2 ** int(value_format[3:]) - 1
+    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    need = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / most * (1 + 2**-19)
+    return need * 9 / 8 / 2
+
+
+def typical(value_format: str) -> float:
+    """Return the root mean square of the error of normal values, relative to theirs, in an integer format.
+
+    Uniform within a step, of a block whose values lie within 8 standard deviations of each other.
+    """
+    return 8 * 32 / 31 * 9 / 8 / (2 ** int(value_format[3:]) - 1) / 12**0.5
