@@ -10,14 +10,10 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 from lightning_actprune import functional as functional
 from lightning_actprune import pictures as pictures
 from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.conversion import (
-    ConversionReport,
-    ConvertedLayer,
-    SkippedLayer,
-    convert,
-    revert,
-)
+from lightning_actprune.conversion import convert, revert
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
 from lightning_actprune.energy import EnergyProbe
+from lightning_actprune.few_bit_saving import FewBitSaving
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.nn import ActivationPrunedLinear
 from lightning_actprune.recomputed import RecomputationProbe
@@ -35,6 +31,8 @@ __all__ = [
     "ConvertedLayer",
     "CubicSchedule",
     "EnergyProbe",
+    "FewBitConversion",
+    "FewBitSaving",
     "HolderProbe",
     "LinearSchedule",
     "RecomputationProbe",

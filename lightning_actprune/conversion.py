@@ -1,4 +1,4 @@
-"""Turn the linear layers of a model into pruned ones and back, in place.
+"""Turn the linear layers of a model into pruned ones, other layers into few-bit ones, and all of them back, in place.
 
 A layer is converted by reassigning its ``__class__``. Parameters, hooks, shared references, the training flag, names
 and ``state_dict`` stay the very same objects, which replacing the module cannot promise (a second name would keep the
@@ -6,66 +6,42 @@ dense layer, hooks would be lost, and ``fully_shard`` would be left with the old
 nothing is registered, so no buffer or parameter appears.
 
 An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
-of either (see ``nn.attention``). Which layers are converted is decided in ``selection``.
+of either (see ``nn.attention``). Activation functions and norms are converted to keep in few bits what they need
+(``nn.few_bit_kinds``). Which layers are converted is decided in ``selection``.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
+from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.kinds import pruned_class
-from lightning_actprune.nn.settings import Converted, PrunedLayer, PruningSettings
+from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, dense_class, torch_class
+from lightning_actprune.other_layers import (
+    attach_rest,
+    check_rest_is_free,
+    chosen_others,
+    convert_other,
+    detach_rest,
+    revert_other,
+)
 from lightning_actprune.selection import (
     MIN_FEATURES,
+    WRAPPERS,
     Candidate,
     ConversionOptions,
     candidates,
     linear_layers,
+    other_layers,
     refusal,
 )
-
-
-@dataclass(frozen=True)
-class ConvertedLayer:
-    """A converted layer: its name, its former class, its sizes and its settings."""
-
-    fqn: str
-    kind: str
-    in_features: int
-    out_features: int
-    sparsity: float
-    block_size: int
-    scope: Scope
-    value_format: ValueFormatName = "same"
-    block_selection: BlockSelection = "largest"
-
-
-@dataclass(frozen=True)
-class SkippedLayer:
-    """A linear layer that was left as it is, and why."""
-
-    fqn: str
-    kind: str
-    reason: str
-
-
-@dataclass
-class ConversionReport:
-    """What a conversion did: every linear layer of the model is in one of the two lists."""
-
-    converted: list[ConvertedLayer] = field(default_factory=list)
-    skipped: list[SkippedLayer] = field(default_factory=list)
-
-    def describe_skipped(self) -> str:
-        """Return the skipped layers with their reasons, one a line."""
-        return "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in self.skipped)
 
 
 def convert(
@@ -79,8 +55,9 @@ def convert(
     min_features: int = MIN_FEATURES,
     value_format: ValueFormatName = "same",
     block_selection: BlockSelection = "largest",
+    others: Others = False,
 ) -> ConversionReport:
-    """Convert the linear layers of ``model`` in place; ``revert`` undoes it.
+    """Convert the linear layers of ``model``, and others if they are asked for, in place; ``revert`` undoes it.
 
     Args:
         model: Any module; parameters, hooks and names stay the same objects.
@@ -93,6 +70,10 @@ def convert(
         value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, ``"fp8"`` (see ``functional.linear``).
         block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
+        others: Whether other layers keep in few bits what they need: none, all that are known, or those of a mapping,
+            such as ``{"activation": "int4", "norm": "int4", "rest": "int8"}``, in the formats it names. ``include`` and
+            ``exclude`` hold for activation functions and norms too; the rest is whatever else autograd saves while a
+            module runs that ``exclude`` does not match (see ``FewBitSaving``).
 
     Returns:
         Converted and skipped layers; the latter with reasons.
@@ -110,7 +91,7 @@ def convert(
         >>> revert(model)
         ['0', '2']
     """
-    stored = value_format, block_selection
+    stored = value_format, block_selection, others
     options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features, *stored)
     owner = new_owner("convert()")
     report = convert_layers(model, options, owner)
@@ -130,20 +111,22 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
         owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
             built as ``ActivationPrunedLinear`` stay.
     """
+    detach_rest(model, owner)
     return revert_layers(model, lambda layer: owner in (None, layer.owner))
 
 
-def revert_layers(model: nn.Module, chosen: Callable[[PrunedLayer], bool]) -> list[str]:
+def revert_layers(model: nn.Module, chosen: Callable[[PrunedLayer | FewBitLayer], bool]) -> list[str]:
     """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
     names = []
     for fqns, layer in linear_layers(model):
         if isinstance(layer, PrunedLayer) and layer.owner is not None and chosen(layer):
             del layer.__dict__["_pruning"]
-            layer.__class__ = _dense_class(type(layer))  # type: ignore[assignment]
+            layer.__class__ = dense_class(type(layer))  # type: ignore[assignment]
             names.append(fqns[0])
+    names += [fqns[0] for fqns, other in other_layers(model) if revert_other(other, chosen)]
     for module in model.modules():
         if isinstance(module, RoutedMultiheadAttention) and not _prunes(module):
-            module.__class__ = _dense_class(type(module))  # type: ignore[assignment]
+            module.__class__ = dense_class(type(module))  # type: ignore[assignment]
     return names
 
 
@@ -166,32 +149,42 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
             report.skipped.append(SkippedLayer(candidate.fqns[0], type(candidate.layer).__name__, reason))
         else:
             chosen.append(candidate)
+    others = chosen_others(model, options, owner, report)
+    check_rest_is_free(model, options, owner)
     for candidate in chosen:
         _convert_layer(candidate, options, owner)
         kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
         settings = options.sparsity, options.block_size, options.scope, options.value_format, options.block_selection
         report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings))
+    report.few_bit.extend(convert_other(fqns[0], layer, options, owner) for fqns, layer in others)
+    attach_rest(model, options, owner)
+    report.rest = options.other_formats.get("rest")
     return report
 
 
 def check_conversion(model: nn.Module, report: ConversionReport, options: ConversionOptions) -> None:
-    """Raise ``ValueError`` if nothing was converted or a pattern matches no linear layer."""
-    layers = [fqns for fqns, _ in linear_layers(model)]
-    names = [fqn for fqns in layers for fqn in fqns]
+    """Raise ``ValueError`` if nothing was converted or a pattern matches no layer that could be."""
+    layers = list(linear_layers(model)) + (list(other_layers(model)) if options.others else [])
+    names = [fqn for fqns, _ in layers for fqn in fqns]
+    if "rest" in options.other_formats:  # which can leave out any module
+        names += [WRAPPERS.sub("", fqn).removeprefix(".") for fqn, _ in model.named_modules() if fqn]
     listing = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
+    word, kinds = "linear layer", "nn.Linear, nn.MultiheadAttention or transformers' Conv1D"
+    if options.others:
+        word, kinds = "convertible layer", f"{kinds}, activation functions, norms"
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no linear layers (nn.Linear, nn.MultiheadAttention or transformers' Conv1D), "
-            "so there is nothing to prune. HINT: pass the module that holds them."
+            f"{type(model).__name__} has no {word}s ({kinds}), so there is nothing to prune. HINT: pass the module "
+            "that holds them."
         )
     for argument, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
             if not any(fnmatchcase(fqn, pattern) for fqn in names):
                 raise ValueError(
-                    f"`{argument}` pattern {pattern!r} matches no linear layer. HINT: patterns match the whole name; "
-                    f"the linear layers are: {listing}."
+                    f"`{argument}` pattern {pattern!r} matches no {word}. HINT: patterns match the whole name; the "
+                    f"{word}s are: {listing}."
                 )
-    if not report.converted:
+    if not report.converted and not report.few_bit and report.rest is None:
         raise ValueError(
             f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}\n"
             "HINT: widen `include`, narrow `exclude`, or lower `min_features`."
@@ -210,25 +203,3 @@ def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str)
 def _prunes(attention: RoutedMultiheadAttention) -> bool:
     """Return whether a projection of ``attention`` is a pruned layer."""
     return isinstance(attention, PrunedLayer) or isinstance(attention.out_proj, PrunedLayer)
-
-
-def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return what ``cls`` was before anything was converted."""
-    while issubclass(cls, Converted):
-        cls = cls.dense_class
-    return cls
-
-
-def _dense_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``cls`` with the dense class in place of the pruned one.
-
-    ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
-    """
-    if not issubclass(cls, Converted):
-        return cls
-    if "dense_class" in vars(cls):
-        return cls.dense_class
-    bases = tuple(_dense_class(base) for base in cls.__bases__)
-    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    pruned = next(base for base in cls.__mro__ if "dense_class" in vars(base))
-    return type(cls.__name__.replace(pruned.__name__, cls.dense_class.__name__), bases, namespace)

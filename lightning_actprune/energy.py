@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.arguments import check_share, check_sparsity
-from lightning_actprune.conversion import ConversionReport, SkippedLayer, revert_layers
+from lightning_actprune.conversion import revert_layers
+from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.following import PrunedCallFollower
 from lightning_actprune.hooks import backward_runs
 from lightning_actprune.nn.kinds import Layer

@@ -32,9 +32,10 @@ from typing_extensions import Self
 
 from lightning_actprune.arguments import check_sparsity
 from lightning_actprune.calls import LinearCall
-from lightning_actprune.conversion import ConversionReport, SkippedLayer, revert_layers, torch_class
+from lightning_actprune.conversion import revert_layers
+from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.nn.kinds import Layer
-from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
+from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, torch_class
 from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
 from lightning_actprune.selection import WRAPPERS, linear_layers
 

@@ -8,16 +8,28 @@ weight without calling the layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_patterns, check_sparsity
+from lightning_actprune.arguments import (
+    BlockSelection,
+    OtherOperator,
+    Others,
+    Scope,
+    ValueFormatName,
+    check_others,
+    check_patterns,
+    check_sparsity,
+)
+from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of
 from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
@@ -27,6 +39,10 @@ MIN_FEATURES = 64
 saved costs 2.7 ms of eager step time at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
 
 WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
+
+
+_SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
+_REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class ConversionOptions:
         min_features: Layers with fewer input features stay dense.
         value_format: How the values of kept blocks are stored.
         block_selection: Which blocks are kept.
+        others: What operators other than linear layers keep in few bits, and in which format.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -56,12 +73,14 @@ class ConversionOptions:
     min_features: int = MIN_FEATURES
     value_format: ValueFormatName = "same"
     block_selection: BlockSelection = "largest"
+    others: Others = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
         object.__setattr__(self, "block_size", self.blocks.block_size)
         object.__setattr__(self, "include", check_patterns(self.include, "include"))
         object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
+        object.__setattr__(self, "others", check_others(self.others, self.block_size))
         if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):
             raise TypeError(
                 f"`min_features` must be an int >= 0, got {self.min_features!r}. HINT: 0 converts every size."
@@ -70,6 +89,11 @@ class ConversionOptions:
             raise ValueError(
                 f"`min_features` must be an int >= 0, got {self.min_features}. HINT: 0 converts every size."
             )
+
+    @property
+    def other_formats(self) -> Mapping[OtherOperator, ValueFormatName]:
+        """What operators other than linear layers keep in few bits, and in which format."""
+        return cast(Mapping[OtherOperator, ValueFormatName], self.others)
 
     @property
     def blocks(self) -> BlockSetting:
@@ -108,16 +132,21 @@ class Candidate:
         weights = self.weights
         return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
 
-    def matches(self, pattern: str) -> bool:
-        """Return whether one of its names matches a glob pattern."""
-        return any(fnmatchcase(fqn, pattern) for fqn in self.fqns)
-
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], Layer]]:
     """Yield every linear layer once, with all its fully qualified names (wrapper prefixes removed)."""
-    names: dict[Layer, list[str]] = {}
+    return _named(model, lambda module: kind_of(module) is not None)
+
+
+def other_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
+    """Yield every layer of another operator that is known, as ``linear_layers`` does."""
+    return _named(model, lambda module: operator_of(module) is not None)
+
+
+def _named(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[tuple[list[str], nn.Module]]:
+    names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        if kind_of(module) is not None:
+        if chosen(module):
             names.setdefault(module, []).append(WRAPPERS.sub("", fqn).removeprefix(".") or "(root)")
     for layer, fqns in names.items():
         yield fqns, layer
@@ -140,19 +169,54 @@ def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str
     layer = candidate.layer
     if isinstance(layer, PrunedLayer) and layer.owner is None:
         return "was built as ActivationPrunedLinear and keeps its own settings"
-    if not any(map(candidate.matches, options.include)):
-        return f"matches no `include` pattern ({', '.join(options.include)})"
-    for pattern in options.exclude:
-        if candidate.matches(pattern):
-            return f"matches the `exclude` pattern {pattern!r}"
+    unwanted = _pattern_refusal(candidate.fqns, options)
+    if unwanted is not None:
+        return unwanted
     if isinstance(layer, PrunedLayer):
-        if layer.owner != owner:
-            raise LayerClaimedError(
-                f"Layer {candidate.fqns[0]!r} is already pruned by {layer.owner}, and {owner} claims it too. HINT: "
-                "give each its own layers with `include` and `exclude`, or revert the first."
-            )
+        _check_claim(candidate.fqns[0], layer.owner, owner)
         return None
     return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, options)
+
+
+def other_refusal(fqns: list[str], layer: nn.Module, options: ConversionOptions, owner: str) -> str | None:
+    """Return why a layer of another operator is not converted, or ``None`` if it is.
+
+    Raises:
+        LayerClaimedError: If another owner has converted it.
+    """
+    if isinstance(layer, FewBitLayer) and layer.owner is None:
+        return f"was built as {type(layer).__name__} and keeps its own settings"
+    unwanted = _pattern_refusal(fqns, options)
+    if unwanted is not None:
+        return unwanted
+    if isinstance(layer, FewBitLayer):
+        _check_claim(fqns[0], layer.owner, owner)
+        return None
+    if isinstance(layer, FSDPModule):
+        return _SHARDED
+    if few_bit_class(type(layer)) is None:
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        return f"is a {name}, whose forward may be another than that of the class it derives from"
+    return _REPLACED if "forward" in layer.__dict__ else None
+
+
+def _pattern_refusal(fqns: list[str], options: ConversionOptions) -> str | None:
+    """Return why a layer with these names is not wanted."""
+    if not any(fnmatchcase(fqn, pattern) for fqn in fqns for pattern in options.include):
+        return f"matches no `include` pattern ({', '.join(options.include)})"
+    for pattern in options.exclude:
+        if any(fnmatchcase(fqn, pattern) for fqn in fqns):
+            return f"matches the `exclude` pattern {pattern!r}"
+    return None
+
+
+def _check_claim(fqn: str, former: str | None, owner: str) -> None:
+    """Raise if a converted layer is not ``owner``'s."""
+    if former != owner:
+        raise LayerClaimedError(
+            f"Layer {fqn!r} is already converted by {former}, and {owner} claims it too. HINT: give each its own "
+            "layers with `include` and `exclude`, or revert the first."
+        )
 
 
 def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> str | None:
@@ -162,12 +226,12 @@ def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> s
     if isinstance(layer, nn.LazyLinear):
         return "is not initialised yet; convert after the first forward"
     if isinstance(layer, FSDPModule):
-        return "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
+        return _SHARDED
     if pruned_class(type(layer)) is None and not isinstance(layer, PrunedLayer):
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be {kind_of(layer)}'s"
     if "forward" in layer.__dict__:
-        return "its forward was replaced on the instance, so the pruned one would never run"
+        return _REPLACED
     return None
 
 

@@ -192,7 +192,7 @@ def test_revert_keeps_a_parametrization_registered_after_conversion():
 def test_converting_twice_names_the_layer_and_the_first_owner():
     model = mlp()
     convert(model, sparsity=0.25)
-    with pytest.raises(ValueError, match=r"Layer 'fc1' is already pruned by convert\(\) #\w+.*HINT"):
+    with pytest.raises(ValueError, match=r"Layer 'fc1' is already converted by convert\(\) #\w+.*HINT"):
         convert(model, sparsity=0.75)
     assert (model.fc1.sparsity, model.fc2.sparsity) == (0.25, 0.25)
 
@@ -200,6 +200,6 @@ def test_converting_twice_names_the_layer_and_the_first_owner():
 def test_claim_on_the_last_layer_leaves_the_first_dense():
     model = mlp()
     convert(model, include="fc2")
-    with pytest.raises(ValueError, match="'fc2' is already pruned"):
+    with pytest.raises(ValueError, match="'fc2' is already converted"):
         convert(model)
     assert type(model.fc1) is nn.Linear

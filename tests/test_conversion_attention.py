@@ -89,7 +89,7 @@ def test_a_projection_is_claimed_once(claimed: str):
     model = layer()
     convert(model, include=claimed)
     before = state(model)
-    with pytest.raises(ValueError, match=rf"'{claimed}' is already pruned by convert\(\) #\w+.*HINT"):
+    with pytest.raises(ValueError, match=rf"'{claimed}' is already converted by convert\(\) #\w+.*HINT"):
         convert(model, include="self_attn*")
     assert state(model) == before
 

@@ -62,7 +62,9 @@ def test_a_subclass_and_a_replaced_forward_are_skipped_with_a_reason(conv1d):
     assert [c.fqn for c in report.converted] == ["c_proj"]
     reasons = {s.fqn: s.reason for s in report.skipped}
     assert reasons["twice"].endswith("TimesTwo, whose forward is not known to be Conv1D's")
-    assert reasons["c_fc"] == "its forward was replaced on the instance, so the pruned one would never run"
+    assert (
+        reasons["c_fc"] == "its forward was replaced on the instance, so the one of the converted class would never run"
+    )
     assert report.skipped[0].kind == "Conv1D"
 
 
@@ -72,7 +74,7 @@ def test_error_where_nothing_can_be_converted_leaves_the_layers(conv1d):
         convert(model, min_features=1000)
     assert type(model.c_fc) is type(model.c_proj) is conv1d
     convert(model)
-    with pytest.raises(ValueError, match="'c_fc' is already pruned"):
+    with pytest.raises(ValueError, match="'c_fc' is already converted"):
         convert(model)
 
 

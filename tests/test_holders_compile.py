@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from lightning_actprune import HolderProbe, convert
-from lightning_actprune.conversion import ConversionReport
+from lightning_actprune.conversion_report import ConversionReport
 from tests.helpers import pruned_layers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.callbacks.probing import Findings
-from lightning_actprune.conversion import ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.ops.geometry import BlockGeometry
 
 MAX_ROWS = 40
@@ -76,17 +78,38 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
     """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
-    saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]
-    lowest, highest = percent(min(saved)), percent(max(saved))
-    span = lowest if lowest == highest else f"{lowest} to {highest}"
-    text = (
-        f"Activation pruning: {len(report.converted)} linear layers converted, {len(report.skipped)} skipped. At "
-        f"sparsity {sparsity:g} each keeps {span} less of its input for backward."
-    )
-    parts: list[RenderableType] = [text, _converted_table(report.converted, saved)]
+    text = f"Activation pruning: {len(report.converted)} linear layers converted, {len(report.skipped)} skipped."
+    parts: list[RenderableType] = []
+    if report.converted:
+        saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]
+        lowest, highest = percent(min(saved)), percent(max(saved))
+        span = lowest if lowest == highest else f"{lowest} to {highest}"
+        text += f" At sparsity {sparsity:g} each keeps {span} less of its input for backward."
+        parts.append(_converted_table(report.converted, saved))
+    parts.insert(0, text + _others_text(report))
     if report.skipped:
         parts.append(_skipped_table(report.skipped))
     return Group(*parts)
+
+
+def _others_text(report: ConversionReport) -> str:
+    """Return what layers of other operators keep in few bits, and what could be kept so."""
+    made = Counter((layer.operator, layer.value_format) for layer in report.few_bit)
+    text = "".join(
+        f" Stored as {stored}: what {count} {_plural(operator, count)} need."
+        for (operator, stored), count in made.items()
+    )
+    if report.rest is not None:
+        text += f" Stored as {report.rest}: what else modules keep for backward."
+    left = [f"{count} {_plural(operator, count)}" for operator, count in report.left.items() if count]
+    if left:
+        text += f" Stored as it is: what {' and '.join(left)} need (others=True stores it in few bits)."
+    return text
+
+
+def _plural(operator: OtherOperator, count: int) -> str:
+    name = {"activation": "activation function", "affine": "affine layer"}.get(operator, operator)
+    return name if count == 1 else f"{name}s"
 
 
 def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableType]:

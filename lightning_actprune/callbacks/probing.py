@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_actprune.conversion import ConversionReport, SkippedLayer
+from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.energy import EnergyProbe, keep_blocks
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.recomputed import RecomputationProbe
@@ -142,8 +142,8 @@ def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
 
 
 def check_left(report: ConversionReport) -> None:
-    """Raise if no layer is left to prune."""
-    if not report.converted:
+    """Raise if no layer is left to prune, and none of another operator is converted."""
+    if not report.converted and not report.few_bit and report.rest is None:
         raise MisconfigurationException(
             "No layer is left to prune: packing their inputs would add memory, or drop too much of them:\n"
             f"{report.describe_skipped()}\nHINT: choose other layers with `include`, take the callback out, or prune "

@@ -12,21 +12,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
+from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_share
 from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
 from lightning_actprune.callbacks.display import conversion_summary, findings, show
 from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe, Questions, check_left, sum_over_ranks
 from lightning_actprune.callbacks.progress import SparsityProgress, checked
-from lightning_actprune.conversion import (
-    ConversionReport,
-    ConvertedLayer,
-    SkippedLayer,
-    check_conversion,
-    convert_layers,
-    new_owner,
-    revert,
-)
+from lightning_actprune.conversion import check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
 from lightning_actprune.energy import keep_blocks
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.presets import PresetName, check_preset
@@ -73,6 +66,8 @@ class ActivationPruning(pl.Callback):
             batch; layers above it drop none (see ``EnergyProbe``). 1 judges none.
         preset: What the arguments that are not given stand at: ``"paper"``, ``"balanced"`` or ``"max"`` (``presets``).
             By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
+        others: Whether layers besides the linear ones keep in few bits what they need: none, all that are known, or
+            those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -104,6 +99,7 @@ class ActivationPruning(pl.Callback):
         block_selection: BlockSelection | None = None,
         max_dropped_energy: float | None = None,
         preset: PresetName | None = None,
+        others: Others = False,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -122,6 +118,7 @@ class ActivationPruning(pl.Callback):
         self.value_format = _given(value_format, base.value_format)
         self.block_selection = _given(block_selection, base.block_selection)
         self.max_dropped_energy = _given(max_dropped_energy, base.max_dropped_energy)
+        self.others = others
         self.verbose = verbose
         self._progress = SparsityProgress(self.sparsity, schedule, total_steps)
         self._options = self._checked_options()
@@ -141,8 +138,13 @@ class ActivationPruning(pl.Callback):
 
     @property
     def skipped(self) -> list[SkippedLayer]:
-        """Linear layers left as they are in the current or the last fit, with the reason."""
+        """Layers left as they are in the current or the last fit, with the reason."""
         return self._report.skipped
+
+    @property
+    def few_bit(self) -> list[FewBitConversion]:
+        """Layers of other operators that keep in few bits what they need, in the current or the last fit."""
+        return self._report.few_bit
 
     @property
     def spread(self) -> dict[str, float]:
@@ -157,7 +159,7 @@ class ActivationPruning(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            check_precision(trainer, self.value_format)
+            check_precision(trainer, self.value_format, bool(self._options.other_formats))
             self._restored = None
             self._spread = None
             self._convert(pl_module)
@@ -222,6 +224,7 @@ class ActivationPruning(pl.Callback):
             "value_format": self._options.value_format,
             "block_selection": self._options.block_selection,
             "max_dropped_energy": self.max_dropped_energy,
+            "others": dict(self._options.other_formats),
             "total_steps": self.total_steps,
             "layers": self._claimed,
             "spread": self._spread,
@@ -233,7 +236,7 @@ class ActivationPruning(pl.Callback):
 
     def _checked_options(self) -> ConversionOptions:
         blocks, patterns = (self.block_size, self.scope), (self.include, self.exclude)
-        stored = self.value_format, self.block_selection
+        stored = self.value_format, self.block_selection, self.others
         checked(check_share, self.max_dropped_energy, "max_dropped_energy")
         return checked(ConversionOptions, self._progress.first, *blocks, *patterns, self.min_features, *stored)
 

@@ -117,6 +117,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "value_format": "same",
         "block_selection": "largest",
         "max_dropped_energy": 1.0,
+        "others": {},
         "total_steps": None,
         "layers": ["body.0", "body.2", "head"],
         "spread": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_short_names_on_the_command_line():
     assert (pruning.sparsity, pruning.include, pruning.schedule.end) == (0.3, ["body.*", "head"], 0.7)
     assert (pruning.value_format, pruning.block_selection) == ("int4", "swap")
     assert monitor.verbose is False
+
+
+@pytest.mark.parametrize("others", [True, {"activation": "int2", "rest": "int8"}], ids=["bool", "mapping"])
+def test_other_layers_on_the_command_line_and_in_the_saved_config(others, tmp_path):
+    callback = "--trainer.callbacks+=ActivationPruning"
+    first = cli("--trainer.accelerator=cpu", callback, f"--trainer.callbacks.others={json.dumps(others)}")
+    path = tmp_path / "config.yaml"
+    path.write_text(first.parser.dump(first.config, skip_none=False))
+    for made in first, cli("--config", str(path)):
+        [pruning] = [c for c in made.trainer.callbacks if isinstance(c, ActivationPruning)]
+        assert pruning.others == others
 
 
 def test_a_wrong_argument_on_the_command_line_is_named(capsys):

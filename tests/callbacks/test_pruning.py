@@ -57,6 +57,7 @@ def test_arguments_are_stored_as_given():
         "block_selection": "unbiased",
         "max_dropped_energy": 0.3,
         "preset": "max",
+        "others": {"activation": "int2"},
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
@@ -174,9 +175,8 @@ def test_two_instances_with_layers_of_their_own():
 def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
     model = make()
     callbacks = ActivationPruning(0.6, include="body.*"), ActivationPruning(0.6, include=["*.2", "head"])
-    both = (
-        r"'body.2' is already pruned by ActivationPruning\(include=\['body.\*'\].*ActivationPruning\(include=\['\*.2'"
-    )
+    first, second = r"include=\['body.\*'\]", r"include=\['\*.2', 'head'\]"
+    both = rf"'body.2' is already converted by ActivationPruning\({first}.*ActivationPruning\({second}"
     with pytest.raises(MisconfigurationException, match=both):
         trainer(*callbacks).fit(model)
     assert_plain(model)

@@ -1,0 +1,65 @@
+"""What a conversion did: the converted layers with their settings, and the others with reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from lightning_actprune.arguments import BlockSelection, OtherOperator, Scope, ValueFormatName
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A converted layer: its name, its former class, its sizes and its settings."""
+
+    fqn: str
+    kind: str
+    in_features: int
+    out_features: int
+    sparsity: float
+    block_size: int
+    scope: Scope
+    value_format: ValueFormatName = "same"
+    block_selection: BlockSelection = "largest"
+
+
+@dataclass(frozen=True)
+class FewBitConversion:
+    """A converted layer of another operator: its name, its former class, what it is and how it stores what it keeps."""
+
+    fqn: str
+    kind: str
+    operator: OtherOperator
+    value_format: ValueFormatName
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A layer that was left as it is, and why."""
+
+    fqn: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion did: every linear layer, and every other one that was to be converted, is in one list.
+
+    Args:
+        converted: Linear layers that are pruned.
+        skipped: Layers left as they are.
+        few_bit: Layers of other operators that keep in few bits what they need.
+        rest: Format of what else autograd saves while the model runs, ``None`` if that is left as it is.
+        left: How many layers of each other operator could be converted too, if ``others`` named it.
+    """
+
+    converted: list[ConvertedLayer] = field(default_factory=list)
+    skipped: list[SkippedLayer] = field(default_factory=list)
+    few_bit: list[FewBitConversion] = field(default_factory=list)
+    rest: ValueFormatName | None = None
+    left: Counter[OtherOperator] = field(default_factory=Counter)
+
+    def describe_skipped(self) -> str:
+        """Return the skipped layers with their reasons, one a line."""
+        return "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in self.skipped)
