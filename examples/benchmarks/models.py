@@ -58,7 +58,9 @@ CASE_SECONDS = 180
 class Training:
     """One model with so many of its batches in one and an optimizer, dense without a ``preset``."""
 
-    def __init__(self, name: str, preset: Preset | None, device: torch.device, batches: int = 1) -> None:
+    def __init__(
+        self, name: str, preset: Preset | None, device: torch.device, batches: int = 1, others: bool = False
+    ) -> None:
         torch.manual_seed(0)
         self.workload, self.device = WORKLOADS[name], device
         self.model = self.workload.build().to(device)
@@ -67,7 +69,7 @@ class Training:
         if preset is not None:
             settings = asdict(preset)
             del settings["max_dropped_energy"]  # which the first step decides on
-            self.conversion = convert(self.model, **settings)
+            self.conversion = convert(self.model, **settings, others=others)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 

@@ -3,9 +3,9 @@
     python examples/benchmarks/presets.py --out presets.json
 
 Models as their libraries build them, bf16 autocast, fused AdamW, eager: dense, with every block checkpointed, and
-pruned as ``ActivationPruning(preset=...)`` does it, the first step probed for layers whose input something else keeps
-and for those whose dropped blocks would hold too much. The cases of a model, each in a process of its own, warm up side
-by side and then take turns (see ``turns.py``); together they take up to 110 GiB.
+pruned as ``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers
+whose input something else keeps and for those whose dropped blocks would hold too much. The cases of a model, each in a
+process of its own, warm up side by side and then take turns (see ``turns.py``); together they take up to 140 GiB.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
@@ -26,7 +26,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks import summaries, turns
+from examples.benchmarks import models, summaries, turns
 from examples.benchmarks.common import MIB, environment, require_gpu, write_records
 from examples.benchmarks.models import Training, allocated, described, warm_up
 from examples.benchmarks.summaries import Records
@@ -34,18 +34,26 @@ from examples.benchmarks.third_party import checkpoint_blocks
 from lightning_actprune.presets import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
-METHODS = ("dense", "checkpoint", *PRESETS)
+WITH_OTHERS = ", others"
+METHODS = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_OTHERS}")
+"""``, others``: with ``others=True`` beside the preset."""
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU, and its times vary by half."""
 
 
 def prepare(name: str, method: str, device: torch.device) -> Training:
     """Return a training that is warm."""
-    training = Training(name, PRESETS.get(method), device, BATCHES)
+    preset, others = parsed(method)
+    training = Training(name, preset, device, BATCHES, others)
     if method == "checkpoint":
         checkpoint_blocks(training.model)
     warm_up(training)
     return training
+
+
+def parsed(method: str) -> tuple[Preset | None, bool]:
+    """Return the preset of a method, and whether other layers than linear ones are converted too."""
+    return PRESETS.get(method.removesuffix(WITH_OTHERS)), method.endswith(WITH_OTHERS)
 
 
 def facts(training: Training) -> dict[str, Any]:
@@ -61,24 +69,25 @@ def serve(name: str, method: str, steps: int, device: torch.device) -> None:
     turns.answer(lambda: training.finish(training.forward()), steps, facts(training))
 
 
-def compare(name: str, steps: int, rounds: int) -> Records:
+def compare(name: str, methods: Sequence[str], steps: int, rounds: int) -> Records:
     """Return the records of one model."""
-    commands = [[sys.executable, __file__, "--steps", str(steps), "--case", name, method] for method in METHODS]
+    commands = [[sys.executable, __file__, "--steps", str(steps), "--case", name, method] for method in methods]
     figures = turns.take_turns(commands, rounds)
-    return [{**head(name, method), **found} for method, found in zip(METHODS, figures, strict=True)]
+    return [{**head(name, method), **found} for method, found in zip(methods, figures, strict=True)]
 
 
 def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says of its case."""
-    preset = PRESETS.get(method)
+    preset, others = parsed(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
-    return {**described(name, BATCHES), "mode": "eager", "method": method, **settings}
+    return {**described(name, BATCHES), "mode": "eager", "method": method, **settings, "others": others}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models, write the records and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=models.WORKLOADS, metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("presets.json"))
@@ -90,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     records: Records = []
     for model in args.models:
-        records += [{**record, **environment()} for record in compare(model, args.steps, args.rounds)]
+        records += [{**record, **environment()} for record in compare(model, args.methods, args.steps, args.rounds)]
         write_records(args.out, records)
     Console(width=None if sys.stdout.isatty() else 160).print(summaries.presets(records).rich())
 

@@ -107,7 +107,9 @@ def tradeoff(records: Records) -> Figure:
     """Draw every setting by the bits it stores per value; bars and the band of dense are one standard deviation."""
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    settings = results.by_setting(sorted(records, key=lambda r: r["bits_per_value"]))
+    # Bits are those of linear layers alone: what other layers keep in few bits is not on this axis.
+    alone = [r for r in records if not r.get("others")]
+    settings = results.by_setting(sorted(alone, key=lambda r: r["bits_per_value"]))
     dense = settings.pop("dense")
     score = results.score_of(records[0])
     figure, axes = one(size=(6.5, 4.2))

@@ -65,8 +65,11 @@ def add_lora(model: nn.Module, trained: str) -> nn.Module:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a model of timm, or of a GPT-2, keep only its input, and run again in backward."""
-    for block in model.get_submodule("blocks" if hasattr(model, "blocks") else "transformer.h"):
+    """Let every block of a model of timm, a GPT-2 or a Llama keep only its input, and run again in backward."""
+    names = {name for name, _ in model.named_modules()}
+    for block in model.get_submodule(
+        next(name for name in ("blocks", "transformer.h", "model.layers") if name in names)
+    ):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 

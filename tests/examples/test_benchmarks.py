@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.benchmarks import formats, kernels, plots, summaries, tables, tune_formats, tune_pack
+from examples.benchmarks import activations, formats, kernels, norms, plots, summaries, tables, tune_formats, tune_pack
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -146,6 +146,46 @@ def test_formats_and_selections_are_measured_beside_unquantised_blocks(monkeypat
     shown = formats.summary(records, "pack_us", "")
     assert shown.rows[0][1:3] == ["10.0", "12.0 (1.20)"]
     capsys.readouterr()
+
+
+def test_activation_functions_are_measured_beside_those_of_torch(monkeypatch, tmp_path, capsys):
+    times = iter(range(10, 1000))
+    monkeypatch.setattr(activations, "SHAPES", [(4, 100)])
+    monkeypatch.setattr(activations, "require_gpu", lambda: None)
+    monkeypatch.setattr(activations, "inputs", lambda shape, dtype: [torch.randn(2, *shape).unbind() for _ in range(2)])
+    monkeypatch.setattr(activations, "gpu_us", lambda calls: [call() for call in calls] and float(next(times)))
+    out = tmp_path / "activations.json"
+    activations.main(["--shapes", "0", "--dtypes", "float32", "--functions", "silu", "relu", "--out", str(out)])
+    records = json.loads(out.read_text())
+    assert [r["kept_bytes"] for r in records] == [4, 1.005, 0.505, 0.38, 0.255, 4, 0.125]
+    shown = activations.summary(records, "backward_us", "").rows
+    assert shown[0][1:4] == ["11.0 (1.00)", "13.0 (1.18)", "15.0 (1.36)"]
+    assert shown[1][1:4] == ["21.0 (1.00)", "-", "23.0 (1.10)"]
+    capsys.readouterr()
+
+
+def test_norms_are_measured_beside_those_of_torch(monkeypatch, tmp_path, capsys):
+    cases, times = [("layer_norm", 8, 64, "float32"), ("layer_norm", 8, 64, "bfloat16")], iter(range(10, 1000))
+
+    def inputs(case):
+        x, grad_y = torch.randn(2, 8, 64, dtype=getattr(torch, case[3]))
+        weight, bias = torch.ones(2, 64, dtype=x.dtype)
+        return [x], [grad_y], (weight, bias)
+
+    for name, stand_in in (
+        ("CASES", cases),
+        ("require_gpu", lambda: None),
+        ("inputs", inputs),
+        ("host_us", lambda case, value_format: 1.0),
+        ("gpu_us", lambda calls: [call() for call in calls] and float(next(times))),
+    ):
+        monkeypatch.setattr(norms, name, stand_in)
+    norms.main(["--cases", "0", "1", "--out", str(tmp_path / "norms.json")])
+    records = json.loads((tmp_path / "norms.json").read_text())
+    assert [r["value_format"] for r in records] == list(norms.FORMATS) * 2
+    assert [r["kept_bytes"] for r in records[:4]] == [2112, 8 * 68 + 32, 8 * 36 + 32, 8 * 20 + 32]
+    assert [r["forward_us"] for r in records] == list(range(10, 26, 2))
+    assert "11.0 (1.00)" in capsys.readouterr().out
 
 
 def test_a_machine_without_a_gpu_gets_a_hint(monkeypatch, tmp_path):

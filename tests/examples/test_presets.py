@@ -112,11 +112,17 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
     out = tmp_path / "presets.json"
     presets.main(["--rounds", "1", "--out", str(out)])
     records = json.loads(out.read_text())
-    assert [r["method"] for r in records] == ["dense", "checkpoint", "paper", "balanced", "max"]
+    assert [r["method"] for r in records[:5]] == ["dense", "checkpoint", "paper", "balanced", "max"]
+    assert [(r["method"], r["others"]) for r in records[4:]] == [
+        ("max", False),
+        ("balanced, others", True),
+        ("max, others", True),
+    ]
     assert [(r["sparsity"], r["value_format"]) for r in records[1:4]] == [(None, None), (0.6, "same"), (0.0, "int4")]
     by_method = {r["method"]: r["activations_mib"] for r in records}
     assert by_method["checkpoint"] < by_method["dense"]
     assert by_method["max"] < by_method["balanced"] < by_method["paper"] < by_method["dense"]
+    assert by_method["max, others"] < by_method["balanced, others"] < 0.5 * by_method["max"]
     assert all({"gpu", "torch", "triton", "command", "peak_mib", "converted", "batch"} <= r.keys() for r in records)
     assert f"small, batch {4 * presets.BATCHES}" in capsys.readouterr().out
 

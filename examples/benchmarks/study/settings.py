@@ -5,7 +5,8 @@ A setting is written `dense`, as the name of a preset, or as `sparsity:block_siz
 of the energy that may be dropped can follow: `0.8:32:same:unbiased`, `0.5:32:int2:0.2`. All linear layers of the
 model's blocks are pruned but those that `HolderProbe` finds in a first forward: an input that something else keeps
 anyway would be packed on top. In a transformer that is the output projection of the attention, whose input the
-attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`).
+attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`). At the end of a
+pruned setting `+others` lets the other operators of the blocks keep in few bits what they need: `max+others`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -26,6 +27,7 @@ from lightning_actprune.footprint import LayerFootprint, SavedTensorMeter
 from lightning_actprune.presets import PRESETS, Preset
 
 Batch = tuple[Tensor, Tensor]
+OTHERS = "+others"
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,22 @@ class Setting:
     value_format: str | None = None
     block_selection: str | None = None
     max_dropped_energy: float | None = None
+    others: bool | None = None
 
     def __str__(self) -> str:
         if self.method == "dense":
             return self.method
         more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
-        return ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
+        text = ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
+        return text + OTHERS if self.others else text
 
 
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
     if text == "dense":
         return Setting("dense")
+    if text.endswith(OTHERS) and text != f"dense{OTHERS}":
+        return replace(parse_setting(text.removesuffix(OTHERS)), others=True)
     if text in PRESETS:
         return _of_preset(PRESETS[text])
     selections = "|".join(get_args(BlockSelection))
@@ -84,14 +90,14 @@ def training_loss(model: nn.Module, batch: Batch, precision: str) -> Tensor:
 
 
 def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> list[str]:
-    """Convert the linear layers of the blocks of `model`, if that is the setting; `revert` undoes it.
+    """Convert the layers of the blocks of `model` that the setting says; `revert` undoes it.
 
     Returns:
         The kinds of layers that were left dense, since something else keeps their input.
     """
     if setting.method == "dense":
         return []
-    names = "sparsity", "block_size", "value_format", "block_selection"
+    names = "sparsity", "block_size", "value_format", "block_selection", "others"
     arguments = {name: getattr(setting, name) for name in names if getattr(setting, name) is not None}
     report = convert(model, **arguments, include="blocks.*", min_features=0)
     limit = 1.0 if setting.max_dropped_energy is None else setting.max_dropped_energy

@@ -1,0 +1,163 @@
+"""Normalisation layers that keep their input in few bits, beside torch's own, on one GPU.
+
+    python examples/benchmarks/norms.py
+
+Time of forward (`forward_us`) and backward (`backward_us`, gradients of input, weight and bias), and the bytes kept for
+backward (`kept_bytes`), of torch's own kernels ("dense") and of each format. GPU time by CUDA graph,
+inputs rotated through several times the L2 cache, medians. `host_us`: what forward and backward of the module cost the
+host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks.common import environment, require_gpu, write_records
+from examples.benchmarks.summaries import Records, Summary, groups
+from examples.benchmarks.timing import gpu_us
+from lightning_actprune.nn.few_bit import FewBitSettings
+from lightning_actprune.nn.few_bit_kinds import few_bit_class
+from lightning_actprune.ops.normalize import normalize, normalize_grad
+
+CASES = [
+    ("layer_norm", 128 * 197, 768, "float32"),
+    ("layer_norm", 64 * 196, 384, "float32"),
+    ("rms_norm", 8192, 4096, "bfloat16"),
+]
+"""Operator, rows, length, dtype: ViT-B/16 and a small ResMLP under autocast, a language model in bf16."""
+FORMATS = ("dense", "int8", "int4", "int2")
+BLOCK_SIZE, EPS = 32, 1e-6
+SEVERAL_CACHES = 200 * 2**20
+"""Bytes of inputs that are rotated through."""
+
+
+Tensors = list[Tensor]
+Parameters = tuple[Tensor, Tensor | None]
+"""Weight and bias; RMS norm has no bias."""
+
+
+def inputs(case: tuple[str, int, int, str]) -> tuple[Tensors, Tensors, Parameters]:
+    """Return inputs and gradients of a case, together several times the L2 cache, and the parameters."""
+    operator, rows, length, name = case
+    dtype = getattr(torch, name)
+    count = max(2, -(-SEVERAL_CACHES // (rows * length * dtype.itemsize)))
+    xs, grads = ([torch.randn(rows, length, device="cuda", dtype=dtype) for _ in range(count)] for _ in range(2))
+    weight, bias = torch.randn(2, length, device="cuda", dtype=dtype)
+    return xs, grads, (weight, bias if operator == "layer_norm" else None)
+
+
+def measure(case: tuple[str, int, int, str], value_format: str) -> dict[str, Any]:
+    """Return the figures of one way to keep the inputs of a case."""
+    xs, grads, parameters = inputs(case)
+    calls = dense(xs, *parameters) if value_format == "dense" else few_bits(xs, *parameters, value_format)
+    forward, backward, kept = calls
+    return {
+        "forward_us": round(gpu_us([functools.partial(forward, x) for x in xs]), 2),
+        "backward_us": round(gpu_us([functools.partial(backward, *pair) for pair in zip(grads, kept, strict=True)]), 2),
+        "kept_bytes": sum(tensor.nbytes for tensor in kept[0]),
+        "host_us": round(host_us(case, value_format), 1),
+    }
+
+
+Calls = tuple[Callable[[Tensor], Any], Callable[[Tensor, Tensors], Any], list[Tensors]]
+"""Forward of an input, backward of a gradient and what was kept, and what is kept of each input."""
+
+
+def dense(xs: Tensors, weight: Tensor, bias: Tensor | None) -> Calls:
+    """Return torch's own kernels, called as autograd calls them (RMS norm: from torch 2.9 on)."""
+    shape, aten = list(xs[0].shape[1:]), torch.ops.aten
+    if bias is None:
+        forward = functools.partial(aten._fused_rms_norm, normalized_shape=shape, weight=weight, eps=EPS)
+
+        def backward(grad: Tensor, kept: Tensors) -> Any:
+            return aten._fused_rms_norm_backward(grad, kept[0], shape, kept[1], weight, [True, True])
+
+    else:
+        forward = functools.partial(aten.native_layer_norm, normalized_shape=shape, weight=weight, bias=bias, eps=EPS)
+
+        def backward(grad: Tensor, kept: Tensors) -> Any:
+            return aten.native_layer_norm_backward(grad, kept[0], shape, *kept[1:], weight, bias, [True, True, True])
+
+    return forward, backward, [[x, *forward(x)[1:]] for x in xs]
+
+
+def few_bits(xs: Tensors, weight: Tensor, bias: Tensor | None, value_format: str) -> Calls:
+    """Return the kernels that keep few bits."""
+    centred, dtype = bias is not None, xs[0].dtype
+
+    def forward(x: Tensor) -> Any:
+        return normalize(x, weight, bias, centred, False, EPS, BLOCK_SIZE, value_format, True, dtype)
+
+    def backward(grad: Tensor, kept: Tensors) -> Any:
+        return normalize_grad(grad, *kept, weight, centred, BLOCK_SIZE, value_format, True, dtype, True)
+
+    return forward, backward, [list(forward(x)[1:]) for x in xs]
+
+
+def host_us(case: tuple[str, int, int, str], value_format: str, calls: int = 1000) -> float:
+    """Return what forward and backward of a module cost the host, of an input so small that it never waits."""
+    operator, _, length, name = case
+    dtype = getattr(torch, name)
+    layer = (nn.LayerNorm if operator == "layer_norm" else nn.RMSNorm)(length, device="cuda", dtype=dtype)
+    if value_format != "dense":
+        layer.__class__ = few_bit_class(type(layer))
+        layer._few_bit = FewBitSettings(value_format, BLOCK_SIZE)
+    x = torch.randn(8, length, device="cuda", dtype=dtype, requires_grad=True)
+    grad_y, leaves, start = torch.randn_like(x), (x, *layer.parameters()), 0.0
+    for number in range(calls + 100):
+        if number == 100:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+        torch.autograd.grad(layer(x), leaves, grad_y)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def summary(records: Records, figure: str, title: str) -> Summary:
+    """Return a figure of all formats, and over that of the dense layer in brackets."""
+    rows = []
+    for case, group in groups(records, "operator", "rows", "length", "dtype").items():
+        found = {record["value_format"]: record[figure] for record in group}
+        cells = [f"{found[name]:.1f} ({found[name] / found['dense']:.2f})" for name in found]
+        rows.append(["{} [{}, {}] {}".format(*case), *cells])
+    names = list(dict.fromkeys(record["value_format"] for record in records))
+    return Summary(title, ("case", *names), rows)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
+    parser.add_argument("--out", type=Path, default=Path("norms.json"))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure everything, write records and print tables."""
+    args = parse(argv)
+    require_gpu()
+    records: list[dict[str, Any]] = []
+    for number, value_format in itertools.product(args.cases, FORMATS):
+        head = dict(zip(("operator", "rows", "length", "dtype"), CASES[number], strict=True))
+        head |= {"value_format": value_format, "block_size": BLOCK_SIZE}
+        records.append({**head, **measure(CASES[number], value_format), **environment()})
+        write_records(args.out, records)
+    console = Console(width=160)
+    for figure in ("forward_us", "backward_us", "host_us", "kept_bytes"):
+        console.print(summary(records, figure, f"{figure} (over dense)").rich())
+
+
+if __name__ == "__main__":
+    main()
