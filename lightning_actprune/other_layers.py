@@ -76,7 +76,8 @@ def chosen_others(
         operator = operator_of(layer)
         assert operator is not None
         if operator not in options.other_formats:
-            report.left[operator] += other_refusal(fqns, layer, options, owner) is None
+            if not isinstance(layer, FewBitLayer):  # nor is one claimed that somebody else has converted
+                report.left[operator] += other_refusal(fqns, layer, options, owner) is None
             continue
         reason = other_refusal(fqns, layer, options, owner)
         if reason is None:

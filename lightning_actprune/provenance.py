@@ -1,6 +1,6 @@
 """Where a tensor that autograd saves comes from: a weight, the operation's own result, or something before it.
 
-Read from the graph, which costs a microsecond or two; nothing is kept.
+Read from the graph and the calling frame; nothing is kept.
 """
 
 from __future__ import annotations

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from lightning_actprune.few_bit_saving import FewBitSaving
 
 SHAPE = (4, 20, 64)
+DENSE = 4 * 80 * 64
+STORED = 80 * 2 * (32 + 2)
+"""Bytes of an activation of that shape in fp32, and as int8 in blocks of 32."""
 
 
 class Product(nn.Module):
@@ -78,3 +81,15 @@ def typical(value_format: str) -> float:
     Uniform within a step, of a block whose values lie within 8 standard deviations of each other.
     """
     return 8 * 32 / 31 * 9 / 8 / (2 ** int(value_format[3:]) - 1) / 12**0.5
+
+
+def made() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+
+
+def packed(saving: FewBitSaving) -> int:
+    return sum(row.count for row in saving.rows)
+
+
+def top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

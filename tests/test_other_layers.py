@@ -152,6 +152,14 @@ def test_bad_requests_are_refused(others, error, message):
         convert(model(), others=others)
 
 
+def test_a_layer_that_is_not_asked_for_is_not_claimed():
+    module = model()
+    convert(module, include="*.norm", others={"norm": "int4"})
+    report = convert(module)
+    assert len(report.converted) == 5
+    assert report.left == {"activation": 2}
+
+
 def test_copies_and_pickles_of_a_converted_model_work():
     module, x = model(), torch.randn(4, 32, 64)
     convert(module, sparsity=0.5, others=True)

@@ -38,10 +38,9 @@ class FewBitActivation(FewBitLayer):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return activation_unchecked(x, self._kept(), self.inplace, self.widens)
 
-    def extra_repr(self) -> str:
-        """Return what the dense module prints, and the format."""
-        shown: str = super().extra_repr()  # type: ignore[misc]
-        return ", ".join(filter(None, (shown, f"value_format={self.value_format!r}")))
+    def describe_settings(self) -> str:
+        """Return the format: there are no blocks."""
+        return f"value_format={self.value_format!r}"
 
     def _kept(self) -> Kept:
         parameters = [float(getattr(self, name)) for name in ACTIVATIONS[self.function].parameters]
@@ -51,9 +50,9 @@ class FewBitActivation(FewBitLayer):
 class ExactActivation(FewBitActivation):
     """Mixin of those whose derivative takes two values: one bit, whatever the format."""
 
-    def extra_repr(self) -> str:
-        """Return what the dense module prints."""
-        return super(FewBitActivation, self).extra_repr()  # type: ignore[misc, no-any-return]
+    def describe_settings(self) -> str:
+        """Return nothing: there is only one way."""
+        return ""
 
 
 class FewBitGELU(FewBitActivation, nn.GELU):

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.few_bit import FewBitLayer
@@ -62,21 +61,9 @@ class FewBitScaling(FewBitLayer):
 
     operator: ClassVar[OtherOperator] = "affine"
 
-    def extra_repr(self) -> str:
-        """Show how values are stored in the printed module."""
-        sizes: str = super().extra_repr()  # type: ignore[misc]
-        return f"{sizes}, {self.describe_settings()}".removeprefix(", ")
-
     def keeps(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether ``x`` is kept for the gradient of ``weight``; what torch refuses is left to torch."""
-        if not torch.is_grad_enabled() or not weight.requires_grad:
-            return False
-        if isinstance(x, DTensor) or isinstance(weight, DTensor):
-            raise TypeError(
-                "A layer that keeps its input in few bits cannot take DTensors: blocks would be those of one shard. "
-                "HINT: exclude tensor-parallel layers (`exclude=[...]`)."
-            )
-        return x.is_floating_point() and x.layout == torch.strided and x.shape[-1:] == (weight.numel(),)
+        """Return whether ``x`` is kept for the gradient of ``weight``."""
+        return torch.is_grad_enabled() and weight.requires_grad and self.takes(x, weight, (weight.numel(),))
 
     def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x * weight + bias``, of parameters that have one value per feature, in the common type of all."""

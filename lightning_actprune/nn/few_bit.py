@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from lightning_actprune.arguments import OtherOperator, ValueFormatName
 from lightning_actprune.nn.settings import Converted
 
@@ -44,6 +48,24 @@ class FewBitLayer(Converted):
     def describe_settings(self) -> str:
         """Return the settings as they are shown in a printed module."""
         return f"value_format={self.value_format!r}, block_size={self.block_size}"
+
+    def extra_repr(self) -> str:
+        """Show what the dense module prints, and the settings."""
+        shown: str = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, (shown, self.describe_settings())))
+
+    def takes(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
+        """Return whether ``x`` ends in dimensions of ``shape`` and can be stored; what torch refuses is left to torch.
+
+        Raises:
+            TypeError: If a tensor is a DTensor.
+        """
+        if isinstance(x, DTensor) or isinstance(weight, DTensor):
+            raise TypeError(
+                "A layer that keeps its input in few bits cannot take DTensors: blocks would be those of one shard. "
+                "HINT: exclude tensor-parallel layers (`exclude=[...]`)."
+            )
+        return x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape
 
     @property
     def owner(self) -> str | None:

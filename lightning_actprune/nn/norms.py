@@ -14,7 +14,6 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.few_bit import FewBitLayer
@@ -31,21 +30,11 @@ class FewBitNorm(FewBitLayer):
 
     operator: ClassVar[OtherOperator] = "norm"
 
-    def extra_repr(self) -> str:
-        """Show how values are stored in the printed module."""
-        shown: str = super().extra_repr()  # type: ignore[misc]
-        return f"{shown}, {self.describe_settings()}"
-
     def keeps(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
-        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        """Return whether anything is kept of ``x``."""
         if not torch.is_grad_enabled() or not (x.requires_grad or (weight is not None and weight.requires_grad)):
             return False
-        if isinstance(x, DTensor) or isinstance(weight, DTensor):
-            raise TypeError(
-                "A normalisation layer that keeps its input in few bits cannot take DTensors: blocks would be those of "
-                "one shard. HINT: exclude tensor-parallel layers (`exclude=[...]`)."
-            )
-        return x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape
+        return self.takes(x, weight, shape)
 
     def setting(self, centred: bool, eps: float | None, rounded: bool = False) -> NormSetting:
         """Return what is computed and how it is stored; torch takes the least of fp32 for ``None``."""

@@ -46,6 +46,8 @@ class FewBitActivationFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input."""
+        if not torch.is_grad_enabled():
+            return _backward(ctx, grad_y), None, None, None, None
         return (*without_derivative(lambda: (_backward(ctx, grad_y),), _NO_SECOND), None, None, None, None)
 
 

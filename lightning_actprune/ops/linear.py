@@ -78,6 +78,8 @@ class PrunedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
+        if not torch.is_grad_enabled():
+            return (*_backward(ctx, grad_y), None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None)
 
 

@@ -89,6 +89,8 @@ class FewBitNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
+        if not torch.is_grad_enabled():
+            return (*_backward(ctx, grad_y), None, None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
 
 

@@ -17,8 +17,6 @@ Gradients = tuple[Tensor | None, ...]
 
 def without_derivative(compute: Callable[[], Gradients], message: str) -> Gradients:
     """Return the gradients that ``compute`` returns; a derivative of them raises ``RuntimeError(message)``."""
-    if not torch.is_grad_enabled():
-        return compute()
     with torch.no_grad():
         grads = compute()
     if torch.compiler.is_compiling():
