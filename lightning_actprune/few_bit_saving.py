@@ -11,13 +11,17 @@ models with attention, take int8.
 Packed are activations that an operation gets as an input and that need a gradient. Left as they are:
 
 - small tensors, other types than fp32 and 16 bits, tensor subclasses, expanded tensors, those with one value a row;
-- what needs no gradient, and *results* that an operation saves of itself (softmax, exp, norms, attention's output and
-  statistics). A result's node is the newest one of its thread, that of an input is older: the operation's own node is
-  made before it saves anything, so the numbers that autograd gives to nodes tell them apart;
+- what needs no gradient, and *results* that an operation saves of itself (softmax, exp, norms, statistics), but for
+  that of fused attention, of which backward needs the product with the gradient, and that of log-softmax, which is kept
+  in fp16. A result's node is the newest one of its thread, that of an input is older: the operation's own node is made
+  before it saves anything, so the numbers that autograd gives to nodes tell them apart;
 - leaves, views of leaves, copies of leaves in another type (autocast), and whatever has the shape of a parameter, up to
   transposition, such as a weight with a norm or a mask: gradients of inputs stay exact;
 - what a compiled region saves, which may compute anything again from it, and what a reentrant checkpoint keeps, or any
   checkpoint runs again in backward. Inside a checkpoint's own hooks no scope opens.
+
+What the gradient of a parameter alone needs, as in ``x * gamma``, may have a format of its own (``saved_operation``),
+but for the input of ``nn.PReLU``, whose sign the input gradient needs.
 
 A tensor is packed once for all who save it or a view of the same memory, as long as that is not written to. If a
 storage is held as it is by somebody who came first (a ReLU saves its result before the next layer saves it as its
@@ -32,8 +36,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -51,36 +53,26 @@ from lightning_actprune.arguments import (
     check_min_values,
     check_patterns,
 )
-from lightning_actprune.held import Dense, FewBits, FewBitView, HeldOfStorage, Hooks, remember
+from lightning_actprune.held import (
+    HALF,
+    Dense,
+    FewBitRow,
+    FewBits,
+    FewBitView,
+    HeldOfStorage,
+    Hooks,
+    own_result_format,
+    remember,
+)
 from lightning_actprune.hooks import ForwardHook, backward_runs, dropped_by_checkpoint, eager_modules
 from lightning_actprune.ops.dispatch import KERNEL_DTYPES
 from lightning_actprune.ops.layout import Layout, layout_of
 from lightning_actprune.ops.library import in_plain_eager_mode
 from lightning_actprune.provenance import is_own_result, is_weight, runs_again
+from lightning_actprune.saved_operation import OpenHooks, SavedOperation
 from lightning_actprune.selection import WRAPPERS
 
 __all__ = ["FewBitRow", "FewBitSaving"]
-
-
-@dataclass
-class FewBitRow:
-    """Tensors of one kind that a module saved in few bits.
-
-    Args:
-        fqn: Fully qualified name of the innermost module with hooks that ran: where it has children, for these too.
-        shape: Shape of the tensors.
-        dtype: Type of their values.
-        count: How many were packed; who saved what was packed already is not counted.
-        dense_bytes: Bytes of their values as they are.
-        stored_bytes: Bytes stored in their place.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    count: int = 0
-    dense_bytes: int = 0
-    stored_bytes: int = 0
 
 
 class _Scope(threading.local):
@@ -88,7 +80,7 @@ class _Scope(threading.local):
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
-        self.hooks: AbstractContextManager[Any] | None = None
+        self.hooks: OpenHooks | None = None
 
 
 class FewBitSaving:
@@ -105,6 +97,7 @@ class FewBitSaving:
         min_values: Tensors of fewer values are left alone. Packing and unpacking one costs the host the same
             whatever its size, for which 2^16 values in 16 bits give back 64 KiB at most.
         exclude: Glob patterns on fully qualified names: what is saved while such a module runs is left alone.
+        parameter_format: How to store what only the gradient of a parameter needs, by default ``value_format``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
             a strategy may route the whole step through, is no scope, but its parts are.
 
@@ -128,11 +121,13 @@ class FewBitSaving:
         *,
         min_values: int = 2**16,
         exclude: Sequence[str] | str = (),
+        parameter_format: ValueFormatName | None = None,
         loss_inside: bool = False,
     ) -> None:
         self._module = module
         self._block_size = check_block_size(block_size)
         self._value_format = check_few_bits(value_format, self._block_size)
+        self._parameter_format = check_few_bits(parameter_format or value_format, self._block_size)
         self._min_values = check_min_values(min_values)
         self._loss_inside = loss_inside
         self._names = {m: WRAPPERS.sub("", fqn).removeprefix(".") for fqn, m in module.named_modules()}
@@ -168,7 +163,8 @@ class FewBitSaving:
             weights = (p for p in self._module.parameters() if not is_lazy(p) and p.dim() > 1)
             self._weight_shapes = {tuple(sorted(p.shape)) for p in weights}
             called = {self._module, *self._module.children()} | {m for m in self._module.modules() if any(m.children())}
-            called = (called | self._excluded) - ({self._module} if self._loss_inside else set())
+            called |= self._excluded | {m for m in self._module.modules() if type(m) is nn.PReLU}
+            called -= {self._module} if self._loss_inside else set()
             for module in called & eager_modules(self._module):
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                     self._handles.append(module.register_forward_pre_hook(ForwardHook(self._enter)))
@@ -201,26 +197,26 @@ class FewBitSaving:
             if not running:
                 self._close()
 
-    def _open(self) -> AbstractContextManager[Any] | None:
+    def _open(self) -> OpenHooks | None:
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         if not (allowed and torch.is_grad_enabled()) or backward_runs():
             return None
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if dropped_by_checkpoint(outer):
             return None
-        hooks = torch.autograd.graph.saved_tensors_hooks(partial(self._pack, outer), _unpack)
-        hooks.__enter__()
-        return hooks
+        operation = SavedOperation(self._few_bits, self._value_format, self._parameter_format)
+        return OpenHooks((partial(self._pack, outer, operation), _unpack), operation, outer)
 
     def _close(self) -> None:
         scope = self._scope
         scope.running.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
-            hooks.__exit__(None, None, None)
+            hooks.close()
 
-    def _pack(self, outer: Hooks | None, tensor: Tensor) -> Dense | FewBitView:
+    def _pack(self, outer: Hooks | None, operation: SavedOperation, tensor: Tensor) -> Dense | FewBitView:
         # This runs for everything that is saved: what spares most of it the rest comes first.
+        operation.saves(tensor)
         if type(tensor) is not Tensor or tensor.numel() < self._min_values or tensor.dtype not in KERNEL_DTYPES:
             return Dense(tensor, outer)
         if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or backward_runs():
@@ -231,12 +227,23 @@ class FewBitSaving:
         layout = self._layout(tensor)
         if layout is None or address in self._dense:
             return self._keep_dense(tensor, address, outer)
-        few_bits = self._few_bits(tensor, address, layout, outer)
-        return FewBitView(few_bits, tensor.shape, layout.dense_strides, self._running_name())
+        view, running = FewBitView(tensor.shape, layout.dense_strides, self._running_name()), self._scope.running
+        if is_own_result(tensor):
+            value_format = own_result_format(tensor, self._value_format)
+            if value_format is None:
+                return self._keep_dense(tensor, address, outer)
+            operation.is_attention = value_format == self._value_format
+        elif running and type(running[-1]) is nn.PReLU:
+            value_format = self._value_format
+        else:
+            operation.put_off(view, tensor, layout, outer)
+            return view
+        view.stored = self._few_bits(tensor, layout, value_format, outer, view.fqn)
+        return view
 
     def _layout(self, tensor: Tensor) -> Layout | None:
-        """Return how to read an activation that an operation saves as its input, ``None`` of anything else."""
-        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or is_own_result(tensor) or runs_again():
+        """Return how to read an activation, ``None`` of anything else."""
+        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or runs_again():
             return None
         return layout_of(tensor.shape, tensor.stride(), self._block_size)
 
@@ -249,20 +256,23 @@ class FewBitSaving:
             self.held_twice_bytes += sum(packed.nbytes for packed in few_bits if packed is not None)
         return held
 
-    def _few_bits(self, tensor: Tensor, address: int, layout: Layout, outer: Hooks | None) -> FewBits:
+    def _few_bits(self, tensor: Tensor, layout: Layout, value_format: str, outer: Hooks | None, fqn: str) -> FewBits:
         """Return the region of ``tensor`` in few bits, as somebody has packed it already or packed now."""
         stream, recording = 0, False
         if tensor.is_cuda:  # as in ``ops.sharing``
             stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
             recording = torch.cuda.is_current_stream_capturing()
         region = tensor.storage_offset(), layout.region, tensor.dtype, tensor._version, stream, recording
-        stored = self._stored.get(address)
-        known = None if stored is None else stored.held.get(region)
-        few_bits: FewBits | None = None if known is None else known()
-        if few_bits is None or not few_bits.goes_to(outer):
-            few_bits = FewBits(tensor, layout, self._value_format, outer)
-            remember(self._stored, tensor, region, few_bits)
-            self._count(tensor, few_bits.nbytes)
+        stored = self._stored.get(tensor.untyped_storage()._cdata)
+        held = {} if stored is None else stored.held
+        for as_good in (value_format, self._value_format, HALF) if held else ():
+            known = held.get((*region, as_good))
+            few_bits: FewBits | None = None if known is None else known()
+            if few_bits is not None and few_bits.goes_to(outer):
+                return few_bits
+        few_bits = FewBits(tensor, layout, value_format, outer)
+        remember(self._stored, tensor, (*region, value_format), few_bits)
+        self._count(fqn, tensor, few_bits.nbytes)
         return few_bits
 
     def _running_name(self) -> str:
@@ -270,8 +280,7 @@ class FewBitSaving:
         module = running[-1] if running else self._module
         return self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name of its own
 
-    def _count(self, tensor: Tensor, stored_bytes: int) -> None:
-        fqn = self._running_name()
+    def _count(self, fqn: str, tensor: Tensor, stored_bytes: int) -> None:
         key = fqn, tensor.shape, tensor.dtype
         row = self._rows.setdefault(key, FewBitRow(fqn, tuple(tensor.shape), tensor.dtype))
         row.count += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,11 +33,12 @@ class Dense:
     Args:
         tensor: A saved tensor.
         outer: The hooks around ours, ``None`` without any.
+        version: Of the tensor when it was saved, by default now.
     """
 
     __slots__ = ("__weakref__", "_held", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor, outer: Hooks | None) -> None:
+    def __init__(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> None:
         self._held: Any
         self._unpack: Callable[[Any], Tensor] | None = None
         if outer is not None:
@@ -44,7 +46,7 @@ class Dense:
             return
         # A result holds its node, which holds this: without its own history there is no cycle.
         self._held = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version
+        self._version = tensor._version if version is None else version
 
     def tensor(self) -> Tensor:
         """Return the tensor.
@@ -65,13 +67,30 @@ class Dense:
         return held
 
 
+HALF = "half"
+"""Values as fp16 numbers: for logarithms of probabilities, which matter the more the nearer they are to zero."""
+
+
+_ATTENTION = tuple(
+    f"ScaledDotProduct{kind}Backward0"
+    for kind in (
+        "CudnnAttention",
+        "EfficientAttention",
+        "FlashAttention",
+        "FlashAttentionForCpu",
+        "FusedAttentionOverrideable",
+    )
+)
+"""Nodes of fused attention: of its result, backward needs the product with the gradient alone."""
+
+
 class FewBits:
     """A region of memory in few bits, or what hooks around ours made of these.
 
     Args:
         region: Tensor over the region, which is not kept.
         layout: How it is read.
-        value_format: How values are stored.
+        value_format: How values are stored: a format of ``ops.formats``, or ``HALF``.
         outer: The hooks around ours, ``None`` without any.
     """
 
@@ -84,7 +103,10 @@ class FewBits:
             x = region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
         else:
             x = region.detach().as_strided(layout.shape, layout.strides)
-        values, self._none, _ = library.pack(x, layout.block, ALL_BLOCKS, value_format, "largest", eager=True)
+        if value_format == HALF:
+            values, self._none = x.to(torch.float16, memory_format=torch.contiguous_format), x.new_empty(0)
+        else:
+            values, self._none, _ = library.pack(x, layout.block, ALL_BLOCKS, value_format, "largest", eager=True)
         self._rows = samples * rows, length, layout.block
         self._dtype, self._value_format = x.dtype, value_format
         self.nbytes, self.outer = values.nbytes, outer
@@ -97,26 +119,31 @@ class FewBits:
     def unpack(self) -> Tensor:
         """Return the values in the order of their addresses."""
         rows, length, block = self._rows
-        values = self._held if self.outer is None else self.outer[1](self._held)
+        values: Tensor = self._held if self.outer is None else self.outer[1](self._held)
+        if self._value_format == HALF:
+            return values.to(self._dtype)
         made = unpack if library.in_plain_eager_mode(values) else torch.ops.actprune.unpack
         dense: Tensor = made(values, self._none, self._none, rows, length, block, self._value_format, self._dtype)
         return dense
 
 
-class FewBitView(NamedTuple):
+class FewBitView:
     """A saved tensor in few bits.
 
     Args:
-        stored: Its region of memory, which others may share.
         shape: Of the tensor.
         strides: Of the tensor when it is unpacked.
         fqn: Name of the module that ran when it was saved.
     """
 
-    stored: FewBits
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    fqn: str = ""
+    __slots__ = ("_shape", "_strides", "fqn", "settle", "stored")
+
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str) -> None:
+        self._shape, self._strides, self.fqn = shape, strides, fqn
+        self.settle: Callable[[], None] | None = None
+        """Stores its region, if that is put off (``saved_operation``)."""
+        self.stored: FewBits | Dense | None = None
+        """Its region of memory, which others may share; as it is if it was written to too soon."""
 
     def tensor(self) -> Tensor:
         """Return the tensor, unpacked anew.
@@ -131,7 +158,41 @@ class FewBitView(NamedTuple):
                 f"module {self.fqn!r} saved that in few bits (`others`, FewBitSaving). HINT: leave this module out "
                 "with `exclude`, or store no 'rest'."
             )
-        return self.stored.unpack().as_strided(self.shape, self.strides)
+        if self.settle is not None:
+            self.settle()
+        assert self.stored is not None
+        if isinstance(self.stored, Dense):
+            return self.stored.tensor()
+        return self.stored.unpack().as_strided(self._shape, self._strides)
+
+
+def own_result_format(tensor: Tensor, value_format: str) -> str | None:
+    """Return how to store a result that its own operation saves: ``value_format``, ``HALF``, or not at all."""
+    name = tensor.grad_fn.name()  # type: ignore[union-attr]
+    if name in _ATTENTION:
+        return value_format
+    return HALF if name == "LogSoftmaxBackward0" and tensor.dtype == torch.float32 else None
+
+
+@dataclass
+class FewBitRow:
+    """Tensors of one kind that a module saved in few bits.
+
+    Args:
+        fqn: Fully qualified name of the innermost module with hooks that ran: where it has children, for these too.
+        shape: Shape of the tensors.
+        dtype: Type of their values.
+        count: How many were packed; who saved what was packed already is not counted.
+        dense_bytes: Bytes of their values as they are.
+        stored_bytes: Bytes stored in their place.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    count: int = 0
+    dense_bytes: int = 0
+    stored_bytes: int = 0
 
 
 class HeldOfStorage(NamedTuple):

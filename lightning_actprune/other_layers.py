@@ -37,9 +37,15 @@ def attach_rest(model: nn.Module, options: ConversionOptions, owner: str) -> Non
     value_format = options.other_formats.get("rest")
     if value_format is not None:
         savings = model.__dict__.setdefault(_SAVINGS, _Savings())
-        loss_inside = hasattr(model, "training_step")
-        saving = FewBitSaving(model, value_format, options.block_size, exclude=options.exclude, loss_inside=loss_inside)
-        savings[owner] = saving.attach()
+        parameter_format, loss_inside = options.other_formats.get("affine"), hasattr(model, "training_step")
+        savings[owner] = FewBitSaving(
+            model,
+            value_format,
+            options.block_size,
+            exclude=options.exclude,
+            parameter_format=parameter_format,
+            loss_inside=loss_inside,
+        ).attach()
 
 
 def detach_rest(model: nn.Module, owner: str | None) -> None:

@@ -36,6 +36,7 @@ WARPS, REGISTERS = 16, 128
 of these run at once; left to itself the compiler takes up to 164, and with 128 it spills nothing (sm_90)."""
 
 
+@functools.cache
 def takes_rows(length: int, block_size: int) -> bool:
     """Return whether a program can hold a row."""
     return _padded(length, block_size) <= MOST_VALUES

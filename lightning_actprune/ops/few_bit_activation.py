@@ -20,6 +20,7 @@ from lightning_actprune.ops import library
 from lightning_actprune.ops.activate import activate, activation_grad
 from lightning_actprune.ops.activations import Kept
 from lightning_actprune.ops.second_derivative import without_derivative
+from lightning_actprune.ops.unseen import eager_apply
 
 _NO_SECOND = (
     "Second derivatives through an activation function whose derivative is kept in few bits are not defined: the "
@@ -51,8 +52,7 @@ class FewBitActivationFunction(torch.autograd.Function):
         return (*without_derivative(lambda: (_backward(ctx, grad_y),), _NO_SECOND), None, None, None, None)
 
 
-_apply_eagerly = super(torch.autograd.Function, FewBitActivationFunction).apply
-"""See ``ops.linear``."""
+_apply_eagerly = eager_apply(FewBitActivationFunction)
 
 
 def few_bit_activation(x: Tensor, kept: Kept, dtype: torch.dtype, in_place: bool) -> Tensor:

@@ -32,6 +32,7 @@ from lightning_actprune.ops.plan import Setting, input_plan
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
+from lightning_actprune.ops.unseen import eager_apply
 
 _NO_SECOND = (
     "Second derivatives through a linear layer with pruned activations are not defined: the dropped blocks are no "
@@ -83,9 +84,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None)
 
 
-_apply_eagerly = super(torch.autograd.Function, PrunedLinearFunction).apply
-"""``PrunedLinearFunction.apply`` without its care for function transforms, half of its time before torch 2.15, where it
-is this very method."""
+_apply_eagerly = eager_apply(PrunedLinearFunction)
 
 
 def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:

@@ -19,6 +19,7 @@ from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
 from lightning_actprune.ops.geometry import ceil_div
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 from lightning_actprune.ops.second_derivative import without_derivative
+from lightning_actprune.ops.unseen import eager_apply
 
 _FP32_UNDER_AUTOCAST = {
     (operator, device)
@@ -94,8 +95,7 @@ class FewBitNormFunction(torch.autograd.Function):
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
 
 
-_apply_eagerly = super(torch.autograd.Function, FewBitNormFunction).apply
-"""See ``ops.linear``."""
+_apply_eagerly = eager_apply(FewBitNormFunction)
 
 
 def few_bit_norm(
@@ -149,7 +149,11 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     kept = values, rstd, _flat(weight)
     grad_x, sums = library.normalize_grad(rows, kept, ctx.setting, ctx.dtype, any(needed), eager)
     grads = [
-        as_dtype(total.view(made[0]), made[1]) if wanted else None
-        for total, made, wanted in zip(sums if any(needed) else (None, None), ctx.parameters, needed, strict=True)
+        _of_parameter(sums[place], *ctx.parameters[place]) if wanted else None for place, wanted in enumerate(needed)
     ]
     return (grad_x.view(ctx.shape) if needs_x else None, *grads)
+
+
+def _of_parameter(total: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the gradient ``[L]`` of a parameter as that has it, without a view where none is needed."""
+    return as_dtype(total if len(shape) == 1 else total.view(shape), dtype)
