@@ -13,10 +13,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from lightning_actprune.arguments import BlockSelection, ValueFormatName
+from lightning_actprune.arguments import OTHERS, BlockSelection, OtherOperator, ValueFormatName
 
 PresetName = Literal["paper", "balanced", "max"]
 
@@ -31,6 +32,7 @@ class Preset:
         value_format: How kept values are stored.
         block_selection: Which blocks are kept.
         max_dropped_energy: Largest share of an input's energy that its dropped blocks may hold.
+        others: How other operators store what they need where that is asked for (``others=True``).
     """
 
     sparsity: float = 0.0
@@ -38,6 +40,7 @@ class Preset:
     value_format: ValueFormatName = "same"
     block_selection: BlockSelection = "largest"
     max_dropped_energy: float = 1.0
+    others: Mapping[OtherOperator, ValueFormatName] = field(default_factory=OTHERS.copy)
 
 
 PRESETS: dict[PresetName, Preset] = {

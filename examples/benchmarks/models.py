@@ -67,9 +67,9 @@ class Training:
         self.batch = tuple(tensor.to(device) for tensor in self.workload.data(batches * self.workload.batch))
         self.preset, self.conversion = preset, None
         if preset is not None:
-            settings = asdict(preset)
+            settings = asdict(preset) | {"others": preset.others if others else False}
             del settings["max_dropped_energy"]  # which the first step decides on
-            self.conversion = convert(self.model, **settings, others=others)
+            self.conversion = convert(self.model, **settings)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 

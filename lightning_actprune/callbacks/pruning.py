@@ -67,7 +67,8 @@ class ActivationPruning(pl.Callback):
         preset: What the arguments that are not given stand at: ``"paper"``, ``"balanced"`` or ``"max"`` (``presets``).
             By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
         others: Whether layers besides the linear ones keep in few bits what they need: none, all that are known, or
-            those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names.
+            those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names; ``True``
+            takes those of the preset.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -120,6 +121,7 @@ class ActivationPruning(pl.Callback):
         self.max_dropped_energy = _given(max_dropped_energy, base.max_dropped_energy)
         self.others = others
         self.verbose = verbose
+        self._others = base.others if others is True else others
         self._progress = SparsityProgress(self.sparsity, schedule, total_steps)
         self._options = self._checked_options()
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
@@ -236,7 +238,7 @@ class ActivationPruning(pl.Callback):
 
     def _checked_options(self) -> ConversionOptions:
         blocks, patterns = (self.block_size, self.scope), (self.include, self.exclude)
-        stored = self.value_format, self.block_selection, self.others
+        stored = self.value_format, self.block_selection, self._others
         checked(check_share, self.max_dropped_energy, "max_dropped_energy")
         return checked(ConversionOptions, self._progress.first, *blocks, *patterns, self.min_features, *stored)
 

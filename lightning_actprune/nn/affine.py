@@ -109,3 +109,25 @@ class FewBitTimmLayerScale(FewBitScaling):
         if self.inplace or not self.keeps(x, self.gamma):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return self.scaled(x, self.gamma, None)
+
+
+class FewBitTimmResBlock(FewBitScaling):
+    """Mixin of timm's ``ResBlock`` (ResMLP), which scales by parameters of its own what its branches return."""
+
+    norm1: nn.Module
+    norm2: nn.Module
+    linear_tokens: nn.Module
+    mlp_channels: nn.Module
+    drop_path: nn.Module
+    ls1: nn.Parameter
+    ls2: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` and its scaled branches: ``[B, T, features]``."""
+        y = self.linear_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        x = x + self.drop_path(self._scaled_or_dense(y, self.ls1))
+        y = self.mlp_channels(self.norm2(x))
+        return cast(Tensor, x + self.drop_path(self._scaled_or_dense(y, self.ls2)))
+
+    def _scaled_or_dense(self, y: Tensor, factors: Tensor) -> Tensor:
+        return self.scaled(y, factors, None) if self.keeps(y, factors) else factors * y

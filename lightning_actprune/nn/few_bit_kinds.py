@@ -14,7 +14,13 @@ from torch import nn
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.activations import ACTIVATION_CLASSES, TRANSFORMERS_ACTIVATIONS
-from lightning_actprune.nn.affine import Affine, FewBitAffine, FewBitTimmAffine, FewBitTimmLayerScale
+from lightning_actprune.nn.affine import (
+    Affine,
+    FewBitAffine,
+    FewBitTimmAffine,
+    FewBitTimmLayerScale,
+    FewBitTimmResBlock,
+)
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.norms import (
     FewBitLayerNorm,
@@ -62,6 +68,7 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): FewBitTimmLayerNorm2d,
     ("timm.models.mlp_mixer", "Affine"): FewBitTimmAffine,
+    ("timm.models.mlp_mixer", "ResBlock"): FewBitTimmResBlock,
     **{
         (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): FewBitLlamaRMSNorm
         for model, name in LLAMA_NORMS.items()

@@ -38,7 +38,24 @@ class TimmLayerScale(nn.Module):
         return x.mul_(self.gamma) if self.inplace else x * self.gamma
 
 
+class TimmResBlock(nn.Module):
+    """The forward of timm's ``ResBlock``."""
+
+    def __init__(self, dim: int, tokens: int = 5) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.Identity(), nn.Identity()
+        self.linear_tokens, self.drop_path = nn.Linear(tokens, tokens), nn.Identity()
+        self.mlp_channels = nn.Sequential(nn.Linear(dim, 8), nn.Linear(8, dim))
+        self.ls1 = nn.Parameter(1e-4 * torch.ones(dim))
+        self.ls2 = nn.Parameter(1e-4 * torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop_path(self.ls1 * self.linear_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2))
+        return x + self.drop_path(self.ls2 * self.mlp_channels(self.norm2(x)))
+
+
 for stand_in, module, name in (
+    (TimmResBlock, "timm.models.mlp_mixer", "ResBlock"),
     (TimmAffine, "timm.models.mlp_mixer", "Affine"),
     (TimmLayerScale, "timm.layers.layer_scale", "LayerScale"),
 ):
@@ -87,6 +104,33 @@ def test_all_but_the_gradient_of_the_factors_is_exact(make, device, dtype, value
     near = (grad_y.double().cpu().view(15, 70) * stored).sum(0)
     torch.testing.assert_close(factors[0].grad.double().cpu().view(-1), near, rtol=1e-5, atol=1e-5)
     assert sum(t.nbytes for t in saved[:2]) == 45 * formats.FORMATS[value_format].row_bytes(32, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_scales_its_branches(device, dtype):
+    """All gradients but those of the factors are as exact as sums in another order."""
+    torch.manual_seed(0)
+    dense = TimmResBlock(70).to(device)
+    for factors in (dense.ls1, dense.ls2):
+        nn.init.normal_(factors)
+    ours = nn.Sequential(copy.deepcopy(dense))
+    report = convert(ours, others={"affine": "int8"}, min_features=1000)
+    assert [(layer.fqn, layer.kind, layer.operator) for layer in report.few_bit] == [("0", "ResBlock", "affine")]
+    x = torch.randn(3, 5, 70, device=device, requires_grad=True)
+    grads = []
+    for module in (dense, ours):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = module(x)
+        y.backward(torch.ones_like(y), inputs=[x, *module.parameters()])
+        grads.append([y, x.grad, *(p.grad for p in module.parameters())])
+        x.grad = None
+    eps, names = torch.finfo(dtype).eps, ["y", "x", *dict(dense.named_parameters())]
+    for name, right, found in zip(names, *grads, strict=True):
+        assert found.dtype == right.dtype
+        near = 0.01 if name in ("ls1", "ls2") else 8 * eps  # int8: half a step of 8 standard deviations, over 15 rows
+        assert (found - right).norm() <= near * right.norm(), name
+    with torch.no_grad():
+        assert torch.equal(ours(x), dense(x))
 
 
 @each_kind
