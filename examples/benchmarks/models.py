@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -64,6 +64,7 @@ class Training:
         torch.manual_seed(0)
         self.workload, self.device = WORKLOADS[name], device
         self.model = self.workload.build().to(device)
+        self.run: nn.Module = self.model  # or compiled
         self.batch = tuple(tensor.to(device) for tensor in self.workload.data(batches * self.workload.batch))
         self.preset, self.conversion = preset, None
         if preset is not None:
@@ -76,7 +77,7 @@ class Training:
     def forward(self) -> Tensor:
         """Return the loss."""
         with torch.autocast(self.device.type, torch.bfloat16):
-            return self.workload.loss(self.model, *self.batch)
+            return self.workload.loss(self.run, *self.batch)
 
     def finish(self, loss: Tensor) -> None:
         """Run backward and the optimizer."""

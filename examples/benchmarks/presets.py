@@ -2,10 +2,12 @@
 
     python examples/benchmarks/presets.py --out presets.json
 
-Models as their libraries build them, bf16 autocast, fused AdamW, eager: dense, with every block checkpointed, and
-pruned as ``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers
-whose input something else keeps and for those whose dropped blocks would hold too much. The cases of a model, each in a
-process of its own, warm up side by side and then take turns (see ``turns.py``); together they take up to 140 GiB.
+Models as their libraries build them, bf16 autocast, fused AdamW: dense, with every block checkpointed, and pruned as
+``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers whose
+input something else keeps and for those whose dropped blocks would hold too much. ``compiled`` cases are compiled after
+that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``). The
+cases of a model, each in a process of its own, warm up side by side and then take turns (see ``turns.py``); together
+they take up to 140 GiB.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch._inductor.async_compile import shutdown_compile_workers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -35,7 +38,9 @@ from lightning_actprune.presets import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 WITH_OTHERS = ", others"
-METHODS = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_OTHERS}")
+COMPILED, BUDGET = ", compiled", 0.5
+EAGER = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_OTHERS}")
+METHODS = (*EAGER, *(f"{name}{COMPILED}" for name in ("dense", "budget", *EAGER[-2:])))
 """``, others``: with ``others=True`` beside the preset."""
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU, and its times vary by half."""
@@ -48,12 +53,20 @@ def prepare(name: str, method: str, device: torch.device) -> Training:
     if method == "checkpoint":
         checkpoint_blocks(training.model)
     warm_up(training)
+    if method.endswith(COMPILED):
+        if method.startswith("budget"):
+            torch._functorch.config.activation_memory_budget = BUDGET
+        training.run = torch.compile(training.model)
+        for _ in range(3):
+            training.finish(training.forward())
+        shutdown_compile_workers()  # these would take processor time from the cases that are timed
     return training
 
 
 def parsed(method: str) -> tuple[Preset | None, bool]:
     """Return the preset of a method, and whether other layers than linear ones are converted too."""
-    return PRESETS.get(method.removesuffix(WITH_OTHERS)), method.endswith(WITH_OTHERS)
+    name = method.removesuffix(COMPILED)
+    return PRESETS.get(name.removesuffix(WITH_OTHERS)), name.endswith(WITH_OTHERS)
 
 
 def facts(training: Training) -> dict[str, Any]:
@@ -80,14 +93,15 @@ def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says of its case."""
     preset, others = parsed(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
-    return {**described(name, BATCHES), "mode": "eager", "method": method, **settings, "others": others}
+    mode = "compile" if method.endswith(COMPILED) else "eager"
+    return {**described(name, BATCHES), "mode": mode, "method": method, **settings, "others": others}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all models, write the records and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=models.WORKLOADS, metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
+    parser.add_argument("--methods", nargs="+", default=EAGER, choices=METHODS, metavar="METHOD")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("presets.json"))

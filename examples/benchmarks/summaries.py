@@ -130,10 +130,10 @@ def steps(records: Records) -> Summary:
 
 
 def presets(records: Records) -> Summary:
-    """Steps of real models, one row per model and method: memory and time with their ratio to dense."""
+    """Steps of real models, one row per model and method: memory and time with their ratio to dense in that mode."""
     rows = []
-    for (model, batch), group in groups(records, "model", "batch").items():
-        dense = next(r for r in group if r["method"] == "dense")
+    for (model, batch, _), group in groups(records, "model", "batch", "mode").items():
+        dense = next(r for r in group if r["method"].startswith("dense"))
         for r in group:
             memory = [beside(r, dense, name, 0) for name in ("activations_mib", "peak_mib")]
             layers = f"{r['dropping']} of {r['converted']}" if r["converted"] else "-"

@@ -147,9 +147,12 @@ def test_a_case_that_ends_early_is_named():
 
 def test_table_compares_with_dense_of_the_same_model():
     def record(method, scale, **more):
-        head = {"model": "net", "batch": 8, "method": method, "converted": 0, "dropping": 0}
+        mode = "compile" if "compiled" in method else "eager"
+        head = {"model": "net", "batch": 8, "mode": mode, "method": method, "converted": 0, "dropping": 0}
         return head | {"activations_mib": 400 * scale, "peak_mib": 800 * scale, "ms_median": 10 * scale} | more
 
-    rows = summaries.presets([record("dense", 1), record("max", 0.5, converted=9, dropping=4)]).rows
+    compiled = [record("dense, compiled", 0.8), record("max, others, compiled", 0.2)]
+    rows = summaries.presets([record("dense", 1), record("max", 0.5, converted=9, dropping=4), *compiled]).rows
     assert rows[0] == ["net, batch 8", "dense", "-", "400", "800", "10.00"]
     assert rows[1] == ["net, batch 8", "max", "4 of 9", "200 (0.50)", "400 (0.50)", "5.00 (0.50)"]
+    assert rows[3][3:] == ["80 (0.25)", "160 (0.25)", "2.00 (0.25)"]
