@@ -79,9 +79,9 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
     """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
     convolutions = sum(layer.operator == "convolution" for layer in report.converted)
-    text = f"Activation pruning: {len(report.converted) - convolutions} linear layers "
-    text += f"and {convolutions} convolutions " if convolutions else ""
-    text += f"converted, {len(report.skipped)} skipped."
+    counts = {"linear layers": len(report.converted) - convolutions, "convolutions": convolutions}
+    converted = " and ".join(f"{n} {name}" for name, n in counts.items() if n) or "0 linear layers"
+    text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
     if report.converted:
         saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 
 from lightning_actprune import functional
