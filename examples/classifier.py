@@ -1,4 +1,4 @@
-"""The image classifier that the examples train: a ResMLP or a ViT, cross-entropy, AdamW and a cosine learning rate.
+"""The image classifier that the examples train: a ResMLP, ViT or ResNet, cross-entropy, AdamW, a cosine learning rate.
 
 Over `n` optimizer steps of which the first `w = warmup * n` warm up, step `i` runs at::
 
@@ -21,12 +21,13 @@ from examples.models import build_model
 
 
 class ImageClassifier(L.LightningModule):
-    """A ResMLP or ViT classifier.
+    """A ResMLP, ViT or ResNet classifier.
 
     Args:
-        model: Name of the model: `resmlp_tiny`, `resmlp_s12`, `resmlp_s24`, `resmlp_s36`, `resmlp_b24` or `vit_8x384`.
+        model: Name of the model: `resmlp_tiny`, `resmlp_s12`, `resmlp_s24`, `resmlp_s36`, `resmlp_b24`, `vit_8x384` or
+            `resnet_9x64`.
         image_size: Height and width of the images.
-        patch_size: Height and width of a patch.
+        patch_size: Height and width of a patch; of a ResNet, the stride of its first convolution.
         dim: Number of channels, in place of the model's.
         depth: Number of blocks, in place of the model's.
         num_classes: Number of classes.

@@ -15,8 +15,14 @@ from typing import Any, Literal, TypeAlias, get_args
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
 BlockSelection = Literal["largest", "swap", "unbiased"]
-OtherOperator = Literal["activation", "affine", "norm", "rest"]
-OTHERS: dict[OtherOperator, ValueFormatName] = {"activation": "int4", "affine": "int4", "norm": "int4", "rest": "int8"}
+OtherOperator = Literal["activation", "affine", "convolution", "norm", "rest"]
+OTHERS: dict[OtherOperator, ValueFormatName] = {
+    "activation": "int4",
+    "affine": "int4",
+    "convolution": "int4",
+    "norm": "int4",
+    "rest": "int8",
+}
 """What operators other than linear layers keep, and in which format if none is given."""
 Others: TypeAlias = bool | Mapping[OtherOperator, ValueFormatName]
 MIN_QUANTIZED_BLOCK = 8
@@ -147,7 +153,9 @@ def check_others(value: Any, block_size: int) -> dict[OtherOperator, ValueFormat
     for operator, value_format in value.items():
         if operator not in OTHERS:
             raise ValueError(f"`others` must name {', '.join(map(repr, OTHERS))} only, got {operator!r}. {hint}")
-        refused = ("same", "fp8") if operator == "activation" else ("same",)  # a derivative has a known range
+        refused: tuple[str, ...] = ("same",)
+        if operator in ("activation", "convolution"):  # a derivative has a known range; convolutions drop blocks too
+            refused = ("same", "fp8") if operator == "activation" else ()
         if check_value_format(value_format, block_size) in refused:
             raise ValueError(
                 f"`others[{operator!r}]` must be a format of few bits{' of integers' * (len(refused) > 1)}, got "

@@ -1,4 +1,4 @@
-"""One call of a linear layer: what it keeps for backward, and what the dense layer would keep."""
+"""One call of a linear layer, or a pruned convolution: what it keeps for backward, and what the dense layer would."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.copies import WeightCopy, shared_copy, weight_copy
-from lightning_actprune.nn.kinds import Layer
+from lightning_actprune.nn.kinds import Layer, as_cut, is_convolution
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
 from lightning_actprune.ops.geometry import input_geometry
@@ -25,7 +25,7 @@ class LinearCall:
     Args:
         layer: The layer.
         given: The input.
-        shape: A tensor without memory that has the shape and strides of the input.
+        shape: A tensor without memory that has the shape and strides of the input, as the layer cuts it.
         itemsize: Bytes of a value as the layer would keep it.
         dense_key: Storage of the input if the dense layer would keep that very storage, ``None`` if it would keep a
             copy of its own, as it does under autocast.
@@ -63,7 +63,7 @@ class LinearCall:
 
         There is one plain weak reference to an object, which the calls keep, so its number is no other's.
         """
-        return id(self.given), self.blocks
+        return id(self.given), self.blocks, self.shape.shape
 
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a pruned one."""
@@ -87,16 +87,17 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting | Non
         return None
     dtype = compute_dtype(x)
     dense_key, dense_bytes = None, x.numel() * dtype.itemsize
-    flat = _flattens_without_copy(x)
+    convolution = is_convolution(layer)
+    flat = convolution or _flattens_without_copy(x)
     if dtype == x.dtype and flat:
         [(dense_key, dense_bytes)] = storages(x)
-    shape = torch.empty_strided(x.shape, x.stride(), device="meta")
+    shape = as_cut(layer, torch.empty_strided(x.shape, x.stride(), device="meta"))
     call = LinearCall(layer, weakref.ref(x), shape, dtype.itemsize, dense_key, dense_bytes)
     if dtype != x.dtype and flat:
         call.dense_copy = shared_copy(x)
     if isinstance(layer, PrunedLayer):
         call.blocks = layer._pruning.blocks if blocks is None else blocks
-        call.weight_copy = weight_copy(weight, x)
+        call.weight_copy = weight_copy(weight, x) if x.requires_grad or convolution else None
         if call.weight_copy is None:
             call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call

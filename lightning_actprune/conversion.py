@@ -15,6 +15,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
@@ -22,7 +23,7 @@ from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFor
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.few_bit import FewBitLayer
-from lightning_actprune.nn.kinds import pruned_class
+from lightning_actprune.nn.kinds import is_convolution, pruned_class
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, dense_class, torch_class
 from lightning_actprune.other_layers import (
     attach_rest,
@@ -38,8 +39,8 @@ from lightning_actprune.selection import (
     Candidate,
     ConversionOptions,
     candidates,
-    linear_layers,
     other_layers,
+    prunable_layers,
     refusal,
 )
 
@@ -66,14 +67,15 @@ def convert(
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         include: Glob patterns on fully qualified names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified names; a layer must match none.
-        min_features: Layers with fewer input features stay dense.
+        min_features: Linear layers with fewer input features stay dense.
         value_format: How kept values are stored: ``"same"``, or in few bits: ``"int8"``, ``"int4"``, ``"int3"``,
             ``"int2"``, ``"fp8"`` (see ``functional.linear``).
         block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
         others: Whether other layers keep in few bits what they need: none, all that are known, or those of a mapping,
             such as ``{"activation": "int4", "norm": "int4", "rest": "int8"}``, in the formats it names. ``include`` and
             ``exclude`` hold for activation functions and norms too; the rest is whatever else autograd saves while a
-            module runs that ``exclude`` does not match (see ``FewBitSaving``).
+            module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"`` is pruned as a
+            linear layer is, and stores what it keeps in the format named here, ``"same"`` included.
 
     Returns:
         Converted and skipped layers; the latter with reasons.
@@ -118,7 +120,7 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
 def revert_layers(model: nn.Module, chosen: Callable[[PrunedLayer | FewBitLayer], bool]) -> list[str]:
     """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
     names = []
-    for fqns, layer in linear_layers(model):
+    for fqns, layer in prunable_layers(model):
         if isinstance(layer, PrunedLayer) and layer.owner is not None and chosen(layer):
             del layer.__dict__["_pruning"]
             layer.__class__ = dense_class(type(layer))  # type: ignore[assignment]
@@ -144,6 +146,10 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
     report = ConversionReport()
     chosen: list[Candidate] = []
     for candidate in candidates(model):
+        if not options.asks_for(candidate.layer):
+            if not isinstance(candidate.layer, PrunedLayer):  # nor is one claimed that somebody else has converted
+                report.left["convolution"] += refusal(candidate, options, owner) is None
+            continue
         reason = refusal(candidate, options, owner)
         if reason is not None:
             report.skipped.append(SkippedLayer(candidate.fqns[0], type(candidate.layer).__name__, reason))
@@ -154,8 +160,10 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
     for candidate in chosen:
         _convert_layer(candidate, options, owner)
         kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
-        settings = options.sparsity, options.block_size, options.scope, options.value_format, options.block_selection
-        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings))
+        value_format = options.blocks_of(candidate.layer).value_format
+        settings = options.sparsity, options.block_size, options.scope, value_format, options.block_selection
+        operator: Literal["linear", "convolution"] = "convolution" if is_convolution(candidate.layer) else "linear"
+        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings, operator))
     report.few_bit.extend(convert_other(fqns[0], layer, options, owner) for fqns, layer in others)
     attach_rest(model, options, owner)
     report.rest = options.other_formats.get("rest")
@@ -164,14 +172,15 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
 
 def check_conversion(model: nn.Module, report: ConversionReport, options: ConversionOptions) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer that could be."""
-    layers = list(linear_layers(model)) + (list(other_layers(model)) if options.others else [])
+    layers = [found for found in prunable_layers(model) if options.asks_for(found[1])]
+    layers += other_layers(model) if options.others else []
     names = [fqn for fqns, _ in layers for fqn in fqns]
     if "rest" in options.other_formats:  # which can leave out any module
         names += [WRAPPERS.sub("", fqn).removeprefix(".") for fqn, _ in model.named_modules() if fqn]
     listing = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     word, kinds = "linear layer", "nn.Linear, nn.MultiheadAttention or transformers' Conv1D"
     if options.others:
-        word, kinds = "convertible layer", f"{kinds}, activation functions, norms"
+        word, kinds = "convertible layer", f"{kinds}, activation functions, convolutions, norms"
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no {word}s ({kinds}), so there is nothing to prune. HINT: pass the module "
@@ -195,7 +204,7 @@ def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str)
     layer, attention = candidate.layer, candidate.attention
     if not isinstance(layer, PrunedLayer):
         layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
-    layer._pruning = PruningSettings(options.sparsity, options.blocks, owner)  # type: ignore[assignment]
+    layer._pruning = PruningSettings(options.sparsity, options.blocks_of(layer), owner)  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lightning_actprune.arguments import BlockSelection, OtherOperator, Scope, ValueFormatName
+
+CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
+"""Kinds of convolutions."""
 
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A converted layer: its name, its former class, its sizes and its settings."""
+    """A pruned layer: its name, its former class, its sizes (of a convolution its channels) and its settings."""
 
     fqn: str
     kind: str
@@ -21,6 +25,7 @@ class ConvertedLayer:
     scope: Scope
     value_format: ValueFormatName = "same"
     block_selection: BlockSelection = "largest"
+    operator: Literal["linear", "convolution"] = "linear"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class ConversionReport:
     """What a conversion did: every linear layer, and every other one that was to be converted, is in one list.
 
     Args:
-        converted: Linear layers that are pruned.
+        converted: Linear layers, and convolutions if asked for, that are pruned.
         skipped: Layers left as they are.
         few_bit: Layers of other operators that keep in few bits what they need.
         rest: Format of what else autograd saves while the model runs, ``None`` if that is left as it is.

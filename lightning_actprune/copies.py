@@ -37,9 +37,12 @@ class WeightCopy(NamedTuple):
 
 
 def weight_copy(weight: Tensor, x: Tensor) -> WeightCopy | None:
-    """Return the copy of ``weight`` that a dense product with ``x`` would keep now, ``None`` if it would keep none."""
+    """Return the copy of ``weight`` that a dense product with ``x`` would make now, ``None`` if it would make none.
+
+    A linear layer keeps it if ``x`` needs a gradient, a convolution always.
+    """
     dtype = autocast_dtype(x)
-    if dtype is None or not x.requires_grad or weight.dtype in (dtype, torch.float64):
+    if dtype is None or weight.dtype in (dtype, torch.float64):
         return None
     return WeightCopy(shared_copy(weight) or object(), weight.numel() * dtype.itemsize)
 

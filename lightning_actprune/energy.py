@@ -34,7 +34,7 @@ from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.reference import split_blocks
 from lightning_actprune.ops.setting import BlockSetting
-from lightning_actprune.selection import linear_layers
+from lightning_actprune.selection import prunable_layers
 
 __all__ = ["EnergyProbe"]
 
@@ -97,7 +97,7 @@ class EnergyProbe(PrunedCallFollower):
         Args:
             over_ranks: Returns the sum of a tensor over the ranks; called once, on each of them with as many values.
         """
-        layers = [layer for _, layer in linear_layers(self._model) if layer in self._layers]
+        layers = [layer for _, layer in prunable_layers(self._model) if layer in self._layers]
         if not layers:
             return
         device = next((sums.device for sums in self._sums.values()), next(layers[0].parameters()).device)
@@ -107,7 +107,7 @@ class EnergyProbe(PrunedCallFollower):
     @property
     def shares(self) -> dict[str, float]:
         """Share of the energy that would be dropped, by the name of the layer, over all its calls."""
-        named = [(fqns[0], layer) for fqns, layer in linear_layers(self._model) if layer in self._sums]
+        named = [(fqns[0], layer) for fqns, layer in prunable_layers(self._model) if layer in self._sums]
         sums = [(name, *self._sums[layer].tolist()) for name, layer in named]
         return {name: dropped / total for name, dropped, total in sums if total > 0}
 
@@ -140,7 +140,7 @@ class EnergyProbe(PrunedCallFollower):
 
 def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str, float]) -> list[str]:
     """Drop no block of the converted layers that ``shares`` names; see ``EnergyProbe.apply``."""
-    layers = {fqns[0]: layer for fqns, layer in linear_layers(model)}
+    layers = {fqns[0]: layer for fqns, layer in prunable_layers(model)}
     chosen = [made for made in report.converted if made.fqn in shares]
     for made in chosen:
         layer, place = layers[made.fqn], report.converted.index(made)

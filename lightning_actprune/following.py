@@ -11,10 +11,10 @@ from typing_extensions import Self
 
 from lightning_actprune.hooks import ForwardHook, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
-from lightning_actprune.nn.kinds import Layer, weight_of_call
+from lightning_actprune.nn.kinds import Layer, as_cut, weight_of_call
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
-from lightning_actprune.selection import linear_layers
+from lightning_actprune.selection import prunable_layers
 
 
 class PrunedCallFollower(ABC):
@@ -37,7 +37,8 @@ class PrunedCallFollower(ABC):
 
     def __enter__(self) -> Self:
         seen = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
-        layers = [layer for _, layer in linear_layers(self._model) if layer in seen and isinstance(layer, PrunedLayer)]
+        pruned = [layer for _, layer in prunable_layers(self._model) if isinstance(layer, PrunedLayer)]
+        layers = [layer for layer in pruned if layer in seen]
         self._layers = set(layers)
         self.ran = not layers
         self._active = True
@@ -73,7 +74,8 @@ class PrunedCallFollower(ABC):
         assert weight is not None
         self.ran = True
         if isinstance(layer, PrunedLayer):  # not reverted meanwhile
-            self._see(layer, weight, args[0] if args else None, layer._pruning.blocks)
+            x = args[0] if args else None
+            self._see(layer, weight, as_cut(layer, x) if isinstance(x, Tensor) else x, layer._pruning.blocks)
 
     @abstractmethod
     def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.calls import LinearCall
 from lightning_actprune.saved import Saved, SavedTensorRecorder
-from lightning_actprune.selection import linear_layers
+from lightning_actprune.selection import prunable_layers
 from lightning_actprune.step_memory import StepMemory
 
 __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
@@ -28,7 +28,7 @@ __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
 @dataclass
 class LayerFootprint:
-    """Bytes that one linear layer keeps for backward, summed over its calls.
+    """Bytes that one linear layer, or pruned convolution, keeps for backward, summed over its calls.
 
     Args:
         fqn: Fully qualified name of the layer.
@@ -59,7 +59,7 @@ class MemoryReport:
     """What one training forward keeps for backward.
 
     Args:
-        rows: The linear layers that kept something, pruned or not, in the order of the model.
+        rows: The linear layers that kept something, pruned or not, and pruned convolutions, in the order of the model.
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
@@ -144,7 +144,8 @@ class SavedTensorMeter(SavedTensorRecorder):
         """Return what was kept so far."""
         elsewhere = self._batch | self._parameters | self._other.keys() | self._kept_copies
         elsewhere |= {key for call, packed in self._packed.items() if not call.packs for key in packed}
-        rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in linear_layers(self._model)}
+        named = prunable_layers(self._model)
+        rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in named}
         for call, packed in self._packed.items():
             _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
         let_go = dict(call.weight_copy for call in self._packed if call.packs and call.weight_copy is not None)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.ops.activations import ACTIVATIONS, Kept, check_kept
 from lightning_actprune.ops.autocast import autocast_dtype
+from lightning_actprune.ops.convolution import Windows, pruned_convolution
 from lightning_actprune.ops.dispatch import KERNEL_DTYPES
 from lightning_actprune.ops.few_bit_activation import few_bit_activation
 from lightning_actprune.ops.geometry import BlockGeometry, block_and_keep, sparsity_parts, stored_view
@@ -85,6 +86,16 @@ def linear_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int,
     return pruned_linear(x, weight, bias, parts, blocks)
 
 
+def convolution_unchecked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, windows: Windows, parts: int, blocks: BlockSetting
+) -> Tensor:
+    """Convolve ``x``, a batch or one sample, for a weight that ``prunes``: the path of the modules."""
+    check_input(x, weight)
+    if x.dim() == weight.dim() - 1:
+        return pruned_convolution(x.unsqueeze(0), weight, bias, windows, parts, blocks).squeeze(0)
+    return pruned_convolution(x, weight, bias, windows, parts, blocks)
+
+
 def prunes(weight: Tensor, parts: int, blocks: BlockSetting) -> bool:
     """Return whether an input is kept for the gradient of ``weight``, and packed."""
     return (parts != 0 or blocks.value_format != "same") and torch.is_grad_enabled() and weight.requires_grad
@@ -94,7 +105,7 @@ def check_input(x: Tensor, weight: Tensor) -> None:
     """Raise if a pruned operator cannot take ``x`` and ``weight``."""
     if isinstance(x, DTensor) or isinstance(weight, DTensor):
         raise TypeError(
-            "A pruned linear layer cannot take DTensors: choosing blocks on one shard is a different method. HINT: "
+            "A pruned layer cannot take DTensors: choosing blocks on one shard is a different method. HINT: "
             "exclude tensor-parallel layers from pruning (`exclude=[...]`)."
         )
     if x.layout != torch.strided:

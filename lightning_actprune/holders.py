@@ -37,7 +37,7 @@ from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, torch_class
 from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
-from lightning_actprune.selection import WRAPPERS, linear_layers
+from lightning_actprune.selection import WRAPPERS, prunable_layers
 
 __all__ = ["HolderProbe"]
 
@@ -112,7 +112,7 @@ class HolderProbe(SavedTensorRecorder):
         return list(self._held().values())
 
     def _held(self) -> dict[Layer, SkippedLayer]:
-        names = {layer: fqns[0] for fqns, layer in linear_layers(self._model)}
+        names = {layer: fqns[0] for fqns, layer in prunable_layers(self._model)}
         reasons = _Ledger(self._calls, self._packs).reasons(self._holders, names)
         return {
             layer: SkippedLayer(name, torch_class(type(layer)).__name__, reasons[layer])

@@ -28,7 +28,7 @@ from lightning_actprune.following import PrunedCallFollower
 from lightning_actprune.hooks import backward_runs, dropped_by_checkpoint
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.ops.setting import BlockSetting
-from lightning_actprune.selection import linear_layers
+from lightning_actprune.selection import prunable_layers
 
 __all__ = ["RecomputationProbe"]
 
@@ -66,7 +66,7 @@ class RecomputationProbe(PrunedCallFollower):
     def recomputed(self) -> list[str]:
         """Names of the layers found so far, in the order of the model."""
         found = self._again - self._kept
-        return [fqns[0] for fqns, layer in linear_layers(self._model) if layer in found]
+        return [fqns[0] for fqns, layer in prunable_layers(self._model) if layer in found]
 
     def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:
         if not (torch.is_grad_enabled() and weight.requires_grad):

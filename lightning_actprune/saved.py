@@ -33,7 +33,7 @@ from lightning_actprune.copies import kept_copy
 from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import weight_of_call
-from lightning_actprune.selection import linear_layers
+from lightning_actprune.selection import prunable_layers
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class SavedTensorRecorder:
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         self._model = model
-        self._layers = {layer for _, layer in linear_layers(model)}
+        self._layers = {layer for _, layer in prunable_layers(model)}
         self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
         self._parameters: set[StorageWeakRef] = set()
         self._running: list[tuple[nn.Module, LinearCall | None]] = []

@@ -16,6 +16,8 @@ from typing import cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_actprune.arguments import (
@@ -28,9 +30,10 @@ from lightning_actprune.arguments import (
     check_patterns,
     check_sparsity,
 )
+from lightning_actprune.nn.convolutions import padding_refusal
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of
-from lightning_actprune.nn.kinds import Layer, kind_of, pruned_class, weights_of
+from lightning_actprune.nn.kinds import Layer, is_convolution, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
 
@@ -55,10 +58,12 @@ class ConversionOptions:
         scope: Within what blocks compete, ``"sample"`` or ``"token"``.
         include: Glob patterns on fully qualified names; a layer must match one.
         exclude: Glob patterns on fully qualified names; a layer must match none.
-        min_features: Layers with fewer input features stay dense.
+        min_features: Linear layers with fewer input features stay dense. Convolutions do not: few channels have many
+            pixels as a rule, and all of a sample is cut into blocks.
         value_format: How the values of kept blocks are stored.
         block_selection: Which blocks are kept.
-        others: What operators other than linear layers keep in few bits, and in which format.
+        others: What operators other than linear layers keep in few bits, and in which format; convolutions are pruned
+            as linear layers are.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -100,6 +105,17 @@ class ConversionOptions:
         """How inputs are cut into blocks and stored, checked."""
         return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.block_selection)
 
+    def blocks_of(self, layer: Layer) -> BlockSetting:
+        """How inputs of ``layer`` are: those of convolutions have a format of their own."""
+        if not is_convolution(layer):
+            return self.blocks
+        value_format = self.other_formats["convolution"]
+        return BlockSetting.checked(self.block_size, self.scope, value_format, self.block_selection)
+
+    def asks_for(self, layer: Layer) -> bool:
+        """Return whether a layer of this kind is to be converted: linear ones always, convolutions if named."""
+        return not is_convolution(layer) or "convolution" in self.other_formats
+
 
 class LayerClaimedError(ValueError):
     """A layer is already converted by somebody else."""
@@ -129,17 +145,19 @@ class Candidate:
     @property
     def features(self) -> tuple[int, int]:
         """Sizes of its input and its output, of an in-projection those of the query and of all three outputs."""
+        if isinstance(self.layer, _ConvNd):
+            return self.layer.in_channels, self.layer.out_channels
         weights = self.weights
         return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[list[str], Layer]]:
-    """Yield every linear layer once, with all its fully qualified names (wrapper prefixes removed)."""
+def prunable_layers(model: nn.Module) -> Iterator[tuple[list[str], Layer]]:
+    """Yield every linear layer and convolution once, with all its fully qualified names (wrapper prefixes removed)."""
     return _named(model, lambda module: kind_of(module) is not None)
 
 
 def other_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
-    """Yield every layer of another operator that is known, as ``linear_layers`` does."""
+    """Yield every layer of another operator that is known, as ``prunable_layers`` does."""
     return _named(model, lambda module: operator_of(module) is not None)
 
 
@@ -153,10 +171,10 @@ def _named(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[tu
 
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Yield every linear layer with what decides whether it is converted."""
+    """Yield every linear layer and convolution with what decides whether it is converted."""
     sharded = {id(inner) for outer in model.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
-    for fqns, layer in linear_layers(model):
+    for fqns, layer in prunable_layers(model):
         yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded)
 
 
@@ -168,7 +186,7 @@ def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str
     """
     layer = candidate.layer
     if isinstance(layer, PrunedLayer) and layer.owner is None:
-        return "was built as ActivationPrunedLinear and keeps its own settings"
+        return f"was built as {type(layer).__name__} and keeps its own settings"
     unwanted = _pattern_refusal(candidate.fqns, options)
     if unwanted is not None:
         return unwanted
@@ -223,16 +241,19 @@ def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> s
     """Return why the pruned forward cannot stand for the layer's own."""
     if type(layer) is NonDynamicallyQuantizableLinear and (attention is None or _forward_refusal(attention, None)):
         return "nn.MultiheadAttention uses its weight without calling its forward, so pruning it would save nothing"
-    if isinstance(layer, nn.LazyLinear):
+    if isinstance(layer, LazyModuleMixin):
         return "is not initialised yet; convert after the first forward"
     if isinstance(layer, FSDPModule):
         return _SHARDED
+    if isinstance(layer, _ConvTransposeNd):
+        return "is a transposed convolution, whose input is kept as it is"
     if pruned_class(type(layer)) is None and not isinstance(layer, PrunedLayer):
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward is not known to be {kind_of(layer)}'s"
     if "forward" in layer.__dict__:
         return _REPLACED
-    return None
+    padding = padding_refusal(layer) if isinstance(layer, _ConvNd) else None
+    return None if padding is None else f"its padding {padding}"
 
 
 def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | None:
@@ -244,7 +265,7 @@ def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | N
     if not weights[0].is_floating_point():
         return f"its weight is {weights[0].dtype}; only floating-point layers can be pruned"
     in_features = min(weight.shape[1] for weight in weights)
-    if in_features < options.min_features:
+    if in_features < options.min_features and not is_convolution(candidate.layer):
         return (
             f"in_features={in_features} is below min_features={options.min_features}: below 64, each MiB "
             "saved cost over 1 ms of step time (H200, eager)"

@@ -124,7 +124,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("ablation.json"))
     parser.add_argument("--time-budget-s", type=float, help="start no run later than this")
-    return parse_study(parser, argv, settings=False)
+    args = parse_study(parser, argv, settings=False)
+    if args.task == "resnet":
+        parser.error("--task must be one with linear layers, got resnet: variants are those of their inputs")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:

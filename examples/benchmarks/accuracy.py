@@ -2,13 +2,14 @@
 
     python examples/benchmarks/accuracy.py --root data/cifar10 --settings dense 0.5:16:same 0.6:32:same
     python examples/benchmarks/accuracy.py --root data/cifar10 --task vit --settings dense 0.5:16:same --seeds 0 1
+    python examples/benchmarks/accuracy.py --root data/cifar10 --task resnet --settings dense 0.6:32:same max+others
     python examples/benchmarks/accuracy.py --task gpt --settings dense 0.5:16:same --compile
 
-A setting is `dense`, a preset or `sparsity:block_size:value_format` (see `study/settings.py`). Three tasks: a ResMLP
-and a ViT on a folder of images with `train/<class>/` and `test/<class>/` (padded, cut at random and mirrored), and a
-GPT over the bytes of Python's standard library. The data are read once and stay on the GPU as bytes; the whole step is
-captured in one CUDA graph. `accuracy` is the percentage of test images that are classified correctly, for text the
-negative validation loss per byte.
+A setting is `dense`, a preset or `sparsity:block_size:value_format` (see `study/settings.py`). Four tasks: a ResMLP,
+a ViT and a ResNet on a folder of images with `train/<class>/` and `test/<class>/` (padded, cut at random and
+mirrored), and a GPT over the bytes of Python's standard library. The data are read once and stay on the GPU as bytes;
+the whole step is captured in one CUDA graph. `accuracy` is the percentage of test images that are classified correctly,
+for text the negative validation loss per byte.
 
 The seed fixes the weights, the order of the samples and every window and mirroring, for all settings alike. One record
 is written as soon as its run is over; with an existing `--out` the runs already in it are skipped. `--compile` compiles

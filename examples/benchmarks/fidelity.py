@@ -46,11 +46,12 @@ from examples.benchmarks.study.settings import (
 from examples.benchmarks.study.tasks import is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import first_choices, train
-from lightning_actprune import ActivationPrunedLinear, revert
+from lightning_actprune import revert
+from lightning_actprune.nn.settings import PrunedLayer
 
 
 def weight_gradients(model: nn.Module, batch: Batch, precision: str) -> dict[str, Tensor]:
-    """Return the weight gradients of the linear layers of the blocks; nothing is trained."""
+    """Return the weight gradients of the layers of the blocks; nothing is trained."""
     weights = {name: layer.weight for name, layer in block_layers(model).items()}
     found = torch.autograd.grad(training_loss(model, batch, precision), list(weights.values()))
     return dict(zip(weights, found, strict=True))
@@ -69,7 +70,7 @@ def measure(model: nn.Module, setting: Setting, batch: Batch, precision: str) ->
     try:
         # At sparsity 0 the probe judges no layer; of an input that something else keeps, no byte is the layer's own.
         rows = {row.fqn: row for row in kept_rows(model, batch, precision) if row.dense_bytes}
-        layers = [name for name in rows if isinstance(model.get_submodule(name), ActivationPrunedLinear)]
+        layers = [name for name in rows if isinstance(model.get_submodule(name), PrunedLayer)]
         pruned = weight_gradients(model, batch, precision)
     finally:
         revert(model)

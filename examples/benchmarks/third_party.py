@@ -1,8 +1,9 @@
 """Third-party models as their libraries build them, without weights: what ``models.py`` trains for a few steps.
 
-Images are 224 x 224; a text is 1024 tokens long, BERT's the 512 that it has positions for. Losses are the usual ones of
-each task, computed by the library where it does that itself. Only ``LoRALinear`` is written here: a frozen layer with
-two small trainable ones beside it, named and nested as PEFT does.
+Images are 224 x 224, those of convolutional networks with their channels last in memory; a text is 1024 tokens long,
+BERT's the 512 that it has positions for. Losses are the usual ones of each task, computed by the library where it does
+that itself. Only ``LoRALinear`` is written here: a frozen layer with two small trainable ones beside it, named and
+nested as PEFT does.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def add_lora(model: nn.Module, trained: str) -> nn.Module:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a model of timm, a GPT-2 or a Llama keep only its input, and run again in backward."""
+    """Let every block of a model of timm, GPT-2, Llama or ResNet keep only its input, and run again in backward."""
     names = {name for name, _ in model.named_modules()}
-    for block in model.get_submodule(
-        next(name for name in ("blocks", "transformer.h", "model.layers") if name in names)
-    ):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    known = ("blocks",), ("transformer.h",), ("model.layers",), ("layer1", "layer2", "layer3", "layer4")
+    for part in next(parts for parts in known if names.issuperset(parts)):
+        for block in model.get_submodule(part):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _timm(name: str) -> nn.Module:
@@ -83,6 +84,10 @@ def _torchvision(name: str) -> nn.Module:
     import torchvision
 
     return torchvision.models.get_model(name)
+
+
+def _channels_last(name: str) -> nn.Module:
+    return _torchvision(name).to(memory_format=torch.channels_last)
 
 
 def _transformers(name: str, config: str, **options: Any) -> nn.Module:
@@ -102,6 +107,11 @@ def _encoder() -> nn.Module:
 
 def _images(batch: int) -> Batch:
     return torch.randn(batch, 3, 224, 224), torch.randint(LABELS, (batch,))
+
+
+def _images_channels_last(batch: int) -> Batch:
+    images, labels = _images(batch)
+    return images.to(memory_format=torch.channels_last), labels
 
 
 def _text(batch: int, length: int, vocabulary: int) -> Batch:
@@ -144,6 +154,7 @@ WORKLOADS = {
     for source, (build, names) in _BUILDERS.items()
     for name in names
 } | {
+    "resnet50": Workload("torchvision", 64, partial(_channels_last, "resnet50"), _images_channels_last, _cross_entropy),
     "GPT2LMHeadModel": Workload(
         "transformers",
         8,

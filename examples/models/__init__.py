@@ -8,6 +8,7 @@ from torch import nn
 
 from examples.models.gpt import GPT, gpt_6x384
 from examples.models.resmlp import ResMLP, resmlp_b24, resmlp_s12, resmlp_s24, resmlp_s36, resmlp_tiny
+from examples.models.resnet import ResNet, resnet_9x64
 from examples.models.vit import ViT, vit_8x384
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -17,6 +18,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resmlp_s36": resmlp_s36,
     "resmlp_b24": resmlp_b24,
     "vit_8x384": vit_8x384,
+    "resnet_9x64": resnet_9x64,
 }
 """Image classifiers by name; each takes `image_size`, `patch_size`, `in_channels` and `num_classes`."""
 
@@ -37,6 +39,7 @@ __all__ = [
     "LANGUAGE_MODELS",
     "MODELS",
     "ResMLP",
+    "ResNet",
     "ViT",
     "build_model",
     "gpt_6x384",
@@ -45,5 +48,6 @@ __all__ = [
     "resmlp_s24",
     "resmlp_s36",
     "resmlp_tiny",
+    "resnet_9x64",
     "vit_8x384",
 ]

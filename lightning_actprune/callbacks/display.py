@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.callbacks.probing import Findings
-from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.conversion_report import CONVOLUTIONS, ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.ops.geometry import BlockGeometry
 
 MAX_ROWS = 40
@@ -78,7 +78,10 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
     """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
-    text = f"Activation pruning: {len(report.converted)} linear layers converted, {len(report.skipped)} skipped."
+    convolutions = sum(layer.operator == "convolution" for layer in report.converted)
+    counts = {"linear layers": len(report.converted) - convolutions, "convolutions": convolutions}
+    converted = " and ".join(f"{n} {name}" for name, n in counts.items() if n) or "0 linear layers"
+    text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
     if report.converted:
         saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]
@@ -115,9 +118,10 @@ def _plural(operator: OtherOperator, count: int) -> str:
 def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableType]:
     """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
     if found.held:
+        noun = _noun(layer.kind for layer in found.held)
         text = (
-            f"Activation pruning: {len(found.held)} linear layers stay dense, since packing their inputs would add "
-            f"memory (skip_held=False prunes them all the same); {len(report.converted)} are pruned."
+            f"Activation pruning: {len(found.held)} {noun} stay dense, since packing their inputs would "
+            f"add memory (skip_held=False prunes them all the same); {len(report.converted)} are pruned."
         )
         yield Group(text, _skipped_table(found.held))
     if found.spread:
@@ -127,24 +131,35 @@ def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableTy
             made.add_row(name, percent(share))
         if rest:
             made.add_row(f"... and {len(rest)} more")
+        kinds = {layer.fqn: layer.kind for layer in report.converted} | {s.fqn: s.kind for s in report.skipped}
+        noun = _noun(kinds[name] for name in found.spread if name in kinds)
         text = (
-            f"Activation pruning: {len(found.spread)} linear layers drop no block, since the energy of their inputs is "
+            f"Activation pruning: {len(found.spread)} {noun} drop no block, since the energy of their inputs is "
             "spread over all blocks (max_dropped_energy=1 prunes them all the same)."
         )
         yield Group(text, made)
 
 
+def _noun(kinds: Iterable[str]) -> str:
+    return "linear layers" if set(kinds).isdisjoint(CONVOLUTIONS) else "layers"
+
+
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
     shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
-    geometry = BlockGeometry.of(*shape, layer.in_features, layer.block_size, sparsity)
+    geometry = BlockGeometry.of(*shape, _row(layer), layer.block_size, sparsity)
     return 1 - geometry.stored_bytes(value_bytes, layer.value_format) / geometry.dense_bytes(value_bytes)
+
+
+def _row(layer: ConvertedLayer) -> int:
+    """Return the length of the rows that are cut into blocks: convolutions cut a sample into rows of one block."""
+    return layer.block_size if layer.operator == "convolution" and layer.scope == "sample" else layer.in_features
 
 
 def _converted_table(layers: Sequence[ConvertedLayer], saved: Sequence[float]) -> Table:
     made = table("Pruned layers", "Layer", "In", "Out", "Block", "Saved of input")
     shown, rest = shortened(layers)
     for layer, fraction in zip(shown, saved, strict=False):
-        block = min(layer.block_size, layer.in_features)
+        block = min(layer.block_size, _row(layer))
         made.add_row(layer.fqn, str(layer.in_features), str(layer.out_features), str(block), percent(fraction))
     if rest:
         made.add_row(f"... and {len(rest)} more")

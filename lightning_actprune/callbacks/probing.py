@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.energy import EnergyProbe, keep_blocks
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.recomputed import RecomputationProbe
@@ -123,7 +123,7 @@ class FirstBatchProbe:
             keep_blocks(model, report, spread)
         check_left(report)
         recomputed = set(recomputations.recomputed)
-        _warn_of_checkpoints([layer.fqn for layer in report.converted if layer.fqn in recomputed])
+        _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
         return Findings(held, spread)
 
     def stop(self) -> None:
@@ -151,11 +151,13 @@ def check_left(report: ConversionReport) -> None:
         )
 
 
-def _warn_of_checkpoints(names: Sequence[str]) -> None:
+def _warn_of_checkpoints(layers: Sequence[ConvertedLayer]) -> None:
+    names = [layer.fqn for layer in layers]
     if names:
+        noun = "layers" if any(layer.operator == "convolution" for layer in layers) else "linear layers"
         listing = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         rank_zero_warn(
-            f"{len(names)} pruned linear layers run only inside an activation checkpoint: {listing}. Of a checkpointed "
+            f"{len(names)} pruned {noun} run only inside an activation checkpoint: {listing}. Of a checkpointed "
             "region only the input is kept for backward, so pruning there costs gradient quality and saves memory for "
             "no longer than the region's own backward takes. HINT: leave these layers out with `exclude=[...]`, or do "
             "not checkpoint them."

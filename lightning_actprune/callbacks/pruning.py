@@ -24,7 +24,7 @@ from lightning_actprune.energy import keep_blocks
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.presets import PresetName, check_preset
 from lightning_actprune.schedules import SparsitySchedule
-from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, linear_layers
+from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, prunable_layers
 
 
 class ActivationPruning(pl.Callback):
@@ -52,7 +52,7 @@ class ActivationPruning(pl.Callback):
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
         include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified layer names; a layer must match none.
-        min_features: Layers with fewer input features stay dense.
+        min_features: Linear layers with fewer input features stay dense.
         schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
             schedule's progress is 1; by default the Trainer's estimate of the whole training.
@@ -68,7 +68,8 @@ class ActivationPruning(pl.Callback):
             By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
         others: Whether layers besides the linear ones keep in few bits what they need: none, all that are known, or
             those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names; ``True``
-            takes those of the preset.
+            takes those of the preset. A ``"convolution"`` is pruned as a linear layer is, and stores what it keeps in
+            the format named here.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -182,7 +183,7 @@ class ActivationPruning(pl.Callback):
         self._restore(pl_module)
         self._follow_schedule(trainer)
         limit = self.max_dropped_energy if self._spread is None else 1.0  # judged already, before a checkpoint
-        quantizes = self._options.value_format != "same"
+        quantizes = any(layer.value_format != "same" for layer in self.converted)
         self._probe.fit_starts(Questions(self._progress.highest, quantizes, self.skip_held, limit))
 
     @override
@@ -249,7 +250,7 @@ class ActivationPruning(pl.Callback):
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
         """Find the layers whose sparsity follows the schedule."""
-        layers = [(fqns[0], layer) for fqns, layer in linear_layers(pl_module) if isinstance(layer, PrunedLayer)]
+        layers = [(fqns[0], layer) for fqns, layer in prunable_layers(pl_module) if isinstance(layer, PrunedLayer)]
         own = [(name, layer) for name, layer in layers if layer.owner == self._owner]
         self._layers = [layer for name, layer in own if name not in self.spread]
 

@@ -10,8 +10,8 @@
 
 They are opaque to the compiler on purpose: a partitioner then saves what ``pack`` returns instead of the dense input,
 and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
-in ``ops.linear`` and ``ops.norm``. All output shapes follow from the input shapes and the integers, so nothing waits
-for the device.
+in ``ops.linear``, ``ops.convolution`` and ``ops.norm``. All output shapes follow from the input shapes and the
+integers, so nothing waits for the device.
 
 The functions of this module call the operators, or, told that the mode is plain eager, their implementations: the way
 through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch 2.11; ``host.json``: 4 and
@@ -186,6 +186,25 @@ def pack(
     arguments = x, block_size, keep, value_format, block_selection
     packed: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.pack(*arguments)
     return packed
+
+
+def unpack(
+    rows: int,
+    length: int,
+    packed: tuple[Tensor, ...],
+    block_size: int,
+    value_format: str,
+    dtype: torch.dtype,
+    *,
+    eager: bool,
+) -> Tensor:
+    """Return the pruned tensor ``[rows, length]`` in ``dtype``."""
+    values, bitmap, offsets = packed
+    arguments = values, bitmap, offsets, rows, length, block_size, value_format, dtype
+    if eager:
+        return _weight_grad.unpack(*arguments)
+    dense: Tensor = torch.ops.actprune.unpack(*arguments)
+    return dense
 
 
 def weight_grad(

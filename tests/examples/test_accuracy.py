@@ -18,7 +18,7 @@ from lightning_actprune import convert, revert
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
-OPTIONS = {"resmlp": ["--patch-size", "2"], "vit": ["--patch-size", "2"], "gpt": ["--context", "16"]}
+OPTIONS = {"resmlp": ["--patch-size", "2"], "vit": ["--patch-size", "2"], "resnet": [], "gpt": ["--context", "16"]}
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +78,37 @@ def test_every_task_records_what_it_did(study, task):
     assert (dense["bits_per_value"], kept_all["bits_per_value"]) == (32, 32)
     assert 0.1 * 32 < pruned["bits_per_value"] < 0.2 * 32
     # The attention keeps its output, which is the input of its projection.
-    assert pruned["left_dense"] == ([] if task == "resmlp" else ["attn.proj"])
+    assert pruned["left_dense"] == (["attn.proj"] if task in ("vit", "gpt") else [])
     assert dense["left_dense"] == []
+
+
+def test_plain_settings_prune_the_convolutions_of_a_resnet_and_others_the_rest_too(study, monkeypatch):
+    reports = []
+    monkeypatch.setattr(
+        settings, "convert", lambda *args, **more: reports.append(convert(*args, **more)) or reports[-1]
+    )
+    runs = "0.5:8:same", "0.5:8:int2+others"
+    records = study("resnet", "--depth", "3", "--seeds", "0", runs=runs)
+    names = {f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)} | {"blocks.1.shortcut", "blocks.2.shortcut"}
+    for report, value_format in zip(reports, ("same", "int2"), strict=True):
+        assert {layer.fqn for layer in report.converted} == names
+        assert {layer.value_format for layer in report.converted} == {value_format}
+        assert {layer.operator for layer in report.few_bit} == {"activation"}
+    assert [report.rest for report in reports] == [None, "int8"]
+    assert records[1]["bits_per_value"] < 0.2 * records[0]["bits_per_value"]
+
+
+def test_probing_and_counting_leave_batch_norms_as_they_were(image_folder):
+    torch.manual_seed(0)
+    model = build_model("resnet_9x64", dim=8, depth=1, num_classes=3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    images = Images(image_folder, torch.device("cpu"))
+    batch = images.batch(images.draw(1, 6, torch.Generator().manual_seed(0))[0])
+    prune(model, parse_setting("0.5:8:same"), batch, "fp32")
+    settings.kept_rows(model, batch, "fp32")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    settings.training_loss(model, batch, "fp32")
+    assert model.norm.num_batches_tracked == 1
 
 
 def test_bits_per_value_are_those_of_the_storage(study):
@@ -244,7 +273,8 @@ def test_compiled_blocks_train_like_eager_ones(study, task, monkeypatch):
         assert (one["compile"], other["compile"]) == (None, "aot_eager")
         assert other["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert other["accuracy"] == pytest.approx(one["accuracy"], rel=1e-3)
-    assert counter.frame_count == 4  # once per run, whatever the number of blocks
+    # Once per run, whatever the number of blocks; each stage of the ResNet has a block of its own kind.
+    assert counter.frame_count == (12 if task == "resnet" else 4)
 
 
 @pytest.mark.gpu

@@ -92,6 +92,30 @@ def test_blocks_of_a_gpt2_are_checkpointed():
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_blocks_of_a_resnet_are_checkpointed():
+    torchvision = pytest.importorskip("torchvision")
+    model = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [1, 1, 1, 1], width_per_group=8)
+    calls = []
+    for layer in (model.layer1[0].conv1, model.layer4[0].conv3):
+        layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    third_party.checkpoint_blocks(model)
+    third_party._cross_entropy(model, torch.randn(2, 3, 32, 32), torch.tensor([0, 1])).backward()
+    assert len(calls) == 4  # forward, and again in backward
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_resnet_has_its_channels_last():
+    torchvision = pytest.importorskip("torchvision")
+    workload = third_party.WORKLOADS["resnet50"]
+    images, labels = workload.data(2)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.shape == (2,)
+    with torch.device("meta"):
+        model = workload.build()
+    assert isinstance(model, torchvision.models.ResNet)
+    assert model.layer1[0].conv2.weight.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_path, capsys):
     def one_after_the_other(commands, rounds):
         figures = []

@@ -67,8 +67,12 @@ PACK_SAMPLES = [
     ("pack_sample_cast_narrow", 2688, NARROW_ROW, 32, "bf16"),
     ("pack_sample_swap", 2352, 384, 32, "bf16"), ("pack_sample_swap", 9408, 1536, 32, "fp32"),
     ("pack_sample_swap", 18816, 1536, 16, "bf16"),
+    ("pack_sample_block", 6272, 32, 32, "bf16"), ("pack_sample_cast_block", 6272, 32, 32, "bf16"),
 ]  # fmt: skip
-"""Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread."""
+"""Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread.
+
+Rows of one block are those of a convolution.
+"""
 
 UNSCALED = {"keys_ptr": None}
 """What a kernel that copies or quantises blocks gets if these are not scaled."""
@@ -82,12 +86,15 @@ def specimens(target: int) -> list[Specimen]:
     shared = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}
     tile = shared | {"ROWS": 2, "COLS": 64} | rows(1536, 32)
     narrow = shared | {"ROWS": 16, "COLS": 8} | rows(NARROW_ROW, 32)
+    block = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32)
     found = [
         ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
         ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
         ("keys_swap", keys.block_keys_kernel, tile | {"SELECT": keys.SWAP.value}, "bf16", {"num_warps": 4}),
         ("keys_unbiased", keys.block_keys_kernel, tile | {"SELECT": keys.UNBIASED.value}, "bf16", {"num_warps": 4}),
         ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
+        ("keys_block", keys.block_keys_kernel, block, "bf16", {"num_warps": 4}),
+        ("keys_cast_block", keys.block_keys_kernel, block | {"CAST": True}, "bf16", {"num_warps": 4}),
         ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
         ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
         ("keys_cast_narrow", keys.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
@@ -124,6 +131,9 @@ def specimens(target: int) -> list[Specimen]:
     found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
+    block = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(32, 32)
+    found.append(("gather_block", pack.gather_kernel, block | UNSCALED, "bf16", {"num_warps": 4}))
+    found.append(("unpack_block", unpack.unpack_kernel, block | {"FORMAT": 0}, "bf16", {"num_warps": 4}))
     narrow |= {"FORMAT": 0}
     found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
     return found

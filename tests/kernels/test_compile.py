@@ -27,7 +27,9 @@ KERNELS |= {f"{kernel}_b{MAX_BLOCK_SIZE}" for kernel in ("gather", "gather_scale
 KERNELS |= {"keys_cast", "pack_sample_cast"}
 KERNELS |= {"keys_swap", "keys_unbiased", "pack_sample_swap", "largest_dropped"}
 KERNELS |= {
-    f"{kernel}_narrow" for kernel in ("keys", "keys_cast", "gather", "unpack", "pack_sample", "pack_sample_cast")
+    f"{kernel}_{rows}"
+    for kernel in ("keys", "keys_cast", "gather", "unpack", "pack_sample", "pack_sample_cast")
+    for rows in ("narrow", "block")
 }
 HOLD_KEYS = {"select"} | {kernel for kernel in KERNELS if kernel.startswith("pack_sample")}
 """Kernels with up to 64 keys a thread in registers."""

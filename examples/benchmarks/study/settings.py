@@ -7,21 +7,26 @@ model's blocks are pruned but those that `HolderProbe` finds in a first forward:
 anyway would be packed on top. In a transformer that is the output projection of the attention, whose input the
 attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`). At the end of a
 pruned setting `+others` lets the other operators of the blocks keep in few bits what they need: `max+others`.
+
+Where blocks are made of convolutions, these are what is pruned, by plain settings too, in the format of the setting.
+Their inputs are outputs of ReLUs, which would keep them anyway, so each ReLU keeps one bit a value then, exactly.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_actprune import EnergyProbe, HolderProbe, convert
+from lightning_actprune.arguments import OTHERS as ALL_OTHERS
 from lightning_actprune.arguments import BlockSelection, ValueFormatName
 from lightning_actprune.footprint import LayerFootprint, SavedTensorMeter
 from lightning_actprune.presets import PRESETS, Preset
@@ -97,20 +102,42 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
     """
     if setting.method == "dense":
         return []
-    names = "sparsity", "block_size", "value_format", "block_selection", "others"
+    names = "sparsity", "block_size", "value_format", "block_selection"
     arguments = {name: getattr(setting, name) for name in names if getattr(setting, name) is not None}
+    others = other_formats(model, setting)
+    if others:
+        arguments["others"] = others
     report = convert(model, **arguments, include="blocks.*", min_features=0)
     limit = 1.0 if setting.max_dropped_energy is None else setting.max_dropped_energy
-    with HolderProbe(model, batch) as holders, EnergyProbe(model, limit) as energy:
+    probes = HolderProbe(model, batch), EnergyProbe(model, limit)
+    with buffers_kept(model), probes[0] as holders, probes[1] as energy:
         training_loss(model, batch, precision)
     left_dense = sorted({kind(layer.fqn) for layer in holders.apply(report)})
     energy.apply(report)
     return left_dense
 
 
-def block_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers of the blocks of `model` by name."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+def other_formats(model: nn.Module, setting: Setting) -> Any:
+    """Return what to pass on as `others`."""
+    if not any(isinstance(layer, nn.Conv2d) for layer in model.blocks.modules()):
+        return setting.others
+    return (ALL_OTHERS if setting.others else {"activation": "int4"}) | {"convolution": setting.value_format}
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what forwards inside do to the buffers of `model`: the statistics of batch norms."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def block_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers and convolutions of the blocks of `model` by name."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, nn.Conv2d))}
     return {name: layer for name, layer in layers.items() if name.startswith("blocks.")}
 
 
@@ -120,8 +147,8 @@ def kind(fqn: str) -> str:
 
 
 def kept_rows(model: nn.Module, batch: Batch, precision: str) -> list[LayerFootprint]:
-    """Return what each linear layer of the blocks keeps in one forward."""
-    with SavedTensorMeter(model, batch) as meter:
+    """Return what each linear layer, and each pruned convolution, of the blocks keeps in one forward."""
+    with buffers_kept(model), SavedTensorMeter(model, batch) as meter:
         training_loss(model, batch, precision)
     return [row for row in meter.report().rows if row.fqn.startswith("blocks.")]
 
@@ -133,4 +160,6 @@ def bits_per_value(rows: Iterable[LayerFootprint], precision: str) -> float:
     """
     rows = list(rows)
     dense_bits = 16 if precision == "bf16" else 32
+    if not rows:  # dense convolutions
+        return dense_bits
     return round(dense_bits * sum(row.stored_bytes for row in rows) / sum(row.dense_bytes for row in rows), 4)

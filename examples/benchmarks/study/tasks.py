@@ -1,4 +1,4 @@
-"""The tasks: `resmlp` and `vit` classify the images of a folder, `gpt` continues Python's standard library.
+"""The tasks: `resmlp`, `vit` and `resnet` classify the images of a folder, `gpt` continues Python's standard library.
 
 Models, data and recipe are put together here from a command line that the study and the fidelity of gradients share.
 """
@@ -29,7 +29,12 @@ class Task(NamedTuple):
     batch: int
 
 
-TASKS = {"resmlp": Task("resmlp_s12", 256), "vit": Task("vit_8x384", 256), "gpt": Task("gpt_6x384", 64)}
+TASKS = {
+    "resmlp": Task("resmlp_s12", 256),
+    "vit": Task("vit_8x384", 256),
+    "resnet": Task("resnet_9x64", 256),
+    "gpt": Task("gpt_6x384", 64),
+}
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--task", choices=sorted(TASKS), default="resmlp")
     parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
     parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
-    parser.add_argument("--patch-size", type=int, default=4, help="of images")
+    parser.add_argument("--patch-size", type=int, default=4, help="of images; not for resnet")
     parser.add_argument("--context", type=int, default=256, help="bytes of text that the model sees at a time")
     parser.add_argument("--dim", type=int, help="channels, in place of the model's")
     parser.add_argument("--depth", type=int, help="blocks, in place of the model's")
@@ -100,7 +105,7 @@ def open_study(args: argparse.Namespace) -> Study:
         options = {"context": args.context, **size}
         data = Text(args.root, device, args.context)
     else:
-        options = {"patch_size": args.patch_size, **size}
+        options = size if args.task == "resnet" else {"patch_size": args.patch_size, **size}
         data = Images(args.root, device)
     batch = args.batch_size or task.batch
     batches = data.epoch_batches(batch)

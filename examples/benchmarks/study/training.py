@@ -109,8 +109,9 @@ class TrainStep:
         self.loss_sum += loss.detach()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        """Return a graph of one step; weights and optimizer state are then as they were before."""
-        initial = [p.detach().clone() for p in self.model.parameters()]
+        """Return a graph of one step; weights, buffers and optimizer state are then as they were before."""
+        tensors = *self.model.parameters(), *self.model.buffers()
+        initial = [tensor.detach().clone() for tensor in tensors]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -121,8 +122,8 @@ class TrainStep:
         with torch.cuda.graph(graph):
             self._step()
         with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), initial, strict=True):
-                parameter.copy_(value)
+            for tensor, value in zip(tensors, initial, strict=True):
+                tensor.copy_(value)
         for state in self.optimizer.state.values():
             for value in state.values():
                 value.zero_()
