@@ -15,6 +15,8 @@ from examples.benchmarks.study.images import Images
 from examples.benchmarks.study.settings import Setting, parse_setting, prune
 from examples.models import build_model
 from lightning_actprune import convert, revert
+from lightning_actprune.arguments import OTHERS
+from lightning_actprune.presets import PRESETS
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
@@ -302,3 +304,25 @@ def test_captured_step_trains_like_the_eager_one(image_folder, source_folder, ta
         losses.append(step.loss_sum.item() / 12)
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert losses[0] < math.log(256 if task == "gpt" else 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        ("max", None),
+        ("max+others", settings.in_words(PRESETS["max"].others)),
+        ("0.5:32:int4+others", settings.in_words(OTHERS)),
+        ("max+others=activation:int2,rest:int8", "activation:int2,rest:int8"),
+    ],
+)
+def test_a_setting_says_how_other_operators_are_stored(text: str, others: str | None):
+    setting = settings.parse_setting(text)
+    assert setting.others == others
+    assert settings.parse_setting(str(setting)) == setting
+    assert ",".join(map(":".join, setting.other_formats.items())) == (others or "")
+
+
+@pytest.mark.parametrize("text", ["dense+others", "max+others=gate:int4", "max+others=rest", "max+others,"])
+def test_a_setting_that_names_other_operators_wrongly_is_an_error(text: str):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be `dense`"):
+        settings.parse_setting(text)

@@ -110,7 +110,15 @@ def test_readme_shows_presets_once_records_are_there(tmp_path):
     readme = tables.README.read_text()
     assert tables.rendered(readme, tmp_path) == readme
     (tmp_path / "accuracy.json").write_text(json.dumps(trained(DENSE, [70.0, 72.0])))
-    step = {"model": "net", "batch": 8, "method": "dense", "converted": 0, "dropping": 0, "activations_mib": 400.4}
+    step = {
+        "model": "net",
+        "batch": 8,
+        "mode": "eager",
+        "method": "dense",
+        "converted": 0,
+        "dropping": 0,
+        "activations_mib": 400.4,
+    }
     step |= {"peak_mib": 800.0, "ms_median": 10.0, "gpu": "GPU", "torch": "2", "triton": "3", "command": "measured"}
     (tmp_path / "presets.json").write_text(json.dumps([step]))
     text = tables.rendered(readme, tmp_path)

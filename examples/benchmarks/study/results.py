@@ -87,7 +87,7 @@ def kept(record: dict[str, Any]) -> str:
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")
     where = "" if limit is None else f" where that drops {limit:.0%} of the energy at most"
-    others = ", other layers in few bits" if record.get("others") else ""
+    others = f", other layers in few bits ({record['others'].replace(':', ' ')})" if record.get("others") else ""
     return f"pruned, s = {record['sparsity']:g}{where}, b = {record['block_size']}{values}{chosen}{others}"
 
 

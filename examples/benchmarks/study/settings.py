@@ -6,7 +6,8 @@ of the energy that may be dropped can follow: `0.8:32:same:unbiased`, `0.5:32:in
 model's blocks are pruned but those that `HolderProbe` finds in a first forward: an input that something else keeps
 anyway would be packed on top. In a transformer that is the output projection of the attention, whose input the
 attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`). At the end of a
-pruned setting `+others` lets the other operators of the blocks keep in few bits what they need: `max+others`.
+pruned setting `+others` lets the other operators of the blocks keep in few bits what they need, in the formats of the
+preset or in those that are named: `max+others`, `max+others=activation:int2,rest:int4`.
 
 Where blocks are made of convolutions, these are what is pruned, by plain settings too, in the format of the setting.
 Their inputs are outputs of ReLUs, which would keep them anyway, so each ReLU keeps one bit a value then, exactly.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -33,6 +34,7 @@ from lightning_actprune.presets import PRESETS, Preset
 
 Batch = tuple[Tensor, Tensor]
 OTHERS = "+others"
+OTHERS_NAMED = rf"=(({'|'.join(ALL_OTHERS)}):\w+)(,({'|'.join(ALL_OTHERS)}):\w+)*"
 
 
 @dataclass(frozen=True)
@@ -45,22 +47,29 @@ class Setting:
     value_format: str | None = None
     block_selection: str | None = None
     max_dropped_energy: float | None = None
-    others: bool | None = None
+    others: str | None = None
 
     def __str__(self) -> str:
         if self.method == "dense":
             return self.method
         more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
         text = ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
-        return text + OTHERS if self.others else text
+        return f"{text}{OTHERS}={self.others}" if self.others else text
+
+    @property
+    def other_formats(self) -> dict[str, str]:
+        """What other operators keep, and how."""
+        return dict(pair.split(":") for pair in self.others.split(",")) if self.others else {}
 
 
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
     if text == "dense":
         return Setting("dense")
-    if text.endswith(OTHERS) and text != f"dense{OTHERS}":
-        return replace(parse_setting(text.removesuffix(OTHERS)), others=True)
+    base, plus, named = text.partition(OTHERS)
+    if plus and base != "dense" and (not named or re.fullmatch(OTHERS_NAMED, named)):
+        preset = PRESETS.get(base, Preset())
+        return replace(parse_setting(base), others=named[1:] or in_words(preset.others))
     if text in PRESETS:
         return _of_preset(PRESETS[text])
     selections = "|".join(get_args(BlockSelection))
@@ -74,6 +83,11 @@ def parse_setting(text: str) -> Setting:
         )
     selection = None if found[4] == "largest" else found[4]
     return Setting("pruned", float(found[1]), int(found[2]), found[3], selection, float(found[5]) if found[5] else None)
+
+
+def in_words(others: Mapping[Any, str]) -> str:
+    """Return the formats of other operators as a setting names them; convolutions have that of the setting."""
+    return ",".join(f"{name}:{others[name]}" for name in ALL_OTHERS if name in others and name != "convolution")
 
 
 def _of_preset(preset: Preset) -> Setting:
@@ -120,8 +134,8 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
 def other_formats(model: nn.Module, setting: Setting) -> Any:
     """Return what to pass on as `others`."""
     if not any(isinstance(layer, nn.Conv2d) for layer in model.blocks.modules()):
-        return setting.others
-    return (ALL_OTHERS if setting.others else {"activation": "int4"}) | {"convolution": setting.value_format}
+        return setting.other_formats
+    return (setting.other_formats or {"activation": "int4"}) | {"convolution": setting.value_format}
 
 
 @contextmanager
