@@ -36,8 +36,8 @@ from examples.benchmarks.paper_page import page
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.tables import load
 from examples.models import build_model
-from examples.models.resmlp import Affine, ResMLPBlock
 from lightning_actprune import functional
+from lightning_actprune.nn import Affine
 from lightning_actprune.ops.geometry import BlockGeometry, input_geometry
 
 PAGE = RESULTS.parents[2] / "docs" / "paper_accounting.md"
@@ -47,7 +47,7 @@ LENGTHS = (384, 1536)
 """Features of the inputs of token mixing and fc1, and of fc2."""
 SPARSITIES = (0.6, 0.7, 0.8)
 BLOCK_SIZES = (16, 32, 64)
-KINDS = {nn.Linear: "linear layers", nn.GELU: "GELU", Affine: "affine", ResMLPBlock: "layer scale"}
+KINDS = "linear layers", "GELU", "affine", "layer scale", "rest"
 
 
 def subject() -> tuple[nn.Module, Tensor, Tensor]:
@@ -55,6 +55,13 @@ def subject() -> tuple[nn.Module, Tensor, Tensor]:
     with torch.device("meta"):
         model = build_model("resmlp_s12", image_size=224, patch_size=16, num_classes=1000)
         return model, torch.randn(BATCH, 3, 224, 224), torch.zeros(BATCH, dtype=torch.long)
+
+
+def kind_of(module: nn.Module | None) -> str:
+    """Return which of ``KINDS`` a module is."""
+    if isinstance(module, Affine):
+        return "layer scale" if module.bias is None else "affine"
+    return {nn.Linear: "linear layers", nn.GELU: "GELU"}.get(type(module), "rest")
 
 
 def saved_by_kind(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[dict[str, int], Tensor]:
@@ -75,8 +82,7 @@ def saved_by_kind(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[dic
     def save(tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
         if key not in ignored and key not in kept:
-            kind = KINDS.get(type(running[-1]), "rest") if running else "rest"
-            kept[key] = tensor.detach(), kind
+            kept[key] = tensor.detach(), kind_of(running[-1] if running else None)
         return tensor.detach()
 
     hooks = [module.register_forward_pre_hook(enter) for module in model.modules()]
@@ -105,7 +111,7 @@ def components() -> Records:
         "gradients": sum(p.grad.nbytes for p in parameters),
         "optimizer state (AdamW)": sum(value.nbytes for value in states),
         "images": images.nbytes,
-        **{f"activations: {kind}": activations[kind] for kind in (*KINDS.values(), "rest")},
+        **{f"activations: {kind}": activations[kind] for kind in KINDS},
     }
     return [{"table": "components", "component": name, "bytes": size} for name, size in found.items()]
 

@@ -1,5 +1,7 @@
 """Third-party models as their libraries build them, without weights: what ``models.py`` trains for a few steps.
 
+``resmlp_s12`` is that of ``examples/models``, with modules of their own for affine layers and layer scales.
+
 Images are 224 x 224, those of convolutional networks with their channels last in memory; a text is 1024 tokens long,
 BERT's the 512 that it has positions for. Losses are the usual ones of each task, computed by the library where it does
 that itself. Only ``LoRALinear`` is written here: a frozen layer with two small trainable ones beside it, named and
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from examples.models import build_model
 
 LABELS = 1000
 Batch = tuple[Tensor, Tensor]
@@ -86,6 +90,10 @@ def _torchvision(name: str) -> nn.Module:
     return torchvision.models.get_model(name)
 
 
+def _example(name: str) -> nn.Module:
+    return build_model(name, image_size=224, patch_size=16, num_classes=LABELS)
+
+
 def _channels_last(name: str) -> nn.Module:
     return _torchvision(name).to(memory_format=torch.channels_last)
 
@@ -147,7 +155,11 @@ _TIMM = (
     "swin_tiny_patch4_window7_224",
     "convnext_tiny",
 )
-_BUILDERS = {"timm": (_timm, _TIMM), "torchvision": (_torchvision, ("vit_b_16", "swin_t"))}
+_BUILDERS = {
+    "lightning_actprune": (_example, ("resmlp_s12",)),
+    "timm": (_timm, _TIMM),
+    "torchvision": (_torchvision, ("vit_b_16", "swin_t")),
+}
 
 WORKLOADS = {
     name: Workload(source, 64, partial(build, name), _images, _cross_entropy)

@@ -3,7 +3,7 @@
 The image is cut into `T` square patches, each embedded into `D` channels: `X` is `[T, D]` per sample. A block mixes the
 tokens of every channel, then the channels of every token::
 
-    Aff(X) = alpha * X + beta                                    per channel, takes the place of LayerNorm
+    Aff(X) = w * X + b                                           per channel, takes the place of LayerNorm
     Y = X + gamma1 * (W_t Aff1(X) + b_t)                         W_t is [T, T] and acts on the columns of Aff1(X)
     Z = Y + gamma2 * fc2(GELU(fc1(Aff2(Y))))                     fc1: D -> 4D, fc2: 4D -> D
 
@@ -13,27 +13,10 @@ deeper the network, so that a block starts close to the identity.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from examples.models.patches import PatchClassifier, patch_count
-
-
-class Affine(nn.Module):
-    """A learned scale and shift per channel, `alpha * x + beta`, starting as the identity.
-
-    Args:
-        dim: Number of channels, the last dimension of the input.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.ones(dim))
-        self.beta = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the scaled and shifted input."""
-        return torch.addcmul(self.beta, self.alpha, x)
+from lightning_actprune.nn import Affine
 
 
 class ResMLPBlock(nn.Module):
@@ -50,19 +33,19 @@ class ResMLPBlock(nn.Module):
         super().__init__()
         self.affine1 = Affine(dim)
         self.token_mix = nn.Linear(tokens, tokens)
-        self.gamma1 = nn.Parameter(torch.full((dim,), layer_scale))
+        self.scale1 = Affine(dim, bias=False, scale=layer_scale)
         self.affine2 = Affine(dim)
         self.fc1 = nn.Linear(dim, mlp_ratio * dim)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(mlp_ratio * dim, dim)
-        self.gamma2 = nn.Parameter(torch.full((dim,), layer_scale))
+        self.scale2 = Affine(dim, bias=False, scale=layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, tokens, dim]` to the same shape."""
         # token_mix gets a transposed view on purpose: what backward needs is stored as it lies in memory, along dim.
         mixed = self.token_mix(self.affine1(x).transpose(1, 2)).transpose(1, 2)
-        x = x + self.gamma1 * mixed
-        return x + self.gamma2 * self.fc2(self.act(self.fc1(self.affine2(x))))
+        x = x + self.scale1(mixed)
+        return x + self.scale2(self.fc2(self.act(self.fc1(self.affine2(x)))))
 
 
 class ResMLP(PatchClassifier):

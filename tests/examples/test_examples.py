@@ -49,11 +49,11 @@ def test_block_computes_the_formula():
     for p in block.parameters():
         nn.init.normal_(p, std=0.5)
     x = torch.randn(2, 5, 6)
-    mixed = torch.einsum("ut,btd->bud", block.token_mix.weight, block.affine1.alpha * x + block.affine1.beta)
-    y = x + block.gamma1 * (mixed + block.token_mix.bias[:, None])
-    hidden = (block.affine2.alpha * y + block.affine2.beta) @ block.fc1.weight.T + block.fc1.bias
+    mixed = torch.einsum("ut,btd->bud", block.token_mix.weight, block.affine1.weight * x + block.affine1.bias)
+    y = x + block.scale1.weight * (mixed + block.token_mix.bias[:, None])
+    hidden = (block.affine2.weight * y + block.affine2.bias) @ block.fc1.weight.T + block.fc1.bias
     hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
-    expected = y + block.gamma2 * (hidden @ block.fc2.weight.T + block.fc2.bias)
+    expected = y + block.scale2.weight * (hidden @ block.fc2.weight.T + block.fc2.bias)
     torch.testing.assert_close(block(x), expected)
 
 
@@ -69,8 +69,8 @@ def test_token_mixing_gets_a_view_that_lies_along_the_channels():
 def test_layer_scale_follows_the_depth():
     assert [default_layer_scale(depth) for depth in (12, 18, 24, 36)] == [0.1, 0.1, 1e-5, 1e-6]
     with torch.device("meta"):
-        assert MODELS["resmlp_b24"](depth=1).blocks[0].gamma1.shape == (768,)
-    assert MODELS["resmlp_b24"](dim=32, depth=1).blocks[0].gamma1[0].item() == pytest.approx(1e-6)
+        assert MODELS["resmlp_b24"](depth=1).blocks[0].scale1.weight.shape == (768,)
+    assert MODELS["resmlp_b24"](dim=32, depth=1).blocks[0].scale1.weight[0].item() == pytest.approx(1e-6)
 
 
 def test_models_refuse_what_does_not_fit():
