@@ -1,4 +1,4 @@
-"""Turn the linear layers of a model into pruned ones, other layers into few-bit ones, and all of them back, in place.
+"""Turn the layers of a model into pruned or few-bit ones, and back, in place.
 
 A layer is converted by reassigning its ``__class__``. Parameters, hooks, shared references, the training flag, names
 and ``state_dict`` stay the very same objects, which replacing the module cannot promise (a second name would keep the
@@ -6,8 +6,9 @@ dense layer, hooks would be lost, and ``fully_shard`` would be left with the old
 nothing is registered, so no buffer or parameter appears.
 
 An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
-of either (see ``nn.attention``). Activation functions and norms are converted to keep in few bits what they need
-(``nn.few_bit_kinds``). Which layers are converted is decided in ``selection``.
+of either (see ``nn.attention``). Convolutions are pruned as linear layers are, on request. Activation functions and
+norms are converted to keep in few bits what they need (``nn.few_bit_kinds``). Which layers are converted is decided in
+``selection``.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from examples.models.resmlp import ResMLP
+from examples.models.resnet import ResNet
 from lightning_actprune import convert
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +32,13 @@ def vit() -> nn.Module:
     return model
 
 
+def resnet() -> nn.Module:
+    model = ResNet(dim=32, depth=3, num_classes=CLASSES)
+    others = {"convolution": "int4", "activation": "int4"}
+    assert len(convert(model, sparsity=0.6, others=others).converted) == 10
+    return model
+
+
 @contextlib.contextmanager
 def waiting_is_an_error():
     torch.cuda.set_sync_debug_mode("error")
@@ -41,7 +49,7 @@ def waiting_is_an_error():
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["bf16-autocast", "fp32"])
-@pytest.mark.parametrize("make", [resmlp, vit])
+@pytest.mark.parametrize("make", [resmlp, vit, resnet])
 def test_training_step(make, autocast):
     model = make().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

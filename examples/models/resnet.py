@@ -41,7 +41,8 @@ class ResNetBlock(nn.Module):
         y = self.act1(self.norm1(x))
         if self.shortcut is not None:
             x = self.shortcut(y)
-        return x + self.conv2(self.act2(self.norm2(self.conv1(y))))
+        y = self.conv1(y)  # what it read is let go of here, if backward does not keep it
+        return x + self.conv2(self.act2(self.norm2(y)))
 
 
 class ResNet(nn.Module):

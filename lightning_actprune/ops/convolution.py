@@ -138,7 +138,11 @@ def input_rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
     long a row. With scope ``"token"``, within a row of which blocks compete, they are the channels of a pixel, or the
     innermost dimension of a contiguous ``x``.
     """
-    x = without_gaps(x)
+    return _rows(without_gaps(x), block_size, scope)
+
+
+def _rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
+    """Return the rows of ``x``, which has no gaps."""
     memory = x if x.is_contiguous() else x.movedim(1, -1)
     values = math.prod(x.shape[1:])
     if scope != "token":
@@ -150,13 +154,15 @@ def input_rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
 
 
 def _channels_last(x: Tensor) -> bool:
+    if x.dim() == 4:  # without a view, which takes the host longer
+        return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
 
 
 def _cast_and_pack(x: Tensor, setting: Setting, eager: bool) -> tuple[Tensor, Shared]:
     """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that."""
     blocks = setting.blocks
-    rows = input_rows(x, blocks.block_size, blocks.scope)
+    rows = _rows(x, blocks.block_size, blocks.scope)
     shape = 1, rows.shape[0] * rows.shape[1], rows.shape[2]
     plan = input_plan(rows, setting) if eager else None
     if plan is not None and plan.new_cast is not None:
@@ -165,7 +171,7 @@ def _cast_and_pack(x: Tensor, setting: Setting, eager: bool) -> tuple[Tensor, Sh
             packed = plan.launch(rows, copy)
         return copy.as_strided(x.shape, x.stride()), Shared(packed, shape, False, plan.block)
     given = x if setting.autocast is None else cast(x, setting.autocast)
-    rows = rows if given is x else input_rows(given, blocks.block_size, blocks.scope)
+    rows = rows if given is x else _rows(given, blocks.block_size, blocks.scope)
     if plan is not None:
         with on_device_of(x):
             return given, Shared(plan.launch(rows), shape, False, plan.block)
