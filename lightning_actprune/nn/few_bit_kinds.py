@@ -15,6 +15,13 @@ from torch import nn
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.activations import ACTIVATION_CLASSES, TRANSFORMERS_ACTIVATIONS
 from lightning_actprune.nn.affine import Affine, FewBitAffine, FewBitTimmAffine, FewBitTimmLayerScale
+from lightning_actprune.nn.batch_norms import (
+    FewBitBatchNorm1d,
+    FewBitBatchNorm2d,
+    FewBitBatchNorm3d,
+    FewBitGroupNorm,
+    FewBitTimmBatchNormAct2d,
+)
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.norms import (
     FewBitLayerNorm,
@@ -27,6 +34,10 @@ from lightning_actprune.nn.norms import (
 TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     **{cls.dense_class: cls for cls in ACTIVATION_CLASSES},
     Affine: FewBitAffine,
+    nn.BatchNorm1d: FewBitBatchNorm1d,
+    nn.BatchNorm2d: FewBitBatchNorm2d,
+    nn.BatchNorm3d: FewBitBatchNorm3d,
+    nn.GroupNorm: FewBitGroupNorm,
     nn.LayerNorm: FewBitLayerNorm,
     nn.RMSNorm: FewBitRMSNorm,
 }
@@ -61,6 +72,7 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.layer_scale", "LayerScale"): FewBitTimmLayerScale,
     ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): FewBitTimmLayerNorm2d,
+    ("timm.layers.norm_act", "BatchNormAct2d"): FewBitTimmBatchNormAct2d,
     ("timm.models.mlp_mixer", "Affine"): FewBitTimmAffine,
     **{
         (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): FewBitLlamaRMSNorm
