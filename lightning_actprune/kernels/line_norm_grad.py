@@ -26,13 +26,12 @@ from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.kernels.line_norm import (
     flat_launch,
     inside_flat,
-    least_waste,
     lines_at,
     load_flat,
-    parts_of,
     per_line,
     store_flat,
 )
+from lightning_actprune.kernels.line_statistics import least_waste, parts_of
 from lightning_actprune.ops.geometry import ceil_div
 
 MOST_COLS = 32

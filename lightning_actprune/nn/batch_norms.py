@@ -11,7 +11,7 @@ Where torch itself refuses an input, such as one with a single value per channel
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ class FewBitBatchNorm(FewBitNorm):
     eps: float
     momentum: float | None
     track_running_stats: bool
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Any
+    bias: Any
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None

@@ -18,8 +18,7 @@ that a block may hold values of several channels, and none is cut off but the la
 which makes x^ of all its set NaN, makes NaN what is read of other channels too: channels last, of those that share
 its blocks, else of the next channel's first and last values.
 
-Statistics are in fp32. The variance is that of differences from a mean: kernels take the mean of the first values that
-a program reads, whose distance from the mean of all is at most as many deviations as the root of the tiles it reads.
+Statistics are in fp32; the variance is never a difference of large sums (``kernels.line_statistics``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_actprune.ops import formats, reference
@@ -114,9 +112,10 @@ def normalize_lines(
     sets = _sets(cut, groups)
     if _by_kernels(x, block_size):
         from lightning_actprune.kernels import line_norm as kernels
+        from lightning_actprune.kernels import line_statistics
 
         with on_device_of(x):
-            statistics = kernels.statistics(x, sets, eps)
+            statistics = line_statistics.statistics(x, sets, eps)
             shared, cut = _spread(statistics[:2], weight, bias, cut, groups)
             return *kernels.normalize(x, *shared, cut, block_size, value_format, dtype), statistics
     var, mean = torch.var_mean(in_memory(x).view(sets).float(), (0, 2), correction=0)
@@ -215,9 +214,7 @@ def _spread(
     return (statistics.repeat_interleave(cut.lines // groups, 1), weight, bias), lines
 
 
-def _factors(
-    each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int
-) -> tuple[Tensor, Tensor]:
+def _factors(each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of the parameters, and by what a line is multiplied, from ``each [2, N, C]``.
 
     These are the sums of ``g x~`` and of ``g``. Factors ``[3, N C]``: ``grad_x = f0 g + f1 x~ + f2``.
