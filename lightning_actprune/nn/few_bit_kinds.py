@@ -22,6 +22,7 @@ from lightning_actprune.nn.batch_norms import (
     FewBitGroupNorm,
     FewBitTimmBatchNormAct2d,
 )
+from lightning_actprune.nn.dropout import FewBitDropout
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.norms import (
     FewBitLayerNorm,
@@ -37,6 +38,7 @@ TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     nn.BatchNorm1d: FewBitBatchNorm1d,
     nn.BatchNorm2d: FewBitBatchNorm2d,
     nn.BatchNorm3d: FewBitBatchNorm3d,
+    nn.Dropout: FewBitDropout,
     nn.GroupNorm: FewBitGroupNorm,
     nn.LayerNorm: FewBitLayerNorm,
     nn.RMSNorm: FewBitRMSNorm,

@@ -21,7 +21,7 @@ from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
 from lightning_actprune.ops import activations, formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops.activate import activate, activation_grad
+from lightning_actprune.ops.activate import activate, activation_grad, pack_mask
 from lightning_actprune.ops.activations import Kept
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
@@ -173,6 +173,11 @@ def check_activation(x: Tensor, kept: Kept) -> None:
     assert torch.equal(found, activations.multiply(y.cpu(), codes.cpu(), kept, x.dtype)), (x.shape, kept)
 
 
+def check_mask(mask: Tensor) -> None:
+    """Pack ``mask [N]``, and compare with the reference."""
+    assert torch.equal(pack_mask(mask).cpu(), activations.encode_mask(mask.cpu())), mask.shape
+
+
 def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     """Normalise the rows of ``x [R, L]``, and go back; compare with torch's own layer."""
     length = x.shape[1]
@@ -238,6 +243,7 @@ def run_all(device: torch.device) -> list[str]:
         for dtype, value_format in itertools.product((torch.float32, torch.float16), activations.FORMAT_NAMES):
             check_activation(oracle.integers(4100, dtype=dtype, device=device)[3:], Kept("gelu", (), value_format))
             check_activation(oracle.integers(2051, dtype=dtype, device=device), Kept("relu6", (), value_format))
+        check_mask(oracle.integers(4103, device=device)[3:] > 1)
         for dtype, value_format in itertools.product(DTYPES, ("int3", "fp8")):
             check_norm(oracle.integers(37, 103, dtype=dtype, device=device)[1:, 3:], 24, value_format)
             images = oracle.integers(3, 10, 7, 9, dtype=dtype, device=device)
