@@ -119,11 +119,11 @@ def _of_lines(x, LINES: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def add_sums_kernel(
     partial_ptr, rstd_ptr, weight_ptr, sums_ptr, factors_ptr, rows, lines, each, WEIGHTED: tl.constexpr,
-    ROWS: tl.constexpr, LINES: tl.constexpr,
+    FIXED: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """Add ``rows`` sums of each line, ``[2, rows, lines]``, to ``[2, lines]``, and write the factors ``[3, lines]``.
 
-    ``each``: values of a line.
+    ``each``: values of a line. ``FIXED``: mean and rstd were given, and depend on nothing.
     """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     along = tl.zeros([ROWS, LINES], tl.float32)
@@ -142,8 +142,11 @@ def add_sums_kernel(
     if WEIGHTED:
         scale *= tl.load(weight_ptr + line, mask=line < lines, other=0.0).to(tl.float32)
     tl.store(factors_ptr + line, scale, mask=line < lines)
-    tl.store(factors_ptr + lines + line, -scale * of_weight / each, mask=line < lines)
-    tl.store(factors_ptr + 2 * lines + line, -scale * of_bias / each, mask=line < lines)
+    slope, shift = -scale * of_weight / each, -scale * of_bias / each
+    if FIXED:
+        slope, shift = tl.zeros_like(slope), tl.zeros_like(shift)
+    tl.store(factors_ptr + lines + line, slope, mask=line < lines)
+    tl.store(factors_ptr + 2 * lines + line, shift, mask=line < lines)
 
 
 @triton.jit
@@ -227,8 +230,8 @@ def _sums_plan(key: object, *arguments: object) -> SumsPlan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _add_launch(key: object, rows: int, lines: int, each: int, weighted: bool) -> Launch:
-    constants = rows, lines, float(each), weighted, ADDED_ROWS, ADDED_LINES
+def _add_launch(key: object, rows: int, lines: int, each: int, weighted: bool, fixed: bool) -> Launch:
+    constants = rows, lines, float(each), weighted, fixed, ADDED_ROWS, ADDED_LINES
     return Launch(add_sums_kernel, (ceil_div(lines, ADDED_LINES),), *constants, num_warps=4)
 
 
@@ -248,6 +251,7 @@ def sums_and_factors(
     values: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
+    fixed: bool,
     cut: tuple[int, int, int],
     block_size: int,
     value_format: str,
@@ -257,7 +261,7 @@ def sums_and_factors(
     partial = line_sums(grad_y, values, cut, block_size, value_format)
     sums, factors = (grad_y.new_empty(rows, lines, dtype=torch.float32) for rows in (2, 3))
     key = rstd.device, weight is not None and weight.dtype, *aligned(rstd, rstd if weight is None else weight)
-    launch = _add_launch(key, partial.shape[1], lines, images * length, weight is not None)
+    launch = _add_launch(key, partial.shape[1], lines, images * length, weight is not None, fixed)
     launch(partial, rstd, rstd if weight is None else weight, sums, factors)
     return sums, factors
 

@@ -1,9 +1,11 @@
 """Batch and group normalisation layers that keep their normalised input in few bits; made by ``convert``.
 
 Same parameters, buffers, ``state_dict`` and output (to rounding) as the layers they replace; running statistics are
-updated as theirs are. Input and weight gradient are computed from values of few bits (``ops.normalize_lines``). Batch
-normalisation in eval mode, where the running statistics are constants, is left to the layers that they replace, in
-every respect, and so is all where neither input nor weight needs a gradient.
+updated as theirs are. Input and weight gradient are computed from values of few bits (``ops.normalize_lines``). Where
+neither input nor weight needs a gradient, they are those layers in every respect.
+
+Batch normalisation in eval mode, where the running statistics are constants, has an exact input gradient. It keeps its
+input in few bits for the gradient of the weight alone, and one number a channel if the weight is frozen.
 
 Where torch itself refuses an input, such as one with a single value per channel, its own error is raised.
 """
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.nn.norms import FewBitNorm
-from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_line_norm
+from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_line_norm, frozen_batch_norm
 from lightning_actprune.ops.norm import output_dtype
 
 
@@ -42,8 +44,10 @@ class FewBitBatchNorm(FewBitNorm):
         return self.normalized(input)
 
     def keeps_batch(self, x: Tensor) -> bool:
-        """Return whether the statistics are those of ``x``, and anything is kept of it."""
-        if not self.training or x.dim() < 2 or x.shape[1] != self.num_features:
+        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            return False
+        if (self.running_mean is None) != (self.running_var is None):
             return False
         if x.numel() <= self.num_features or not self.keeps(x, self.weight, tuple(x.shape)):
             return False
@@ -51,11 +55,16 @@ class FewBitBatchNorm(FewBitNorm):
         return True
 
     def normalized(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised, and update the running statistics."""
+        """Return ``x`` normalised, and update the running statistics, or, in eval mode, use them if there are any."""
+        mean, var, fixed = self.running_mean, self.running_var, None
+        if not self.training and mean is not None and var is not None:
+            if self.weight is None or not self.weight.requires_grad:
+                return frozen_batch_norm(x, self.weight, self.bias, (mean, var), self.eps)
+            fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
         settings = self._few_bit
         setting = LineNormSetting(0, self.eps, settings.block_size, settings.value_format)
-        y, statistics = few_bit_line_norm(x, self.weight, self.bias, setting, output_dtype(x, "batch_norm"))
-        if self.track_running_stats:
+        y, statistics = few_bit_line_norm(x, self.weight, self.bias, setting, output_dtype(x, "batch_norm"), fixed)
+        if self.training and self.track_running_stats:
             self._update(statistics)
         return y
 

@@ -38,13 +38,13 @@ from lightning_actprune.ops.geometry import ceil_div
 _library = torch.library.Library("actprune", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _library.define(
-    "normalize_lines(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, int block_size, str value_format, "
-    "ScalarType dtype) -> (Tensor y, Tensor values, Tensor statistics)",
+    "normalize_lines(Tensor x, Tensor? weight, Tensor? bias, Tensor? fixed, int groups, float eps, int block_size, "
+    "str value_format, ScalarType dtype) -> (Tensor y, Tensor values, Tensor statistics)",
     tags=_TAGS,
 )
 _library.define(
     "normalize_lines_grad(Tensor grad_y, Tensor values, Tensor statistics, Tensor? weight, SymInt[] strides, "
-    "int groups, int block_size, str value_format, ScalarType dtype) -> (Tensor grad_x, Tensor sums)",
+    "bool fixed, int groups, int block_size, str value_format, ScalarType dtype) -> (Tensor grad_x, Tensor sums)",
     tags=_TAGS,
 )
 
@@ -85,6 +85,7 @@ def normalize_lines(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    fixed: Tensor | None,
     groups: int,
     eps: float,
     block_size: int,
@@ -97,6 +98,7 @@ def normalize_lines(
         x: ``[N, C, ...]`` in fp32 or 16 bits, not empty.
         weight: ``[C]`` or ``None``.
         bias: ``[C]`` or ``None``.
+        fixed: ``statistics`` to take instead of those of ``x``, whose gradient they are no part of.
         groups: Groups of channels; 0 for batch normalisation.
         eps: Added to the variance.
         block_size: Values per block, in [1, values of x].
@@ -115,12 +117,10 @@ def normalize_lines(
         from lightning_actprune.kernels import line_statistics
 
         with on_device_of(x):
-            statistics = line_statistics.statistics(x, sets, eps)
+            statistics = line_statistics.statistics(x, sets, eps) if fixed is None else fixed.clone()
             shared, cut = _spread(statistics[:2], weight, bias, cut, groups)
             return *kernels.normalize(x, *shared, cut, block_size, value_format, dtype), statistics
-    var, mean = torch.var_mean(in_memory(x).view(sets).float(), (0, 2), correction=0)
-    unbiased = var * (sets.each / max(sets.each - 1, 1))
-    statistics = torch.stack([mean, torch.rsqrt(var + eps), unbiased])
+    statistics = _statistics(in_memory(x).view(sets).float(), eps) if fixed is None else fixed.clone()
     ((mean, rstd), weight, bias), cut = _spread(statistics[:2], weight, bias, cut, groups)
     hat = (in_memory(x).view(cut).float() - mean[:, None]) * rstd[:, None]
     wide = hat if weight is None else hat * weight.float()[:, None]
@@ -138,6 +138,7 @@ def normalize_lines_grad(
     statistics: Tensor,
     weight: Tensor | None,
     strides: Sequence[int],
+    fixed: bool,
     groups: int,
     block_size: int,
     value_format: str,
@@ -151,6 +152,7 @@ def normalize_lines_grad(
         statistics: ``[3, sets]``.
         weight: ``[C]`` or ``None``.
         strides: Those of ``y``.
+        fixed: Whether statistics were given: ``grad_x = rstd g w``.
         groups: As forward.
         block_size: Values per block.
         value_format: How they are stored.
@@ -167,7 +169,7 @@ def normalize_lines_grad(
         stored = block_size, value_format
         with on_device_of(grad_y):
             if not groups:
-                sums, factors = kernels.sums_and_factors(grad_y, values, rstd, weight, cut, *stored)
+                sums, factors = kernels.sums_and_factors(grad_y, values, rstd, weight, fixed, cut, *stored)
             else:
                 cut = Lines(1, cut.images * cut.lines, cut.length)
                 each = kernels.line_sums(grad_y, values, cut, *stored).sum(1)
@@ -182,7 +184,8 @@ def normalize_lines_grad(
     else:
         sums = torch.stack([(grad * x).sum((0, 2)), grad.sum((0, 2))])
         scale = rstd if weight is None else rstd * weight.float()
-        factors = torch.stack([scale, -scale * sums[0] / cut.each, -scale * sums[1] / cut.each])
+        shared = torch.zeros_like(sums) if fixed else -scale * sums / cut.each
+        factors = torch.stack([scale, *shared])
     of_grad, of_x, shift = factors.view(3, -1, cut.lines, 1)
     grad_x = torch.empty_like(grad_y, dtype=dtype)
     in_memory(grad_x).copy_((grad * of_grad + (x * of_x + shift)).view(-1))
@@ -194,6 +197,13 @@ def as_laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
     if x.stride() == tuple(strides):
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _statistics(x: Tensor, eps: float) -> Tensor:
+    """Return mean, rstd and unbiased variance, ``[3, lines]``, of ``x [images, lines, length]``."""
+    var, mean = torch.var_mean(x, (0, 2), correction=0)
+    each = x.shape[0] * x.shape[2]
+    return torch.stack([mean, torch.rsqrt(var + eps), var * (each / max(each - 1, 1))])
 
 
 def _sets(cut: Lines, groups: int) -> Lines:
@@ -243,6 +253,7 @@ def _normalize_lines_fake(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    fixed: Tensor | None,
     groups: int,
     eps: float,
     block_size: int,
@@ -266,6 +277,7 @@ def _normalize_lines_grad_fake(
     statistics: Tensor,
     weight: Tensor | None,
     strides: Sequence[int],
+    fixed: bool,
     groups: int,
     block_size: int,
     value_format: str,

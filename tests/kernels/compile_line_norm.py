@@ -25,8 +25,8 @@ def specimens() -> list[Specimen]:
         ),
         (
             "add_sums", line_norm_grad.add_sums_kernel,
-            {"WEIGHTED": True, "ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES}, "fp32",
-            {"num_warps": 4},
+            {"WEIGHTED": True, "FIXED": False, "ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES},
+            "fp32", {"num_warps": 4},
         ),
     ]  # fmt: skip
     for name, value_format, value in CASES:

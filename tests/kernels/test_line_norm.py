@@ -22,9 +22,9 @@ def run(x: Tensor, grad_y: Tensor, weight: Tensor, groups: int, value_format: st
     """Return output, what is stored, statistics, and gradients of input and parameters, the bias zero."""
     stored = groups, 32, value_format
     y, values, statistics = operators.normalize_lines(
-        x, weight, torch.zeros_like(weight), groups, 1e-5, *stored[1:], x.dtype
+        x, weight, torch.zeros_like(weight), None, groups, 1e-5, *stored[1:], x.dtype
     )
-    grads = operators.normalize_lines_grad(grad_y, values, statistics, weight, y.stride(), *stored, x.dtype)
+    grads = operators.normalize_lines_grad(grad_y, values, statistics, weight, y.stride(), False, *stored, x.dtype)
     return y, values, statistics, *grads
 
 
@@ -91,10 +91,10 @@ def test_what_is_read_is_what_the_reference_reads(kernel_device, cut, several_pr
     weight = torch.randn(shape[1], device=kernel_device)
     stored = groups, 32, "int3"
     with force_backend("triton"):
-        y, *kept = operators.normalize_lines(x, weight, None, groups, 1e-5, *stored[1:], x.dtype)
-        found = operators.normalize_lines_grad(grad_y, *kept, weight, y.stride(), *stored, x.dtype)
+        y, *kept = operators.normalize_lines(x, weight, None, None, groups, 1e-5, *stored[1:], x.dtype)
+        found = operators.normalize_lines_grad(grad_y, *kept, weight, y.stride(), False, *stored, x.dtype)
     with force_backend("reference"):
-        right = operators.normalize_lines_grad(grad_y, *kept, weight, y.stride(), *stored, x.dtype)
+        right = operators.normalize_lines_grad(grad_y, *kept, weight, y.stride(), False, *stored, x.dtype)
     for actual, expected in zip(found, right, strict=True):
         assert oracle.relative_error(actual, expected) < 1e-5
 

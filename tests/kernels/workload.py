@@ -197,14 +197,14 @@ def check_line_norm(x: Tensor, groups: int, value_format: str) -> None:
     """Normalise the channels of ``x [N, C, ...]``, or groups of them, and go back; compare with torch's own layer."""
     weight = oracle.integers(x.shape[1], device=x.device)
     stored = groups, 24, value_format
-    y, *kept = torch.ops.actprune.normalize_lines(x, weight, None, groups, 1e-5, *stored[1:], x.dtype)
+    y, *kept = torch.ops.actprune.normalize_lines(x, weight, None, None, groups, 1e-5, *stored[1:], x.dtype)
     wide, others = x.float().cpu(), [0, *range(2, x.dim())]
     if groups:
         right = torch.nn.functional.group_norm(wide, groups, weight.cpu())
     else:
         right = torch.nn.functional.batch_norm(wide, None, None, weight.cpu(), training=True)
     assert oracle.relative_error(y, right) < 2 * torch.finfo(x.dtype).eps, (x.shape, groups, value_format)
-    grad_x, sums = torch.ops.actprune.normalize_lines_grad(x, *kept, weight, y.stride(), *stored, torch.float32)
+    grad_x, sums = torch.ops.actprune.normalize_lines_grad(x, *kept, weight, y.stride(), False, *stored, torch.float32)
     assert torch.equal(sums[1].cpu(), wide.sum(others)), (x.shape, groups, value_format)
     assert grad_x.cpu().isfinite().all(), (x.shape, groups, value_format)
 

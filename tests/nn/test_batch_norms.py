@@ -132,7 +132,7 @@ def test_only_few_bits_are_kept(name):
 
 
 @each_layer
-def test_the_plain_layer_in_eval_mode_and_where_nothing_needs_a_gradient(name):
+def test_the_plain_layer_where_nothing_needs_a_gradient(name):
     dense = made(name)
     dense(input_of(name))
     layer, x = converted(dense), input_of(name)
@@ -142,12 +142,81 @@ def test_the_plain_layer_in_eval_mode_and_where_nothing_needs_a_gradient(name):
     with saved_tensors() as saved:
         assert torch.equal(layer(x.detach()), dense(x.detach()))
     assert saved == []
-    if "group" not in name:
-        layer.requires_grad_().eval(), dense.requires_grad_().eval()
-        for actual, right in zip(gradients(layer, x, layer(x)), gradients(dense, x, dense(x)), strict=True):
-            assert torch.equal(actual, right)
     for actual, right in zip(layer.buffers(), dense.buffers(), strict=True):
         assert torch.equal(actual, right)
+
+
+def in_eval_mode(name: str, dtype: torch.dtype, device: str = "cpu") -> tuple[nn.Module, nn.Module, Tensor]:
+    """Return a converted layer and the dense one in eval mode, with statistics that are not those of the input."""
+    dense = made(name).to(device)
+    for _ in range(3):
+        dense(input_of(name, device=device) * 0.5)
+    return converted(dense).eval(), dense.eval(), input_of(name, dtype, device)
+
+
+each_batch = pytest.mark.parametrize("name", [name for name in MADE if "group" not in name])
+
+
+@each_batch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_eval_mode_only_the_gradient_of_the_weight_is_off(device, name, dtype):
+    layer, dense, x = in_eval_mode(name, dtype, device)
+    compare(layer, dense, x, layer(x), dense(x))
+    if name != "2d-untracked":  # which has no other statistics than those of the input
+        (ours, *_), (right, *_) = (gradients(module, x, module(x)) for module in (layer, dense))
+        assert oracle.relative_error(ours, right) < 2 * torch.finfo(dtype).eps
+    with saved_tensors() as saved:
+        layer(x)
+    assert all(tensor.dtype == torch.uint8 or tensor.numel() <= 72 or name == "timm" for tensor in saved)
+
+
+@each_batch
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_with_frozen_weights_in_eval_mode_nothing_of_the_input_is_kept(name, with_bias):
+    layer, dense, x = in_eval_mode(name, torch.bfloat16)
+    if name in ("2d-untracked", "timm"):
+        return  # has no constant statistics, or an activation function that keeps its result
+    for module in (layer, dense):
+        for parameter in module.parameters():
+            parameter.requires_grad_(with_bias and parameter is module.bias)
+    with saved_tensors() as saved:
+        y = layer(x)
+    assert torch.equal(y, dense(x))
+    assert sum(tensor.numel() for tensor in saved) == 24
+    wanted = [p for p in layer.parameters() if p.requires_grad]
+    grad = torch.randn(x.shape).bfloat16()
+    found = torch.autograd.grad(y, (x, *wanted), grad)
+    right = torch.autograd.grad(dense(x), (x, *[p for p in dense.parameters() if p.requires_grad]), grad)
+    for actual, expected in zip(found, right, strict=True):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7 * len(actual) ** 0.5)
+
+
+def test_second_derivatives_of_a_frozen_layer_are_torchs():
+    layer, dense, _ = in_eval_mode("2d", torch.float64)
+    seconds = []
+    for module in (layer.requires_grad_(False).double(), dense.requires_grad_(False).double()):
+        x = torch.linspace(-1, 1, 5 * 24 * 12, dtype=torch.float64).view(5, 24, 4, 3).requires_grad_()
+        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x)
+        seconds.append(second)
+    torch.testing.assert_close(*seconds)
+
+
+@each_batch
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_eval_mode_compiles_to_one_graph(name, frozen):
+    torch._dynamo.reset()
+    layer, _, x = in_eval_mode(name, torch.float32)
+    layer.requires_grad_(not frozen)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    grad = torch.randn(x.shape)
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    for first, second in zip(
+        torch.autograd.grad(layer(x), wanted, grad), torch.autograd.grad(compiled(x), wanted, grad), strict=True
+    ):
+        torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "input"])

@@ -253,7 +253,9 @@ def test_operators_are_sound(kind):
     _, groups, _, block_size, _ = KINDS[kind]
     x, weight, bias = (t.detach() for t in inputs(kind, "cpu"))
     stored = groups, EPS, block_size, "int4"
-    y, values, statistics = torch.ops.actprune.normalize_lines(x, weight, bias, *stored, x.dtype)
-    torch.library.opcheck(torch.ops.actprune.normalize_lines.default, (x, weight, bias, *stored, torch.float32))
-    kept = torch.randn(x.shape), values, statistics, weight, y.stride(), groups, block_size, "int4", x.dtype
+    y, values, statistics = torch.ops.actprune.normalize_lines(x, weight, bias, None, *stored, x.dtype)
+    torch.library.opcheck(
+        torch.ops.actprune.normalize_lines.default, (x, weight, bias, statistics, *stored, torch.float32)
+    )
+    kept = torch.randn(x.shape), values, statistics, weight, y.stride(), False, groups, block_size, "int4", x.dtype
     torch.library.opcheck(torch.ops.actprune.normalize_lines_grad.default, kept)
