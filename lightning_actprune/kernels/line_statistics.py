@@ -77,8 +77,8 @@ def _unit(u, line, images, lines, LENGTH: tl.constexpr, PIXEL: tl.constexpr, VAL
     """
     v = tl.arange(0, VALUES)
     if LENGTH == 1:
-        n = u * VALUES + v
-        at = n.to(tl.int64)[None, :] * PIXEL + line[:, None]
+        n = (v * 0 + u).to(tl.int64) * VALUES + v
+        at = n[None, :] * PIXEL + line[:, None]
         inside = (n < images)[None, :] & (line < PIXEL)[:, None]
         count = tl.minimum(images - u * VALUES, VALUES)
     else:

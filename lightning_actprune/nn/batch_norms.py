@@ -127,16 +127,41 @@ class FewBitGroupNorm(FewBitNorm, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input: ``[N, C, ...]``."""
-        if not self._keeps_groups(input):
-            return super().forward(input)
+        return self.normalized(input) if self.keeps_groups(input) else super().forward(input)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised."""
         settings = self._few_bit
         setting = LineNormSetting(self.num_groups, self.eps, settings.block_size, settings.value_format)
-        y, _ = few_bit_line_norm(input, self.weight, self.bias, setting, output_dtype(input, "group_norm"))
+        y, _ = few_bit_line_norm(x, self.weight, self.bias, setting, output_dtype(x, "group_norm"))
         return y
 
-    def _keeps_groups(self, x: Tensor) -> bool:
+    def keeps_groups(self, x: Tensor) -> bool:
         """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
         if x.dim() < 2 or x.shape[1] != self.num_channels or not x.numel():
             return False
         values = x.shape[0] * math.prod(x.shape[2:]) * self.num_channels // self.num_groups
         return values > 1 and self.keeps(x, self.weight, tuple(x.shape))
+
+
+class FewBitTimmGroupNorm(FewBitGroupNorm):
+    """Mixin of timm's ``GroupNorm`` and ``GroupNorm1``, which are that of torch unless "fast norm" is switched on."""
+
+    _fast_norm: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input: ``[N, C, ...]``."""
+        return self.dense_class.forward(self, x) if self._fast_norm else super().forward(x)
+
+
+class FewBitTimmGroupNormAct(FewBitTimmGroupNorm):
+    """Mixin of timm's ``GroupNormAct``: group normalisation, then a dropping layer and an activation function."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised and activated input: ``[N, C, ...]``."""
+        if self._fast_norm or not self.keeps_groups(x):
+            return self.dense_class.forward(self, x)
+        return cast(Tensor, self.act(self.drop(self.normalized(x))))

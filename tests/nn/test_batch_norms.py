@@ -16,8 +16,8 @@ from tests import oracle
 from tests.attention import saved_tensors
 
 
-def timm_layer() -> nn.Module:
-    return pytest.importorskip("timm.layers.norm_act").BatchNormAct2d(24, act_layer=nn.ReLU)
+def timm_layer(name: str, module: str = "norm", **options) -> nn.Module:
+    return getattr(pytest.importorskip(f"timm.layers.{module}"), name)(24, **options)
 
 
 MADE = {
@@ -30,8 +30,13 @@ MADE = {
     "3d": (lambda: nn.BatchNorm3d(24), (2, 24, 4, 3, 5)),
     "group": (lambda: nn.GroupNorm(4, 24), (5, 24, 4, 3)),
     "group-plain": (lambda: nn.GroupNorm(24, 24, affine=False), (5, 24, 9)),
-    "timm": (timm_layer, (5, 24, 4, 3)),
+    "timm": (lambda: timm_layer("BatchNormAct2d", "norm_act", act_layer=nn.ReLU), (5, 24, 4, 3)),
+    "group-timm": (lambda: timm_layer("GroupNorm", num_groups=4), (5, 24, 4, 3)),
+    "group-timm-one": (lambda: timm_layer("GroupNorm1"), (5, 24, 4, 3)),
+    "group-timm-act": (lambda: timm_layer("GroupNormAct", "norm_act", num_groups=4), (5, 24, 4, 3)),
 }
+GROUPS = {"group": 20, "group-plain": 120, "group-timm": 20, "group-timm-one": 5, "group-timm-act": 20}
+"""Of all five images."""
 each_layer = pytest.mark.parametrize("name", list(MADE))
 
 
@@ -126,8 +131,8 @@ def test_only_few_bits_are_kept(name):
     with saved_tensors() as saved:
         layer(x)
     own = {p.data_ptr() for p in layer.parameters()}
-    blocks, sets = -(-x.numel() // 32), {"group": 20, "group-plain": 120}.get(name, 24)
-    activated = x.numel() * 4 if name == "timm" else 0  # by its ReLU, which is a layer of its own
+    blocks, sets = -(-x.numel() // 32), GROUPS.get(name, 24)
+    activated = x.numel() * 4 if name in ("timm", "group-timm-act") else 0  # by its ReLU, which is a layer of its own
     assert sum(t.nbytes for t in saved if t.data_ptr() not in own) == blocks * 18 + 12 * sets + activated
 
 
@@ -350,5 +355,18 @@ def test_other_batch_norms_are_left_as_they_are():
 
     assert few_bit_class(Other) is None
     assert operator_of(Other(8)) == "norm"
-    assert few_bit_class(nn.SyncBatchNorm) is None
     assert few_bit_class(nn.LazyBatchNorm2d) is None
+    net = nn.Sequential(nn.Linear(64, 64), nn.SyncBatchNorm(64), nn.BatchNorm1d(64))
+    report = convert(net, others={"norm": "int4"})
+    assert [layer.fqn for layer in report.few_bit] == ["2"]
+    assert "SyncBatchNorm" in report.describe_skipped()
+    assert "together with other processes" in report.describe_skipped()
+
+
+def test_fast_norm_of_timm_is_left_alone():
+    for name, module in (("GroupNorm", "norm"), ("GroupNormAct", "norm_act")):
+        layer, x = converted(timm_layer(name, module, num_groups=4)), input_of("group")
+        layer._fast_norm = True
+        with saved_tensors() as saved:
+            layer(x)
+        assert any(tensor.data_ptr() == x.data_ptr() for tensor in saved)
