@@ -36,8 +36,8 @@ from lightning_actprune.ops.geometry import ceil_div
 
 MOST_COLS = 32
 """Most blocks side by side in a tile of the sums."""
-ADDED_ROWS, ADDED_LINES = 64, 32
-"""Parts and lines that are added at once."""
+ADDED_ROWS, ADDED_LINES = 256, 8
+"""Parts and lines that are added at once: there are hundreds of parts where there are few lines."""
 
 
 @triton.jit

@@ -27,11 +27,11 @@ MOST_LINE, MOST_LINES = 1024, 64
 STAGES = 4
 """Tiles in shared memory, all but one of them on their way, as in ``column_sums``."""
 PROGRAMS = 4
-"""Programs wanted per multiprocessor."""
-MOST_PARTS = 128
-"""Most parts: they are merged by one program, all in registers."""
-MERGED_LINES = 16
-"""Lines of a program that merges parts: of each three times 128 numbers, 48 a thread."""
+"""Programs wanted per multiprocessor, of four warps."""
+MOST_PARTS = 1024
+"""Most parts: those of a line are merged by one program, all in registers."""
+MERGED_VALUES = 2048
+"""Parts times lines of such a program: three numbers for each of 16 a thread."""
 
 
 @triton.jit
@@ -123,6 +123,12 @@ def statistics_tile(lines: int, length: int) -> tuple[int, int]:
     return min(max(most // values, 1), int(triton.next_power_of_2(lines))), values
 
 
+def merge_tile(parts: int) -> tuple[int, int]:
+    """Return ``(PARTS, LINES)`` of the kernel that merges so many parts."""
+    padded = int(triton.next_power_of_2(parts))
+    return padded, min(max(1, MERGED_VALUES // padded), 16)
+
+
 def least_waste(count: int, most: int) -> int:
     """Return the power of two up to ``most``, and not less than a quarter, by which ``count`` is filled up least."""
     sizes = [min(most // part, int(triton.next_power_of_2(count))) for part in (1, 2, 4)]
@@ -154,8 +160,9 @@ class StatisticsPlan:
         self.partial, self.shape = (3, parts, lines), (3, lines)
         sizes = images, lines, units, share, length, lines if length == 1 else 0, group, values, STAGES
         self._find = Launch(line_statistics_kernel, (groups, parts), *sizes, num_warps=4)
-        merged = parts, lines, eps, int(triton.next_power_of_2(parts)), MERGED_LINES
-        self._merge = Launch(merge_statistics_kernel, (ceil_div(lines, MERGED_LINES),), *merged, num_warps=4)
+        padded, merged = merge_tile(parts)
+        grid = (ceil_div(lines, merged),)
+        self._merge = Launch(merge_statistics_kernel, grid, parts, lines, eps, padded, merged, num_warps=4)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return mean, rstd and unbiased variance ``[3, lines]``."""

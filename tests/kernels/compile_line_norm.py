@@ -21,7 +21,7 @@ def specimens() -> list[Specimen]:
     found = [
         (
             "merge_statistics", line_statistics.merge_statistics_kernel,
-            {"PARTS": line_statistics.MOST_PARTS, "LINES": line_statistics.MERGED_LINES}, "fp32", {"num_warps": 4},
+            dict(zip(("PARTS", "LINES"), line_statistics.merge_tile(528), strict=True)), "fp32", {"num_warps": 4},
         ),
         (
             "add_sums", line_norm_grad.add_sums_kernel,
