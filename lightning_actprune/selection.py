@@ -32,7 +32,7 @@ from lightning_actprune.arguments import (
 )
 from lightning_actprune.nn.convolutions import padding_refusal
 from lightning_actprune.nn.few_bit import FewBitLayer
-from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of
+from lightning_actprune.nn.few_bit_kinds import LEFT_DENSE, few_bit_class, operator_of
 from lightning_actprune.nn.kinds import Layer, is_convolution, kind_of, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
@@ -212,6 +212,8 @@ def other_refusal(fqns: list[str], layer: nn.Module, options: ConversionOptions,
         return None
     if isinstance(layer, FSDPModule):
         return _SHARDED
+    if type(layer) in LEFT_DENSE:
+        return LEFT_DENSE[type(layer)][1]
     if few_bit_class(type(layer)) is None:
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward may be another than that of the class it derives from"

@@ -20,7 +20,7 @@ from lightning_actprune.kernels.formats import multiply_add
 from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.kernels.launch import Launch, aligned
 from lightning_actprune.ops import activations, formats
-from lightning_actprune.ops.activations import Kept
+from lightning_actprune.ops.activations import Kept, KeptMask
 from lightning_actprune.ops.geometry import ceil_div
 
 PLACE, ROW = tl.constexpr(formats.PLACE), tl.constexpr(activations.ROW)
@@ -110,6 +110,15 @@ def activation_grad_kernel(
 
 
 @triton.jit
+def pack_mask_kernel(mask_ptr, codes_ptr, count, TILE: tl.constexpr):
+    """Write ``TILE`` rows of a mask of ``count`` bytes that are 0 or 1, a bit each."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    at = (row * ROW)[:, None] + tl.arange(0, ROW)[None, :]
+    kept = tl.load(mask_ptr + at, mask=at < count, other=0).to(tl.int32)
+    _store_plane(codes_ptr, kept, row, tl.cdiv(count, ROW), 1, 0)
+
+
+@triton.jit
 def _dither(row, BITS: tl.constexpr, REST: tl.constexpr):
     """Return ``u + 2^BITS`` as the bits of fp32 ``[R, ROW]``; ``REST``: with ``1 - u`` for ``u``."""
     h = mix(row.to(tl.uint32) * PLACE)
@@ -168,7 +177,14 @@ def activate(x: Tensor, y: Tensor, codes: Tensor, kept: Kept) -> None:
     _forward(x.numel(), x.dtype, y.dtype, x.device, aligned(x, y, codes), kept)(x, y, codes)
 
 
-def activation_grad(grad: Tensor, codes: Tensor, out: Tensor, kept: Kept) -> None:
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return the bits of ``mask``, ``uint8 [N]`` of 0 and 1, not empty."""
+    codes = mask.new_empty(ceil_div(len(mask), activations.ROW))
+    _mask(len(mask), mask.device, aligned(mask))(mask, codes)
+    return codes
+
+
+def activation_grad(grad: Tensor, codes: Tensor, out: Tensor, kept: Kept | KeptMask) -> None:
     """Write ``dx`` to ``out``, laid out as ``grad``, which is dense."""
     _backward(out.numel(), grad.dtype, out.dtype, out.device, aligned(grad, codes, out), kept)(grad, codes, out)
 
@@ -180,10 +196,12 @@ def forward_constants(kept: Kept) -> tuple[object, ...]:
     return kept.function, first, second, start + step / 2, formats.fp32(1 / step), *_planes(kept), kept.exact, TILE
 
 
-def backward_constants(kept: Kept) -> tuple[object, ...]:
+def backward_constants(kept: Kept | KeptMask) -> tuple[object, ...]:
     """Return the compile-time constants of ``activation_grad_kernel``."""
     low, high = kept.bounds
-    factors = (high, low) if kept.exact else (kept.start_and_step[1], kept.shift)
+    factors = (high, low)
+    if isinstance(kept, Kept) and not kept.exact:
+        factors = kept.start_and_step[1], kept.shift
     return *factors, *_planes(kept), kept.exact, TILE
 
 
@@ -196,15 +214,25 @@ def _forward(
 
 @functools.lru_cache(maxsize=1024)
 def _backward(
-    count: int, grad: torch.dtype, out: torch.dtype, device: torch.device, at_16: tuple[bool, ...], kept: Kept
+    count: int,
+    grad: torch.dtype,
+    out: torch.dtype,
+    device: torch.device,
+    at_16: tuple[bool, ...],
+    kept: Kept | KeptMask,
 ) -> Launch:
     return Launch(activation_grad_kernel, _grid(count), count, *backward_constants(kept), num_warps=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mask(count: int, device: torch.device, at_16: tuple[bool, ...]) -> Launch:
+    return Launch(pack_mask_kernel, _grid(count), count, TILE, num_warps=4)
 
 
 def _grid(count: int) -> tuple[int]:
     return (ceil_div(count, TILE * activations.ROW),)
 
 
-def _planes(kept: Kept) -> tuple[int, int]:
+def _planes(kept: Kept | KeptMask) -> tuple[int, int]:
     first, second = (*kept.stored.planes, 0)[:2]
     return first, second

@@ -21,6 +21,16 @@ from lightning_actprune.nn.affine import (
     FewBitTimmLayerScale,
     FewBitTimmResBlock,
 )
+from lightning_actprune.nn.batch_norms import (
+    FewBitBatchNorm1d,
+    FewBitBatchNorm2d,
+    FewBitBatchNorm3d,
+    FewBitGroupNorm,
+    FewBitTimmBatchNormAct2d,
+    FewBitTimmGroupNorm,
+    FewBitTimmGroupNormAct,
+)
+from lightning_actprune.nn.dropout import FewBitDropout
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.norms import (
     FewBitLayerNorm,
@@ -33,6 +43,11 @@ from lightning_actprune.nn.norms import (
 TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     **{cls.dense_class: cls for cls in ACTIVATION_CLASSES},
     Affine: FewBitAffine,
+    nn.BatchNorm1d: FewBitBatchNorm1d,
+    nn.BatchNorm2d: FewBitBatchNorm2d,
+    nn.BatchNorm3d: FewBitBatchNorm3d,
+    nn.Dropout: FewBitDropout,
+    nn.GroupNorm: FewBitGroupNorm,
     nn.LayerNorm: FewBitLayerNorm,
     nn.RMSNorm: FewBitRMSNorm,
 }
@@ -67,6 +82,10 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.layer_scale", "LayerScale"): FewBitTimmLayerScale,
     ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): FewBitTimmLayerNorm2d,
+    ("timm.layers.norm", "GroupNorm"): FewBitTimmGroupNorm,
+    ("timm.layers.norm", "GroupNorm1"): FewBitTimmGroupNorm,
+    ("timm.layers.norm_act", "BatchNormAct2d"): FewBitTimmBatchNormAct2d,
+    ("timm.layers.norm_act", "GroupNormAct"): FewBitTimmGroupNormAct,
     ("timm.models.mlp_mixer", "Affine"): FewBitTimmAffine,
     ("timm.models.mlp_mixer", "ResBlock"): FewBitTimmResBlock,
     **{
@@ -77,6 +96,11 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
 }
 """Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
 
+
+LEFT_DENSE: dict[type[nn.Module], tuple[OtherOperator, str]] = {
+    nn.SyncBatchNorm: ("norm", "finds its statistics together with other processes, by kernels of its own"),
+}
+"""What classes are that stay as they are, and why."""
 
 _DERIVED: dict[type[nn.Module], type[FewBitLayer]] = {}
 
@@ -91,6 +115,8 @@ def operator_of(module: nn.Module) -> OtherOperator | None:
     """Return what kind of operator ``module`` is, also as a subclass of a known one, ``None`` if none of them."""
     if isinstance(module, FewBitLayer):
         return module.operator
+    if type(module) in LEFT_DENSE:
+        return LEFT_DENSE[type(module)][0]
     found = next(filter(None, map(few_bit_class, type(module).__mro__)), None)
     return None if found is None else found.operator
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.ops import activations
-from lightning_actprune.ops.activations import ACTIVATIONS, Kept
+from lightning_actprune.ops.activations import ACTIVATIONS, Kept, KeptMask
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 
 _library = torch.library.Library("actprune", "FRAGMENT")
@@ -61,7 +61,9 @@ def activate(x: Tensor, kept: Kept, dtype: torch.dtype, in_place: bool = False) 
     return y, codes
 
 
-def activation_grad(grad: Tensor, codes: Tensor, strides: Sequence[int], kept: Kept, dtype: torch.dtype) -> Tensor:
+def activation_grad(
+    grad: Tensor, codes: Tensor, strides: Sequence[int], kept: Kept | KeptMask, dtype: torch.dtype
+) -> Tensor:
     """Return ``dx`` in ``dtype`` from ``g``, which may have any layout, and what ``activate`` kept of ``x``.
 
     ``strides`` are those of the ``y`` of ``activate``.
@@ -79,6 +81,17 @@ def activation_grad(grad: Tensor, codes: Tensor, strides: Sequence[int], kept: K
         return out
     in_memory(out).copy_(activations.multiply(in_memory(grad), codes, kept, dtype))
     return out
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Return what is kept of a dense bool ``mask``: a bit a value, in the order of memory."""
+    flat = in_memory(mask)
+    if not len(flat) or choose_backend(mask.shape, torch.float32, mask.device, activations.ROW, 1) != "triton":
+        return activations.encode_mask(flat)
+    from lightning_actprune.kernels import activations as kernels
+
+    with on_device_of(mask):
+        return kernels.pack_mask(flat.view(torch.uint8))
 
 
 def in_memory(x: Tensor) -> Tensor:

@@ -128,6 +128,32 @@ class Kept(NamedTuple):
         return rows * self.stored.bits + (0 if self.exact else -(-count // RUN))
 
 
+class KeptMask(NamedTuple):
+    """What is kept of a random mask: a bit a value, of what is not dropped but multiplied by ``factor``."""
+
+    factor: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is one bit."""
+        return True
+
+    @property
+    def stored(self) -> formats.ValueFormat:
+        """How the mask is stored."""
+        return ONE_BIT
+
+    @property
+    def bounds(self) -> Pair:
+        """By what values are multiplied."""
+        return 0.0, self.factor
+
+
+def encode_mask(mask: Tensor) -> Tensor:
+    """Return what is kept of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
+    return _planes(F.pad(mask, (0, -len(mask) % ROW)).long(), ONE_BIT)
+
+
 def encode(x: Tensor, kept: Kept) -> Tensor:
     """Return what is kept of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
     rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -len(x) % ROW))
@@ -142,7 +168,7 @@ def encode(x: Tensor, kept: Kept) -> Tensor:
     return torch.cat([_planes(codes, made), runs.to(torch.uint8)])
 
 
-def multiply(grad: Tensor, codes: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+def multiply(grad: Tensor, codes: Tensor, kept: Kept | KeptMask, dtype: torch.dtype) -> Tensor:
     """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was kept."""
     count, made = len(grad), kept.stored
     rows, q, start = -(-count // ROW), torch.zeros((), dtype=torch.int64, device=grad.device), 0
@@ -150,7 +176,7 @@ def multiply(grad: Tensor, codes: Tensor, kept: Kept, dtype: torch.dtype) -> Ten
         plane = codes[start : start + rows * bits].view(rows, bits)
         q = q + (formats.split(plane, bits, ROW).flatten()[:count] << sum(made.planes[:place]))
         start += rows * bits
-    if kept.exact:
+    if isinstance(kept, KeptMask) or kept.exact:
         low, high = kept.bounds
         wide = grad if grad.dtype == torch.float64 else grad.float()
         lower = wide * low if low else torch.zeros_like(wide)

@@ -23,7 +23,7 @@ from lightning_actprune.ops.unseen import eager_apply
 
 _FP32_UNDER_AUTOCAST = {
     (operator, device)
-    for operator in ("layer_norm", "rms_norm")
+    for operator in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
     for device in ("cpu", "cuda")
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
 }
@@ -79,7 +79,8 @@ class FewBitNormFunction(torch.autograd.Function):
         length = math.prod(shape)
         rows = x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), length)
         setting = setting.cut_to(length)
-        _check(x, ceil_div(rows.shape[0] * length, setting.block_size), setting)
+        blocks = ceil_div(rows.shape[0] * length, setting.block_size)
+        check_stored(x, blocks, setting.block_size, setting.value_format)
         y, values, rstd = library.normalize(rows, _flat(weight), _flat(bias), setting, dtype, eager)
         ctx.setting, ctx.shape, ctx.dtype, ctx.rows = setting, x.shape, x.dtype, rows.shape
         ctx.parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
@@ -123,17 +124,17 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else x.dtype
 
 
-def _check(x: Tensor, blocks: int, setting: NormSetting) -> None:
+def check_stored(x: Tensor, blocks: int, block_size: int, value_format: str) -> None:
     """Raise if values cannot be stored."""
     if x.dtype == torch.float64:
         raise TypeError(
-            f"float64 values cannot be stored as {setting.value_format!r}, whose scales have 8 bits of precision. "
+            f"float64 values cannot be stored as {value_format!r}, whose scales have 8 bits of precision. "
             "HINT: leave the layer as it is (`exclude=[...]`), or train in float32 or 16 bits."
         )
     if blocks > MAX_KEPT_BLOCKS:
         raise ValueError(
             f"An input of {tuple(x.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be numbered. "
-            f"HINT: take a larger `block_size` than {setting.block_size}."
+            f"HINT: take a larger `block_size` than {block_size}."
         )
 
 

@@ -24,7 +24,8 @@ def specimens() -> list[Specimen]:
             found.append(specimen(f"activate_{label}", activations.activate_kernel, kept, value))
             if function in ("gelu", "relu"):
                 found.append(specimen(f"activation_grad_{label}", activations.activation_grad_kernel, kept, value))
-    return found
+    options = {"num_warps": 4}
+    return [*found, ("pack_mask", activations.pack_mask_kernel, {"TILE": activations.TILE}, "bf16", options)]
 
 
 def specimen(label: str, kernel, kept: Kept, value: str) -> Specimen:

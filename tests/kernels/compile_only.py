@@ -42,7 +42,8 @@ POINTERS = {
     "scratch_ptr": "*{v}", "keys_ptr": "*i32", "control_ptr": "*i32", "bitmap_ptr": "*i32", "offsets_ptr": "*i32",
     "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32", "numbers_ptr": "*{v}", "weight_ptr": "*fp32",
     "bias_ptr": "*fp32", "y_ptr": "*{v}", "grad_x_ptr": "*{v}", "rstd_ptr": "*fp32", "eps": "fp32",
-    "codes_ptr": "*u8",
+    "codes_ptr": "*u8", "mask_ptr": "*u8", "mean_ptr": "*fp32", "sums_ptr": "*fp32", "factors_ptr": "*fp32",
+    "slope_ptr": "*fp32", "scale_ptr": "*fp32", "shift_ptr": "*fp32", "each": "fp32",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "size", "counts", "count")

@@ -28,6 +28,9 @@ def test_nothing_spills(compiled):
 
 def test_tensors_move_16_bytes_at_a_time(compiled):
     for r in compiled:
+        if r["kernel"] == "pack_mask":  # eight bytes a thread, of rows whose bits are a byte
+            assert r["ptx"]["load8"] == 2, r
+            continue
         values = 4 if r["value"] == "fp32" else 8
         each = 2048 // (32 * 4 * values)  # of a program of 4 warps
         assert r["ptx"]["load16"] == r["ptx"]["store16"] == each, r

@@ -21,7 +21,7 @@ from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import weight_grad as weight_grads
 from lightning_actprune.ops import activations, formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
-from lightning_actprune.ops.activate import activate, activation_grad
+from lightning_actprune.ops.activate import activate, activation_grad, pack_mask
 from lightning_actprune.ops.activations import Kept
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
@@ -173,6 +173,11 @@ def check_activation(x: Tensor, kept: Kept) -> None:
     assert torch.equal(found, activations.multiply(y.cpu(), codes.cpu(), kept, x.dtype)), (x.shape, kept)
 
 
+def check_mask(mask: Tensor) -> None:
+    """Pack ``mask [N]``, and compare with the reference."""
+    assert torch.equal(pack_mask(mask).cpu(), activations.encode_mask(mask.cpu())), mask.shape
+
+
 def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     """Normalise the rows of ``x [R, L]``, and go back; compare with torch's own layer."""
     length = x.shape[1]
@@ -186,6 +191,22 @@ def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     grad_x, sums = torch.ops.actprune.normalize_grad(x, *kept, weight, *layout)
     assert torch.equal(sums[1].cpu(), wide.sum(0)), (x.shape, block_size, value_format)
     assert grad_x.cpu().isfinite().all(), (x.shape, block_size, value_format)
+
+
+def check_line_norm(x: Tensor, groups: int, value_format: str) -> None:
+    """Normalise the channels of ``x [N, C, ...]``, or groups of them, and go back; compare with torch's own layer."""
+    weight = oracle.integers(x.shape[1], device=x.device)
+    stored = groups, 24, value_format
+    y, *kept = torch.ops.actprune.normalize_lines(x, weight, None, None, groups, 1e-5, *stored[1:], x.dtype)
+    wide, others = x.float().cpu(), [0, *range(2, x.dim())]
+    if groups:
+        right = torch.nn.functional.group_norm(wide, groups, weight.cpu())
+    else:
+        right = torch.nn.functional.batch_norm(wide, None, None, weight.cpu(), training=True)
+    assert oracle.relative_error(y, right) < 2 * torch.finfo(x.dtype).eps, (x.shape, groups, value_format)
+    grad_x, sums = torch.ops.actprune.normalize_lines_grad(x, *kept, weight, y.stride(), False, *stored, torch.float32)
+    assert torch.equal(sums[1].cpu(), wide.sum(others)), (x.shape, groups, value_format)
+    assert grad_x.cpu().isfinite().all(), (x.shape, groups, value_format)
 
 
 def run_all(device: torch.device) -> list[str]:
@@ -222,8 +243,13 @@ def run_all(device: torch.device) -> list[str]:
         for dtype, value_format in itertools.product((torch.float32, torch.float16), activations.FORMAT_NAMES):
             check_activation(oracle.integers(4100, dtype=dtype, device=device)[3:], Kept("gelu", (), value_format))
             check_activation(oracle.integers(2051, dtype=dtype, device=device), Kept("relu6", (), value_format))
+        check_mask(oracle.integers(4103, device=device)[3:] > 1)
         for dtype, value_format in itertools.product(DTYPES, ("int3", "fp8")):
             check_norm(oracle.integers(37, 103, dtype=dtype, device=device)[1:, 3:], 24, value_format)
+            images = oracle.integers(3, 10, 7, 9, dtype=dtype, device=device)
+            check_line_norm(images, 0, value_format)
+            check_line_norm(images, 5, value_format)
+            check_line_norm(images.contiguous(memory_format=torch.channels_last), 0, value_format)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_actprune import functional
+from lightning_actprune.ops.activate import pack_mask
 from lightning_actprune.ops.activations import ACTIVATIONS
 from tests.activations import ORACLES, inputs, kept_of, oracle
 
@@ -192,3 +193,12 @@ def test_a_cuda_graph_replays_the_same_gradient():
         found = gradient(x, functional.activation(x, "gelu"), grad)
     graph.replay()
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("count", [1, 8, 2051])
+def test_masks_are_packed_in_the_order_of_memory(device, count):
+    mask = torch.rand(count, 3, device=device).t() < 0.4
+    codes = pack_mask(mask)
+    bits = (codes.cpu()[:, None].int() >> torch.arange(8) & 1).flatten().bool()
+    assert torch.equal(bits[: 3 * count], mask.t().flatten().cpu())
+    assert not bits[3 * count :].any()
