@@ -50,7 +50,7 @@ ALLOWED = {
     "ops.geometry": {"arguments", "ops.formats"},
     "ops": {"arguments", "kernels"},
     "functional": {"arguments", "ops"},
-    "nn": {"arguments", "functional", "ops.activations", "ops.geometry", "ops.norm", "ops.setting"},
+    "nn": {"arguments", "functional", "ops.activations", "ops.gated", "ops.geometry", "ops.norm", "ops.setting"},
     "selection": {"arguments", "nn", "ops.setting"},
     "conversion_report": {"arguments"},
     "other_layers": {"conversion_report", "few_bit_saving", "nn", "selection"},
