@@ -71,32 +71,34 @@ def chosen_others(
     Raises:
         LayerClaimedError: If another owner has converted one of them.
     """
-    chosen, not_called = [], set[str]()
+    chosen, not_called = [], _not_called(model, options, owner)
     for fqns, layer in other_layers(model):
         operator = operator_of(layer)
         assert operator is not None
-        wanted, converted = operator in options.other_formats, isinstance(layer, FewBitLayer)
         if not_called.issuperset(fqns):
             continue
-        # Nor is one claimed that is not wanted and that somebody else has converted.
-        reason = other_refusal(fqns, layer, options, owner) if wanted or not converted else "is not wanted"
-        if reason is None or converted:
-            not_called |= _replaced(fqns, layer)
-        if not wanted:
-            report.left[operator] += reason is None
-        elif reason is None:
+        if operator not in options.other_formats:
+            if not isinstance(layer, FewBitLayer):  # nor is one claimed that somebody else has converted
+                report.left[operator] += other_refusal(fqns, layer, options, owner) is None
+            continue
+        reason = other_refusal(fqns, layer, options, owner)
+        if reason is None:
             chosen.append((fqns, layer))
         else:
             report.skipped.append(SkippedLayer(fqns[0], type(layer).__name__, reason))
     return chosen
 
 
-def _replaced(fqns: list[str], layer: nn.Module) -> set[str]:
-    """Return the names of the child that ``layer`` does not call once it is converted, if there is one."""
-    made = few_bit_class(torch_class(type(layer)))
-    if made is None or made.replaced is None:
-        return set()
-    return {made.replaced if fqn == "(root)" else f"{fqn}.{made.replaced}" for fqn in fqns}
+def _not_called(model: nn.Module, options: ConversionOptions, owner: str) -> set[str]:
+    """Return the names of activation functions that the layer around them computes itself once it is converted."""
+    names = set[str]()
+    for fqns, layer in other_layers(model):
+        made = few_bit_class(torch_class(type(layer)))
+        if made is None or made.replaced is None:
+            continue
+        if isinstance(layer, FewBitLayer) or other_refusal(fqns, layer, options, owner) is None:
+            names.update(made.replaced if fqn == "(root)" else f"{fqn}.{made.replaced}" for fqn in fqns)
+    return names
 
 
 def convert_other(fqn: str, layer: nn.Module, options: ConversionOptions, owner: str) -> FewBitConversion:
