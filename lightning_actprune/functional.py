@@ -2,7 +2,8 @@
 
 ``linear`` computes exactly ``y = x W^T + b``; only what it keeps for the weight gradient is pruned (see ``ops.linear``
 for the maths, ``ops.geometry`` for the storage). ``activation`` computes exactly ``y = f(x)`` and keeps its derivative
-in few bits (``ops.activations``).
+in few bits (``ops.activations``), and ``gated`` computes ``f(a) u`` and keeps the factors of its gradients
+(``ops.gate``).
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import (
+    BlockSelection,
+    Scope,
+    ValueFormatName,
+    check_block_size,
+    check_sparsity,
+    check_value_format,
+)
 from lightning_actprune.ops.activations import ACTIVATIONS, Kept, check_kept
-from lightning_actprune.ops.autocast import autocast_dtype
 from lightning_actprune.ops.convolution import Windows, pruned_convolution
-from lightning_actprune.ops.dispatch import KERNEL_DTYPES
-from lightning_actprune.ops.few_bit_activation import few_bit_activation
+from lightning_actprune.ops.few_bit_activation import activated_dtype, check_activated, few_bit_activation
+from lightning_actprune.ops.gated import gated_halves, gated_product
 from lightning_actprune.ops.geometry import BlockGeometry, block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.ops.linear import pruned_linear
 from lightning_actprune.ops.packed import Packed
 from lightning_actprune.ops.setting import BlockSetting
 
-__all__ = ["activation", "linear", "pack"]
+__all__ = ["activation", "gated", "linear", "pack"]
 
 
 def linear(
@@ -201,28 +208,62 @@ def activation_unchecked(x: Tensor, kept: Kept, inplace: bool = False, widens: b
 
     ``widens``: whether autocast on a GPU makes the output fp32; by default as torch's function of that name.
     """
-    _check_activated(x, kept)
-    if widens is None:
-        widens = ACTIVATIONS[kept.function].widens
-    widened = widens and x.is_cuda and autocast_dtype(x) is not None
-    return few_bit_activation(x, kept, torch.float32 if widened else x.dtype, inplace)
+    check_activated(x, kept, kept.exact)
+    return few_bit_activation(x, kept, activated_dtype(x, kept, widens), inplace)
+
+
+def gated(
+    a: Tensor,
+    u: Tensor | None,
+    function: str,
+    *parameters: float,
+    value_format: ValueFormatName = "int4",
+    block_size: int = 32,
+) -> Tensor:
+    """Multiply a gate ``f(a)`` with ``u``, keeping neither but the factors of both gradients, and in few bits.
+
+    The output is exact. The gradients are ``u f'(a) g`` and ``f(a) g`` with factors that are off by a random error of
+    mean zero (``ops.gate``). In no-grad mode, or if no input needs a gradient, this is the function of torch and a
+    product.
+
+    Args:
+        a: What the function is applied to, in fp32 or 16 bits. Rows may have gaps: a half of a joint projection is read
+            where it lies.
+        u: Of the same shape. ``None``: ``a`` is a joint projection, whose first half along the last dimension is the
+            gate and the second ``u``; its gradient is then written at once, without a copy.
+        function: As of ``activation``.
+        parameters: Those of the function, all of them.
+        value_format: ``"int8"``, ``"int4"``, ``"int3"`` or ``"int2"``: so many bits for each value of each factor.
+        block_size: Consecutive values that share a scale, at least 8; cut to the row if larger.
+
+    Returns:
+        ``f(a) u``, typed as by torch (autocast included).
+
+    Raises:
+        TypeError: If an input is a DTensor or has no type that can be kept.
+        ValueError: If an argument is out of range, shapes differ, halves do too, or an input is sparse.
+
+    Example:
+        >>> import torch
+        >>> from lightning_actprune import functional
+        >>> a, u = torch.randn(2, 8, 64, requires_grad=True).unbind()
+        >>> functional.gated(a, u, "silu", value_format="int4").shape
+        torch.Size([8, 64])
+    """
+    kept = check_kept(function, parameters, value_format)
+    check_value_format(value_format, check_block_size(block_size))
+    if u is None and (a.dim() == 0 or a.shape[-1] % 2):
+        raise ValueError(f"`a` must have two halves along its last dimension, got {tuple(a.shape)}. HINT: pass `u`.")
+    if u is not None and a.shape != u.shape:
+        raise ValueError(
+            f"`a` and `u` must have one shape, got {tuple(a.shape)} and {tuple(u.shape)}. HINT: expand one of them."
+        )
+    if keeps_derivative(a) or (u is not None and keeps_derivative(u)):
+        return gated_halves(a, kept, block_size) if u is None else gated_product(a, u, kept, block_size)
+    first, second = a.chunk(2, -1) if u is None else (a, u)
+    return ACTIVATIONS[function].forward(first, *kept.parameters) * second
 
 
 def keeps_derivative(x: Tensor) -> bool:
     """Return whether anything is kept of an activation function of ``x``."""
     return torch.is_grad_enabled() and x.requires_grad
-
-
-def _check_activated(x: Tensor, kept: Kept) -> None:
-    if isinstance(x, DTensor):
-        raise TypeError(
-            "An activation function in few bits cannot take DTensors. HINT: leave the module as it is, or apply it to "
-            "`x.to_local()`."
-        )
-    if x.layout != torch.strided:
-        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
-    if x.dtype not in KERNEL_DTYPES and not (kept.exact and x.dtype == torch.float64):
-        raise TypeError(
-            f"The derivative of {kept.function!r} is kept in few bits of float32, bfloat16 or float16 inputs, got "
-            f"{x.dtype}. HINT: convert the input, or leave the module as it is."
-        )

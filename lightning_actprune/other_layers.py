@@ -77,10 +77,12 @@ def chosen_others(
     Raises:
         LayerClaimedError: If another owner has converted one of them.
     """
-    chosen = []
+    chosen, not_called = [], _not_called(model, options, owner)
     for fqns, layer in other_layers(model):
         operator = operator_of(layer)
         assert operator is not None
+        if not_called.issuperset(fqns):
+            continue
         if operator not in options.other_formats:
             if not isinstance(layer, FewBitLayer):  # nor is one claimed that somebody else has converted
                 report.left[operator] += other_refusal(fqns, layer, options, owner) is None
@@ -91,6 +93,18 @@ def chosen_others(
         else:
             report.skipped.append(SkippedLayer(fqns[0], type(layer).__name__, reason))
     return chosen
+
+
+def _not_called(model: nn.Module, options: ConversionOptions, owner: str) -> set[str]:
+    """Return the names of activation functions that the layer around them computes itself once it is converted."""
+    names = set[str]()
+    for fqns, layer in other_layers(model):
+        made = few_bit_class(torch_class(type(layer)))
+        if made is None or made.replaced is None:
+            continue
+        if isinstance(layer, FewBitLayer) or other_refusal(fqns, layer, options, owner) is None:
+            names.update(made.replaced if fqn == "(root)" else f"{fqn}.{made.replaced}" for fqn in fqns)
+    return names
 
 
 def convert_other(fqn: str, layer: nn.Module, options: ConversionOptions, owner: str) -> FewBitConversion:

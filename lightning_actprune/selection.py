@@ -214,10 +214,11 @@ def other_refusal(fqns: list[str], layer: nn.Module, options: ConversionOptions,
         return _SHARDED
     if type(layer) in LEFT_DENSE:
         return LEFT_DENSE[type(layer)][1]
-    if few_bit_class(type(layer)) is None:
+    made = few_bit_class(type(layer))
+    if made is None:
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         return f"is a {name}, whose forward may be another than that of the class it derives from"
-    return _REPLACED if "forward" in layer.__dict__ else None
+    return _REPLACED if "forward" in layer.__dict__ else made.refusal(layer)
 
 
 def _pattern_refusal(fqns: list[str], options: ConversionOptions) -> str | None:

@@ -56,6 +56,7 @@ ALLOWED = {
         "ops.activations",
         "ops.convolution",
         "ops.dropout",
+        "ops.gated",
         "ops.geometry",
         "ops.line_norm",
         "ops.norm",

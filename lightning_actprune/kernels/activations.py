@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.activation_functions import smooth, two_valued
+from lightning_actprune.kernels.activation_functions import smooth, two_valued, widened
 from lightning_actprune.kernels.formats import multiply_add
 from lightning_actprune.kernels.hashing import mix
 from lightning_actprune.kernels.launch import Launch, aligned
@@ -36,8 +36,8 @@ def _upper_bits(bits: int) -> int:
 INTEGERS = tl.constexpr(1.5 * 2.0**23)
 """With this added, an fp32 number is rounded to an integer, which is its lowest bits."""
 UPPER_BITS = tl.constexpr(tuple(_upper_bits(bits) for bits in range(1, 9)))
-TILE = 256
-"""Rows of a program: two a thread of 4 warps."""
+TILE = 128
+"""Rows that a program handles at once, twice: one a thread of 4 warps, so that no code changes its thread."""
 
 
 @triton.jit
@@ -45,37 +45,31 @@ def activate_kernel(
     x_ptr, y_ptr, codes_ptr, count, FUNCTION: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, MIDDLE: tl.constexpr,
     INVERSE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``y`` and the codes of ``TILE`` rows of ``x``.
+    """Write ``y`` and the codes of ``2 TILE`` rows of ``x``.
 
     ``P`` and ``Q`` are the function's parameters, ``MIDDLE`` what is read of code 0 on average, ``INVERSE`` that of the
-    step, ``LOW`` and ``HIGH`` the bits of the
-    planes; ``EXACT``: the derivative is one bit.
+    step, ``LOW`` and ``HIGH`` the bits of the planes; ``EXACT``: the derivative is one bit.
     """
-    BITS: tl.constexpr = LOW + HIGH
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    rows = tl.cdiv(count, ROW)
-    at = (row * ROW)[:, None] + tl.arange(0, ROW)[None, :]
-    inside = at < count
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if EXACT:
-        y, higher = two_valued(x, FUNCTION, P, Q)
-        codes = higher.to(tl.int32)
-    else:
-        y, derivative = smooth(x, FUNCTION, P, Q, y_ptr.dtype.element_ty == tl.float32)
-        # Less a half, which MIDDLE is for, and rounded to nearest: cut off.
-        total = tl.fma(derivative - MIDDLE, INVERSE, _dither(row, BITS, False).to(tl.float32, bitcast=True))
-        codes = (total + (INTEGERS - (1 << BITS))).to(tl.int32, bitcast=True)
-        # Zero times what is not finite is NaN, which is not zero.
-        lost = tl.sum(tl.reshape(tl.sum(derivative * 0.0, axis=1), [TILE // RUN_ROWS, RUN_ROWS]), axis=1) != 0.0
-        run = tl.program_id(0).to(tl.int64) * (TILE // RUN_ROWS) + tl.arange(0, TILE // RUN_ROWS)
-        runs_ptr = codes_ptr + tl.cast(rows, tl.int64) * BITS
-        tl.store(runs_ptr + run, lost.to(tl.uint8), mask=run < tl.cdiv(rows, RUN_ROWS))
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
-    if HIGH > 0:
-        _store_plane(codes_ptr, codes & ((1 << LOW) - 1), row, rows, LOW, 0)
-        _store_plane(codes_ptr + tl.cast(rows, tl.int64) * LOW, (codes >> LOW) & ((1 << HIGH) - 1), row, rows, HIGH, 0)
-    else:
-        _store_plane(codes_ptr, codes, row, rows, LOW, 0 if EXACT else UPPER_BITS[LOW - 1])
+    first = tl.program_id(0).to(tl.int64) * (2 * TILE)
+    x = _load_tile(x_ptr, first, count, TILE)
+    next_x = _load_tile(x_ptr, first + TILE, count, TILE)  # before `y`, which may be `x`, is written
+    for half in tl.static_range(2):
+        row = first + half * TILE
+        if EXACT:
+            y, higher = two_valued((x if half == 0 else next_x).to(tl.float32), FUNCTION, P, Q)
+            _store_codes(codes_ptr, higher.to(tl.int32), row, count, LOW, HIGH, 0, TILE)
+        else:
+            wide = widened(x if half == 0 else next_x)
+            y, derivative = smooth(wide, FUNCTION, P, Q, y_ptr.dtype.element_ty == tl.float32)
+            codes, lost = _codes(derivative, row, MIDDLE, INVERSE, LOW + HIGH, TILE)
+            if half == 0:
+                first_lost = lost
+            else:
+                rows = tl.cast(tl.cdiv(count, ROW), tl.int64)
+                runs_ptr = codes_ptr + rows * (LOW + HIGH)
+                _store_lost(runs_ptr, tl.join(first_lost, lost), first, rows, TILE)
+            _store_codes(codes_ptr, codes, row, count, LOW, HIGH, UPPER_BITS[LOW - 1], TILE)
+        _store_tile(y_ptr, y, row, count, TILE)
 
 
 @triton.jit
@@ -83,30 +77,64 @@ def activation_grad_kernel(
     grad_ptr, codes_ptr, out_ptr, count, STEP: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     EXACT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dx`` of ``TILE`` rows.
+    """Write ``dx`` of ``2 TILE`` rows.
 
     A code is read as ``SHIFT + STEP z``; ``EXACT``: as ``STEP`` if it is 1, else as ``SHIFT``, and by zero nothing is
     multiplied, as in torch.
     """
     BITS: tl.constexpr = LOW + HIGH
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    rows = tl.cdiv(count, ROW)
-    at = (row * ROW)[:, None] + tl.arange(0, ROW)[None, :]
-    inside = at < count
-    grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    codes = _load_plane(codes_ptr, row, rows, LOW)
-    if HIGH > 0:
-        codes |= _load_plane(codes_ptr + tl.cast(rows, tl.int64) * LOW, row, rows, HIGH) << LOW
-    if EXACT:
-        lower = tl.zeros_like(grad) if SHIFT == 0 else grad * SHIFT
-        out = tl.where(codes == 1, grad * STEP, lower)
-    else:
-        runs_ptr = codes_ptr + tl.cast(rows, tl.int64) * BITS
-        lost = tl.load(runs_ptr + row // RUN_ROWS, mask=row < rows, other=0)
-        step = tl.where(lost != 0, float("nan"), STEP)
-        z = ((codes << (23 - BITS)) | _dither(row, BITS, True)).to(tl.float32, bitcast=True)
-        out = grad * multiply_add(step[:, None], z, tl.full([1, 1], SHIFT, tl.float32))
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    first = tl.program_id(0).to(tl.int64) * (2 * TILE)
+    rows = tl.cast(tl.cdiv(count, ROW), tl.int64)
+    for half in tl.static_range(2):
+        start = first + half * TILE
+        grad, r = _load_tile(grad_ptr, start, count, TILE), tl.arange(0, TILE)
+        codes = _load_plane(codes_ptr, start, rows, LOW, TILE)
+        if HIGH > 0:
+            codes |= _load_plane(codes_ptr + rows * LOW, start, rows, HIGH, TILE) << LOW
+        if EXACT:
+            grad = grad.to(tl.float32)
+            lower = tl.zeros_like(grad) if SHIFT == 0 else grad * SHIFT
+            out = tl.where(codes == 1, grad * STEP, lower)
+        else:
+            runs_ptr = codes_ptr + rows * BITS + start // RUN_ROWS
+            lost = tl.load(runs_ptr + r // RUN_ROWS, mask=r < rows - start, other=0)
+            step = tl.where(lost != 0, float("nan"), STEP)
+            z = ((codes << (23 - BITS)) | _dither(start + r, BITS, True)).to(tl.float32, bitcast=True)
+            out = widened(grad) * multiply_add(step[:, None], z, tl.full([1, 1], SHIFT, tl.float32))
+        _store_tile(out_ptr, out, start, count, TILE)
+
+
+@triton.jit
+def _load_tile(x_ptr, first, count, TILE: tl.constexpr):
+    """Return the values ``[TILE, ROW]`` from row ``first`` (int64) on."""
+    at = (tl.arange(0, TILE) * ROW)[:, None] + tl.arange(0, ROW)[None, :]
+    return tl.load(x_ptr + first * ROW + at, mask=at < count - first * ROW, other=0.0)
+
+
+@triton.jit
+def _store_tile(y_ptr, y, first, count, TILE: tl.constexpr):
+    at = (tl.arange(0, TILE) * ROW)[:, None] + tl.arange(0, ROW)[None, :]
+    tl.store(y_ptr + first * ROW + at, y.to(y_ptr.dtype.element_ty), mask=at < count - first * ROW)
+
+
+@triton.jit
+def _codes(derivative, first, MIDDLE: tl.constexpr, INVERSE: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Return codes ``[TILE, ROW]`` of derivatives, with bits above them, and which runs are lost, as int32."""
+    # Less a half, which MIDDLE is for, and rounded to nearest: cut off.
+    dither = _dither(first + tl.arange(0, TILE), BITS, False).to(tl.float32, bitcast=True)
+    total = tl.fma(derivative - MIDDLE, INVERSE, dither)
+    # Zero times a sum of what is not finite is NaN, which is not zero; a maximum of integers is one instruction.
+    lost = (tl.sum(total, axis=1) * 0.0 != 0.0).to(tl.int32)
+    lost = tl.max(tl.reshape(lost, [TILE // RUN_ROWS, RUN_ROWS]), axis=1)
+    return (total + (INTEGERS - (1 << BITS))).to(tl.int32, bitcast=True), lost
+
+
+@triton.jit
+def _store_lost(runs_ptr, lost, first, rows, TILE: tl.constexpr):
+    """Write which runs ``[TILE / RUN_ROWS, 2]`` from row ``first`` on are lost, those of the first half first."""
+    RUNS: tl.constexpr = TILE // RUN_ROWS
+    run = tl.arange(0, RUNS)[:, None] + tl.arange(0, 2)[None, :] * RUNS
+    tl.store(runs_ptr + first // RUN_ROWS + run, lost.to(tl.uint8), mask=run * RUN_ROWS < rows - first)
 
 
 @triton.jit
@@ -131,38 +159,54 @@ def _dither(row, BITS: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(plane_ptr, codes, row, rows, BITS: tl.constexpr, UPPER: tl.constexpr):
-    """Write the codes ``[R, ROW]`` of rows in a plane of ``BITS`` bits, a row as one number or as two.
-
-    ``UPPER`` is what the bits above the codes add up to in a number.
-    """
-    if BITS == 8:
-        pairs = tl.reshape(codes, [codes.shape[0], 2, 4]) << (tl.arange(0, 4) * BITS)[None, None, :]
-        at = (row * 2)[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(_numbers(plane_ptr, BITS) + at, tl.sum(pairs, axis=2) - UPPER, mask=(row < rows)[:, None])
+def _store_codes(
+    codes_ptr, codes, first, count, LOW: tl.constexpr, HIGH: tl.constexpr, UPPER: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Write the codes ``[TILE, ROW]`` of the rows from ``first`` on; ``UPPER`` as in ``_store_plane``."""
+    rows = tl.cast(tl.cdiv(count, ROW), tl.int64)
+    if HIGH > 0:
+        _store_plane(codes_ptr, codes & ((1 << LOW) - 1), first, rows, LOW, 0, TILE)
+        highest = (codes >> LOW) & ((1 << HIGH) - 1)
+        _store_plane(codes_ptr + rows * LOW, highest, first, rows, HIGH, 0, TILE)
     else:
-        numbers_ptr = _numbers(plane_ptr, BITS)
-        joined = tl.sum(codes << (tl.arange(0, ROW) * BITS)[None, :], axis=1) - UPPER
-        tl.store(numbers_ptr + row, joined.to(numbers_ptr.dtype.element_ty), mask=row < rows)
+        _store_plane(codes_ptr, codes, first, rows, LOW, UPPER, TILE)
 
 
 @triton.jit
-def _load_plane(plane_ptr, row, rows, BITS: tl.constexpr):
-    """Return codes ``[R, ROW]`` as int32."""
+def _store_plane(plane_ptr, codes, first, rows, BITS: tl.constexpr, UPPER: tl.constexpr, TILE: tl.constexpr):
+    """Write the codes ``[TILE, ROW]`` of rows in a plane of ``BITS`` bits, a row as one number or as two.
+
+    ``UPPER`` is what the bits above the codes add up to in a number.
+    """
+    r, numbers_ptr = tl.arange(0, TILE), _numbers(plane_ptr, first, BITS)
     if BITS == 8:
-        at = (row * 2)[:, None] + tl.arange(0, 2)[None, :]
-        pairs = tl.load(_numbers(plane_ptr, BITS) + at, mask=(row < rows)[:, None], other=0)
-        codes = (pairs[:, :, None] >> (tl.arange(0, 4) * BITS)[None, None, :]) & 255
-        codes = tl.reshape(codes, [row.shape[0], ROW])
+        pairs = tl.reshape(codes, [TILE, 2, 4]) << (tl.arange(0, 4) * BITS)[None, None, :]
+        at = (r * 2)[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(numbers_ptr + at, tl.sum(pairs, axis=2) - UPPER, mask=(r < rows - first)[:, None])
     else:
-        joined = tl.load(_numbers(plane_ptr, BITS) + row, mask=row < rows, other=0).to(tl.int32)
+        joined = tl.sum(codes << (tl.arange(0, ROW) * BITS)[None, :], axis=1) - UPPER
+        tl.store(numbers_ptr + r, joined.to(numbers_ptr.dtype.element_ty), mask=r < rows - first)
+
+
+@triton.jit
+def _load_plane(plane_ptr, first, rows, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Return codes ``[TILE, ROW]`` as int32."""
+    r, numbers_ptr = tl.arange(0, TILE), _numbers(plane_ptr, first, BITS)
+    if BITS == 8:
+        at = (r * 2)[:, None] + tl.arange(0, 2)[None, :]
+        pairs = tl.load(numbers_ptr + at, mask=(r < rows - first)[:, None], other=0)
+        codes = (pairs[:, :, None] >> (tl.arange(0, 4) * BITS)[None, None, :]) & 255
+        codes = tl.reshape(codes, [TILE, ROW])
+    else:
+        joined = tl.load(numbers_ptr + r, mask=r < rows - first, other=0).to(tl.int32)
         codes = (joined[:, None] >> (tl.arange(0, ROW) * BITS)[None, :]) & ((1 << BITS) - 1)
     return codes
 
 
 @triton.jit
-def _numbers(plane_ptr, BITS: tl.constexpr):
-    """Return the plane as integers of eight codes, or of four bytes."""
+def _numbers(plane_ptr, first, BITS: tl.constexpr):
+    """Return the plane from row ``first`` on, as integers of eight codes, or of four bytes."""
+    plane_ptr += first * BITS
     if BITS >= 4:
         numbers_ptr = plane_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     elif BITS == 2:
@@ -230,7 +274,7 @@ def _mask(count: int, device: torch.device, at_16: tuple[bool, ...]) -> Launch:
 
 
 def _grid(count: int) -> tuple[int]:
-    return (ceil_div(count, TILE * activations.ROW),)
+    return (ceil_div(count, 2 * TILE * activations.ROW),)
 
 
 def _planes(kept: Kept | KeptMask) -> tuple[int, int]:

@@ -8,12 +8,13 @@ input needs no gradient, a module is the dense one in every respect.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
 from lightning_actprune.functional import activation_unchecked, keeps_derivative
 from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.settings import torch_class
 from lightning_actprune.ops.activations import ACTIVATIONS, Kept
 
 
@@ -32,19 +33,27 @@ class FewBitActivation(FewBitLayer):
     """Whether autocast on a GPU makes the output fp32; ``None`` for as torch's function does."""
     inplace: bool = False
 
+    @classmethod
+    def kept_by(cls, module: Any, value_format: str) -> Kept:
+        """Return what is kept of the function of ``module``, which may be dense, in this format."""
+        parameters = [float(getattr(module, name)) for name in ACTIVATIONS[cls.function].parameters]
+        return Kept(cls.function, tuple(parameters), value_format)
+
+    @classmethod
+    def widened_by(cls, module: Any) -> bool | None:
+        """Return ``widens`` of ``module``, which may be dense."""
+        return cls.widens
+
     def forward(self, x: Tensor) -> Tensor:
         """Return ``f(x)``."""
         if not keeps_derivative(x):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
-        return activation_unchecked(x, self._kept(), self.inplace, self.widens)
+        kept = self.kept_by(self, self.value_format)
+        return activation_unchecked(x, kept, self.inplace, self.widened_by(self))
 
     def describe_settings(self) -> str:
         """Return the format: there are no blocks."""
         return f"value_format={self.value_format!r}"
-
-    def _kept(self) -> Kept:
-        parameters = [float(getattr(self, name)) for name in ACTIVATIONS[self.function].parameters]
-        return Kept(self.function, tuple(parameters), self.value_format)
 
 
 class ExactActivation(FewBitActivation):
@@ -60,8 +69,10 @@ class FewBitGELU(FewBitActivation, nn.GELU):
 
     dense_class = nn.GELU
 
-    def _kept(self) -> Kept:
-        return Kept("gelu" if self.approximate == "none" else "gelu_tanh", (), self.value_format)
+    @classmethod
+    def kept_by(cls, module: Any, value_format: str) -> Kept:
+        """Return what is kept of the function of ``module``."""
+        return Kept("gelu" if module.approximate == "none" else "gelu_tanh", (), value_format)
 
 
 class FewBitSiLU(FewBitActivation, nn.SiLU):
@@ -145,10 +156,10 @@ class ForeignWrittenGELUTanh(FewBitActivation):
 class ForeignEitherGELUTanh(ForeignGELUTanh):
     """Mixin for ``GELUTanh``, which is one operator of torch or, if asked to, written with ``torch.pow``."""
 
-    @property
-    def widens(self) -> bool:  # type: ignore[override]
-        """Whether it is written out."""
-        return not isinstance(self.act, functools.partial)  # type: ignore[attr-defined]
+    @classmethod
+    def widened_by(cls, module: Any) -> bool:
+        """Return whether it is written out."""
+        return not isinstance(module.act, functools.partial)
 
 
 class ForeignQuickGELU(FewBitActivation):
@@ -194,3 +205,23 @@ TRANSFORMERS_ACTIVATIONS: dict[str, type[FewBitActivation]] = {
     "MishActivation": ForeignMish,
 }
 """Of ``transformers.activations``."""
+
+
+class FewBitSigmoid(FewBitActivation, nn.Sigmoid):
+    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
+
+    dense_class, function = nn.Sigmoid, "sigmoid"
+
+
+def activation_class(cls: type[nn.Module]) -> type[FewBitActivation] | None:
+    """Return what knows the function of modules of exactly this class, which may be a converted one."""
+    cls = torch_class(cls)
+    if cls.__module__ == "transformers.activations":
+        return TRANSFORMERS_ACTIVATIONS.get(cls.__qualname__)
+    return _OF_TORCH.get(cls)
+
+
+_OF_TORCH: dict[type[nn.Module], type[FewBitActivation]] = {
+    **{made.dense_class: made for made in ACTIVATION_CLASSES},
+    nn.Sigmoid: FewBitSigmoid,
+}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import OtherOperator, ValueFormatName
@@ -33,6 +33,8 @@ class FewBitLayer(Converted):
 
     operator: ClassVar[OtherOperator]
     """What the module is: an ``"activation"`` function, an ``"affine"`` layer or a ``"norm"``."""
+    replaced: ClassVar[str | None] = None
+    """Name of a child that the converted layer computes itself, and does not call."""
     _few_bit: FewBitSettings
 
     @property
@@ -44,6 +46,11 @@ class FewBitLayer(Converted):
     def block_size(self) -> int:
         """Values per block."""
         return self._few_bit.block_size
+
+    @classmethod
+    def refusal(cls, layer: nn.Module) -> str | None:
+        """Return why ``layer``, of a class that is known, cannot become one of this class all the same."""
+        return None
 
     def describe_settings(self) -> str:
         """Return the settings as they are shown in a printed module."""

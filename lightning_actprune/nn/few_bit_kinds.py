@@ -32,6 +32,13 @@ from lightning_actprune.nn.batch_norms import (
 )
 from lightning_actprune.nn.dropout import FewBitDropout
 from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.gated import (
+    FewBitGLU,
+    FewBitLlamaMLP,
+    FewBitPhi3MLP,
+    FewBitTimmGluMlp,
+    FewBitTimmSwiGLU,
+)
 from lightning_actprune.nn.norms import (
     FewBitLayerNorm,
     FewBitLlamaRMSNorm,
@@ -47,6 +54,7 @@ TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     nn.BatchNorm2d: FewBitBatchNorm2d,
     nn.BatchNorm3d: FewBitBatchNorm3d,
     nn.Dropout: FewBitDropout,
+    nn.GLU: FewBitGLU,
     nn.GroupNorm: FewBitGroupNorm,
     nn.LayerNorm: FewBitLayerNorm,
     nn.RMSNorm: FewBitRMSNorm,
@@ -78,8 +86,48 @@ LLAMA_NORMS = {
 }
 """Models of transformers whose ``..RMSNorm`` has the forward of ``LlamaRMSNorm``, and what its name begins with."""
 
+LLAMA_MLPS = {
+    "aria": "AriaSharedExpertsMLP",
+    "cohere": "CohereMLP",
+    "cohere2": "Cohere2MLP",
+    "deepseek_v2": "DeepseekV2MLP",
+    "deepseek_v3": "DeepseekV3MLP",
+    "diffllama": "DiffLlamaMLP",
+    "gemma": "GemmaMLP",
+    "gemma2": "Gemma2MLP",
+    "gemma3": "Gemma3MLP",
+    "glm4_moe": "Glm4MoeMLP",
+    "granite": "GraniteMLP",
+    "helium": "HeliumMLP",
+    "jamba": "JambaMLP",
+    "llama": "LlamaMLP",
+    "ministral": "MinistralMLP",
+    "mistral": "MistralMLP",
+    "mllama": "MllamaTextMLP",
+    "olmo": "OlmoMLP",
+    "olmo2": "Olmo2MLP",
+    "olmo3": "Olmo3MLP",
+    "olmoe": "OlmoeMLP",
+    "pixtral": "PixtralMLP",
+    "qwen2": "Qwen2MLP",
+    "qwen2_5_vl": "Qwen2MLP",
+    "qwen2_moe": "Qwen2MoeMLP",
+    "qwen2_vl": "Qwen2MLP",
+    "qwen3": "Qwen3MLP",
+    "qwen3_moe": "Qwen3MoeMLP",
+    "qwen3_next": "Qwen3NextMLP",
+    "smollm3": "SmolLM3MLP",
+    "stablelm": "StableLmMLP",
+}
+"""Models of transformers, and their class that has the forward of ``LlamaMLP``."""
+
+PHI3_MLPS = {"dia": "DiaMLP", "glm": "GlmMLP", "glm4": "Glm4MLP", "phi3": "Phi3MLP"}
+"""The same of ``Phi3MLP``."""
+
 FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.layer_scale", "LayerScale"): FewBitTimmLayerScale,
+    ("timm.layers.mlp", "GluMlp"): FewBitTimmGluMlp,
+    ("timm.layers.mlp", "SwiGLU"): FewBitTimmSwiGLU,
     ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): FewBitTimmLayerNorm2d,
     ("timm.layers.norm", "GroupNorm"): FewBitTimmGroupNorm,
@@ -91,6 +139,11 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     **{
         (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): FewBitLlamaRMSNorm
         for model, name in LLAMA_NORMS.items()
+    },
+    **{
+        (f"transformers.models.{model}.modeling_{model}", name): mixin
+        for mixin, models in ((FewBitLlamaMLP, LLAMA_MLPS), (FewBitPhi3MLP, PHI3_MLPS))
+        for model, name in models.items()
     },
     **{("transformers.activations", name): mixin for name, mixin in TRANSFORMERS_ACTIVATIONS.items()},
 }

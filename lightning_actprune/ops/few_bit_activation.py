@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_actprune.ops import library
 from lightning_actprune.ops.activate import activate, activation_grad
-from lightning_actprune.ops.activations import Kept
+from lightning_actprune.ops.activations import ACTIVATIONS, Kept
+from lightning_actprune.ops.autocast import autocast_dtype
+from lightning_actprune.ops.dispatch import KERNEL_DTYPES
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.unseen import eager_apply
 
@@ -69,6 +72,29 @@ def few_bit_activation(x: Tensor, kept: Kept, dtype: torch.dtype, in_place: bool
         written: Tensor = _apply_eagerly(x, kept, dtype, True, True)
         return written
     return x.copy_(few_bit_activation(x, kept, dtype, False))
+
+
+def activated_dtype(x: Tensor, kept: Kept, widens: bool | None = None) -> torch.dtype:
+    """Return the type of ``f(x)``: ``widens`` says whether autocast on a GPU makes it fp32, by default as torch's."""
+    if widens is None:
+        widens = ACTIVATIONS[kept.function].widens
+    return torch.float32 if widens and x.is_cuda and autocast_dtype(x) is not None else x.dtype
+
+
+def check_activated(x: Tensor, kept: Kept, exact: bool) -> None:
+    """Raise if what a function needs of ``x`` cannot be kept; ``exact``: one bit is enough, whatever the type."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            "An activation function in few bits cannot take DTensors. HINT: leave the module as it is, or apply it to "
+            "`x.to_local()`."
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
+    if x.dtype not in KERNEL_DTYPES and not (exact and x.dtype == torch.float64):
+        raise TypeError(
+            f"The derivative of {kept.function!r} is kept in few bits of float32, bfloat16 or float16 inputs, got "
+            f"{x.dtype}. HINT: convert the input, or leave the module as it is."
+        )
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ POINTERS = {
     "bias_ptr": "*fp32", "y_ptr": "*{v}", "grad_x_ptr": "*{v}", "rstd_ptr": "*fp32", "eps": "fp32",
     "codes_ptr": "*u8", "mask_ptr": "*u8", "mean_ptr": "*fp32", "sums_ptr": "*fp32", "factors_ptr": "*fp32",
     "slope_ptr": "*fp32", "scale_ptr": "*fp32", "shift_ptr": "*fp32", "each": "fp32",
+    "a_ptr": "*{v}", "u_ptr": "*{v}", "z_ptr": "*{v}", "grad_a_ptr": "*{v}", "grad_u_ptr": "*{v}",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "size", "counts", "count")

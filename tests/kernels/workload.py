@@ -24,6 +24,7 @@ from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops.activate import activate, activation_grad, pack_mask
 from lightning_actprune.ops.activations import Kept
 from lightning_actprune.ops.dispatch import force_backend
+from lightning_actprune.ops.gate import GATE_LAST, Stored, gate, gate_grad
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
@@ -178,6 +179,19 @@ def check_mask(mask: Tensor) -> None:
     assert torch.equal(pack_mask(mask).cpu(), activations.encode_mask(mask.cpu())), mask.shape
 
 
+def check_gate(x: Tensor, kept: Kept, block_size: int) -> None:
+    """Multiply the halves of ``x [R, 2 L]``, one the gate, and go back into halves; compare what is read."""
+    a, u = x.chunk(2, 1)
+    stored = Stored(kept.value_format, block_size, True, True)
+    z, values = gate(a, u, kept, stored, x.dtype)
+    right = activations.ACTIVATIONS[kept.function].forward(a.float().cpu(), *kept.parameters) * u.float().cpu()
+    assert torch.allclose(z.float().cpu(), right, rtol=1e-2, atol=1e-3), (x.shape, kept)
+    found, _ = gate_grad(z, values, stored, GATE_LAST, torch.float32, torch.float32)
+    with force_backend("reference"):
+        expected, _ = gate_grad(z.cpu(), values.cpu(), stored, GATE_LAST, torch.float32, torch.float32)
+    assert torch.equal(found.cpu(), expected), (x.shape, kept)
+
+
 def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     """Normalise the rows of ``x [R, L]``, and go back; compare with torch's own layer."""
     length = x.shape[1]
@@ -244,6 +258,10 @@ def run_all(device: torch.device) -> list[str]:
             check_activation(oracle.integers(4100, dtype=dtype, device=device)[3:], Kept("gelu", (), value_format))
             check_activation(oracle.integers(2051, dtype=dtype, device=device), Kept("relu6", (), value_format))
         check_mask(oracle.integers(4103, device=device)[3:] > 1)
+        for dtype, value_format in itertools.product(DTYPES, ("int3", "int4")):
+            x = oracle.integers(37, 2 * 103 + 4, dtype=dtype, device=device)[1:, 3:-1]
+            check_gate(x, Kept("silu", (), value_format), 24)
+            check_gate(x, Kept("relu", (), value_format), 32)
         for dtype, value_format in itertools.product(DTYPES, ("int3", "fp8")):
             check_norm(oracle.integers(37, 103, dtype=dtype, device=device)[1:, 3:], 24, value_format)
             images = oracle.integers(3, 10, 7, 9, dtype=dtype, device=device)
