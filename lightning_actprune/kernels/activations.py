@@ -140,10 +140,10 @@ def _store_lost(runs_ptr, lost, first, rows, TILE: tl.constexpr):
 @triton.jit
 def pack_mask_kernel(mask_ptr, codes_ptr, count, TILE: tl.constexpr):
     """Write ``TILE`` rows of a mask of ``count`` bytes that are 0 or 1, a bit each."""
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    at = (row * ROW)[:, None] + tl.arange(0, ROW)[None, :]
+    first = tl.program_id(0).to(tl.int64) * TILE
+    at = ((first + tl.arange(0, TILE)) * ROW)[:, None] + tl.arange(0, ROW)[None, :]
     kept = tl.load(mask_ptr + at, mask=at < count, other=0).to(tl.int32)
-    _store_plane(codes_ptr, kept, row, tl.cdiv(count, ROW), 1, 0)
+    _store_plane(codes_ptr, kept, first, tl.cdiv(count, ROW), 1, 0, TILE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Normalisation of lines, forward: ``[images, lines, length]`` in memory, see ``ops.normalize_lines``.
 
 After ``line_statistics``, one pass over the flat memory normalises, writes the output and quantises. The lines of a
-block follow from its place alone. Where lengths and blocks fit, a block has one line, or as many as values.
+block follow from its place alone; where lengths and blocks fit, it has one, or one for each value, side by side.
 
 Bytes moved per value of 16 bits with int4 in blocks of 32: 2 for the statistics, 2 + 2 + 0.56 after them (torch: 2 and
 2 + 2).

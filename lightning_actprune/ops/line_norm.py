@@ -75,11 +75,15 @@ class FewBitLineNormFunction(torch.autograd.Function):
         ctx.parameters = tuple(None if p is None else p.dtype for p in (weight, bias))
         ctx.save_for_backward(values, statistics, weight)
         ctx.mark_non_differentiable(statistics)
+        if eager:
+            ctx.set_materialize_grads(False)  # of the statistics: zeros that nobody reads
         return y, statistics
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
+        if grad_y is None:
+            return (None,) * 7
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)

@@ -214,6 +214,17 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_set(device, value, kind
     assert grads[0][untouched].isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (3, 5, 1), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("value_format", ["int8", "int3"])
+def test_fewer_values_than_a_block(device, shape, value_format):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y, _ = few_bit_line_norm(x, None, None, LineNormSetting(0, EPS, 32, value_format), x.dtype)
+    right = F.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(y, right, rtol=0, atol=1e-5)
+    y.backward(torch.randn_like(y))
+    assert x.grad.isfinite().all()
+
+
 def test_constant_channels_are_zero(device):
     x = torch.full((3, 8, 4, 4), 5.0, device=device, requires_grad=True)
     y, _ = few_bit_line_norm(x, None, None, LineNormSetting(0, EPS, 32, "int2"), x.dtype)
