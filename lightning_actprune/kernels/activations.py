@@ -82,26 +82,26 @@ def activation_grad_kernel(
     A code is read as ``SHIFT + STEP z``; ``EXACT``: as ``STEP`` if it is 1, else as ``SHIFT``, and by zero nothing is
     multiplied, as in torch.
     """
-    BITS: tl.constexpr = LOW + HIGH
     first = tl.program_id(0).to(tl.int64) * (2 * TILE)
     rows = tl.cast(tl.cdiv(count, ROW), tl.int64)
+    grad = _load_tile(grad_ptr, first, count, TILE)
+    next_grad = _load_tile(grad_ptr, first + TILE, count, TILE)  # before anything is written, to wait for both at once
+    stored = _load_codes(codes_ptr, first, rows, LOW, HIGH, EXACT, TILE)
+    next_stored = _load_codes(codes_ptr, first + TILE, rows, LOW, HIGH, EXACT, TILE)
     for half in tl.static_range(2):
-        start = first + half * TILE
-        grad, r = _load_tile(grad_ptr, start, count, TILE), tl.arange(0, TILE)
-        codes = _load_plane(codes_ptr, start, rows, LOW, TILE)
-        if HIGH > 0:
-            codes |= _load_plane(codes_ptr + rows * LOW, start, rows, HIGH, TILE) << LOW
+        row = first + half * TILE
+        g = grad if half == 0 else next_grad
+        codes, lost = stored if half == 0 else next_stored
         if EXACT:
-            grad = grad.to(tl.float32)
-            lower = tl.zeros_like(grad) if SHIFT == 0 else grad * SHIFT
-            out = tl.where(codes == 1, grad * STEP, lower)
+            g = g.to(tl.float32)
+            lower = tl.zeros_like(g) if SHIFT == 0 else g * SHIFT
+            out = tl.where(codes == 1, g * STEP, lower)
         else:
-            runs_ptr = codes_ptr + rows * BITS + start // RUN_ROWS
-            lost = tl.load(runs_ptr + r // RUN_ROWS, mask=r < rows - start, other=0)
             step = tl.where(lost != 0, float("nan"), STEP)
-            z = ((codes << (23 - BITS)) | _dither(start + r, BITS, True)).to(tl.float32, bitcast=True)
-            out = widened(grad) * multiply_add(step[:, None], z, tl.full([1, 1], SHIFT, tl.float32))
-        _store_tile(out_ptr, out, start, count, TILE)
+            rest = _dither(row + tl.arange(0, TILE), LOW + HIGH, True)
+            z = ((codes << (23 - LOW - HIGH)) | rest).to(tl.float32, bitcast=True)
+            out = widened(g) * multiply_add(step[:, None], z, tl.full([1, 1], SHIFT, tl.float32))
+        _store_tile(out_ptr, out, row, count, TILE)
 
 
 @triton.jit
@@ -186,6 +186,22 @@ def _store_plane(plane_ptr, codes, first, rows, BITS: tl.constexpr, UPPER: tl.co
     else:
         joined = tl.sum(codes << (tl.arange(0, ROW) * BITS)[None, :], axis=1) - UPPER
         tl.store(numbers_ptr + r, joined.to(numbers_ptr.dtype.element_ty), mask=r < rows - first)
+
+
+@triton.jit
+def _load_codes(
+    codes_ptr, first, rows, LOW: tl.constexpr, HIGH: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Return the codes ``[TILE, ROW]`` of the rows from ``first`` on, and whether their runs are lost ``[TILE]``."""
+    codes, r = _load_plane(codes_ptr, first, rows, LOW, TILE), tl.arange(0, TILE)
+    if HIGH > 0:
+        codes |= _load_plane(codes_ptr + rows * LOW, first, rows, HIGH, TILE) << LOW
+    if EXACT:
+        lost = tl.zeros_like(r).to(tl.uint8)
+    else:
+        runs_ptr = codes_ptr + rows * (LOW + HIGH) + first // RUN_ROWS
+        lost = tl.load(runs_ptr + r // RUN_ROWS, mask=r < rows - first, other=0)
+    return codes, lost
 
 
 @triton.jit
