@@ -286,7 +286,7 @@ def _backward(
 
 @functools.lru_cache(maxsize=1024)
 def _mask(count: int, device: torch.device, at_16: tuple[bool, ...]) -> Launch:
-    return Launch(pack_mask_kernel, _grid(count), count, TILE, num_warps=4)
+    return Launch(pack_mask_kernel, _grid(count), count, 2 * TILE, num_warps=4)
 
 
 def _grid(count: int) -> tuple[int]:

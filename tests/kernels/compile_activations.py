@@ -25,7 +25,7 @@ def specimens() -> list[Specimen]:
             if function in ("gelu", "relu"):
                 found.append(specimen(f"activation_grad_{label}", activations.activation_grad_kernel, kept, value))
     options = {"num_warps": 4}
-    return [*found, ("pack_mask", activations.pack_mask_kernel, {"TILE": activations.TILE}, "bf16", options)]
+    return [*found, ("pack_mask", activations.pack_mask_kernel, {"TILE": 2 * activations.TILE}, "bf16", options)]
 
 
 def specimen(label: str, kernel, kept: Kept, value: str) -> Specimen:
