@@ -33,6 +33,7 @@ from lightning_actprune.copies import kept_copy
 from lightning_actprune.hooks import ForwardHook, backward_runs, eager_modules
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import weight_of_call
+from lightning_actprune.ops.unseen import settle_open_hooks
 from lightning_actprune.selection import prunable_layers
 
 
@@ -250,6 +251,7 @@ class SavedTensorRecorder:
 
     def _enter(self, module: nn.Module, call: LinearCall | None) -> None:
         self.ran = True
+        settle_open_hooks()  # what was saved before belongs to who ran then
         call = None if backward_runs() else call
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
@@ -258,6 +260,7 @@ class SavedTensorRecorder:
             self._on_call(call)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        settle_open_hooks()
         if self._running and self._running[-1][0] is module:
             _, call = self._running.pop()
             if call is not None:

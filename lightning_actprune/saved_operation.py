@@ -85,20 +85,18 @@ class OpenHooks:
     Args:
         pair: Pack and unpack hook.
         operation: What is saving its tensors.
-        outer: The hooks around, ``None`` without any: then this package's functions are not seen (``ops.unseen``).
+        outer: The hooks around, ``None`` without any: then this package's functions are not seen.
     """
 
     def __init__(self, pair: Hooks, operation: SavedOperation, outer: Hooks | None) -> None:
-        self.pair, self.operation, self.settle, self._unseen = pair, operation, operation.settle, outer is None
+        self.pair, self.settle, self.alone = pair, operation.settle, outer is None
         self._context = torch.autograd.graph.saved_tensors_hooks(*pair)
         self._context.__enter__()
-        if self._unseen:
-            open_hooks(self)
+        self._before = open_hooks(self)
 
     def close(self) -> None:
         """Store what waits, and take the hooks off the stack."""
-        if self._unseen:
-            open_hooks(None)
+        open_hooks(self._before)
         self._context.__exit__(None, None, None)
         self.settle()
 

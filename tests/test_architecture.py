@@ -69,7 +69,7 @@ ALLOWED = {
     "copies": {"ops"},
     "calls": {"arguments", "copies", "nn", "ops"},
     "hooks": set(),
-    "saved": {"calls", "copies", "hooks", "nn", "selection"},
+    "saved": {"calls", "copies", "hooks", "nn", "ops", "selection"},
     "following": {"hooks", "nn", "ops.setting", "selection"},
     "recomputed": {"following", "hooks", "nn", "ops.setting", "selection"},
     "energy": {"arguments", "conversion", "conversion_report", "following", "hooks", "nn", "ops", "selection"},

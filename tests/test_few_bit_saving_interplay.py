@@ -65,6 +65,35 @@ def test_a_meter_and_a_probe_see_that_a_pruned_layer_shares_its_input_with_nobod
     assert len(report.converted) == 1
 
 
+def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
+    """Query, key and value of an attention wait until its projection is called, which keeps an input of its own."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return self.proj(F.scaled_dot_product_attention(q, k, v))
+
+    model, x = nn.Sequential(Attention()), activation()
+    convert(model, 0.0, value_format="int2", others={"rest": "int8"})
+    model._few_bit_savings.popitem()[1].detach()
+    for watched in (False, True):
+        with FewBitSaving(model, min_values=256) as saving:
+            if watched:
+                with SavedTensorMeter(model) as meter:
+                    model(x)
+            else:
+                model(x)
+        assert sum(row.stored_bytes for row in saving.rows) == 4 * STORED
+    assert [(row.fqn, row.stored_bytes) for row in meter.report().rows] == [
+        ("0.qkv", 80 * 2 * (8 + 2)),
+        ("0.proj", 80 * 2 * (8 + 2)),
+    ]
+
+
 def test_what_pruned_layers_return_is_packed():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     convert(model, sparsity=0.5)

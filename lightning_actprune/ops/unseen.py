@@ -20,6 +20,8 @@ class FewBitHooks(Protocol):
     """A pair of saved-tensor hooks that leaves alone what this package's operators keep."""
 
     pair: tuple[Callable[..., Any], Callable[..., Any]]
+    alone: bool
+    """Whether there are no hooks around these, which have to see everything."""
 
     def settle(self) -> None:
         """Store now what was put off until more is known about the operation that saved it."""
@@ -32,9 +34,19 @@ class _Open(threading.local):
 _open = _Open()
 
 
-def open_hooks(hooks: FewBitHooks | None) -> None:
-    """Let functions of this thread not be seen by ``hooks``, which must be on the stack; ``None``: by all hooks."""
-    _open.hooks = hooks
+def open_hooks(hooks: FewBitHooks | None) -> FewBitHooks | None:
+    """Let functions of this thread not be seen by ``hooks``, which are on the stack, and return who was there before.
+
+    With ``None``, all hooks see them.
+    """
+    before, _open.hooks = _open.hooks, hooks
+    return before
+
+
+def settle_open_hooks() -> None:
+    """Let the hooks of this thread store now what they have put off: for somebody who watches when it is stored."""
+    if _open.hooks is not None:
+        _open.hooks.settle()
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -50,7 +62,7 @@ def eager_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
             return apply(*args)
         hooks.settle()
         top = _autograd._top_saved_tensors_default_hooks(False)
-        if top is None or top[0] is not hooks.pair[0]:
+        if not hooks.alone or top is None or top[0] is not hooks.pair[0]:
             return apply(*args)
         _autograd._pop_saved_tensors_default_hooks()
         try:
