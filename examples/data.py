@@ -196,7 +196,9 @@ def load_image_folder_tensors(root: str | Path, workers: int | None = None) -> t
     train, test = (_decode_all(paths, workers) for paths in files)
     labels = [torch.tensor(part.targets) for part in parts]
     tensors = (train, labels[0], test, labels[1])
-    torch.save({"fingerprint": fingerprint, "tensors": list(tensors)}, cache)
+    unfinished = cache.with_name(f"{cache.name}.{os.getpid()}")  # several programs may want it at once
+    torch.save({"fingerprint": fingerprint, "tensors": list(tensors)}, unfinished)
+    unfinished.replace(cache)
     return tensors
 
 

@@ -59,7 +59,13 @@ class Training:
     """One model with so many of its batches in one and an optimizer, dense without a ``preset``."""
 
     def __init__(
-        self, name: str, preset: Preset | None, device: torch.device, batches: int = 1, others: bool = False
+        self,
+        name: str,
+        preset: Preset | None,
+        device: torch.device,
+        batches: int = 1,
+        others: bool = False,
+        capturable: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.workload, self.device = WORKLOADS[name], device
@@ -72,7 +78,7 @@ class Training:
             del settings["max_dropped_energy"]  # which the first step decides on
             self.conversion = convert(self.model, **settings)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=capturable)
 
     def forward(self) -> Tensor:
         """Return the loss."""
@@ -84,6 +90,10 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Run a whole step."""
+        self.finish(self.forward())
 
 
 def warm_up(training: Training) -> None:

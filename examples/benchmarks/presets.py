@@ -5,9 +5,10 @@
 Models as their libraries build them, bf16 autocast, fused AdamW: dense, with every block checkpointed, and pruned as
 ``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers whose
 input something else keeps and for those whose dropped blocks would hold too much. ``compiled`` cases are compiled after
-that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``). The
-cases of a model, each in a process of its own, warm up side by side and then take turns (see ``turns.py``); together
-they take up to 140 GiB.
+that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``). Of
+``graph`` cases the eager step is replayed from a CUDA graph: the GPU's own time, where the host's is longer. The cases
+of a model, each in a process of its own, warm up side by side and then take turns (see ``turns.py``); together they
+take up to 140 GiB.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,10 @@ from lightning_actprune.presets import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 WITH_OTHERS = ", others"
-COMPILED, BUDGET = ", compiled", 0.5
+COMPILED, GRAPH, BUDGET = ", compiled", ", graph", 0.5
 EAGER = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_OTHERS}")
 METHODS = (*EAGER, *(f"{name}{COMPILED}" for name in ("dense", "budget", *EAGER[-2:])))
+METHODS += tuple(f"{name}{GRAPH}" for name in ("dense", "checkpoint", *EAGER[-2:]))
 """``, others``: with ``others=True`` beside the preset."""
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU, and its times vary by half."""
@@ -49,8 +51,8 @@ BATCHES = 2
 def prepare(name: str, method: str, device: torch.device) -> Training:
     """Return a training that is warm."""
     preset, others = parsed(method)
-    training = Training(name, preset, device, BATCHES, others)
-    if method == "checkpoint":
+    training = Training(name, preset, device, BATCHES, others, capturable=method.endswith(GRAPH))
+    if method.startswith("checkpoint"):
         checkpoint_blocks(training.model)
     warm_up(training)
     if method.endswith(COMPILED):
@@ -63,9 +65,22 @@ def prepare(name: str, method: str, device: torch.device) -> Training:
     return training
 
 
+def captured(training: Training) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of a step."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            training.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        training.step()
+    return graph.replay
+
+
 def parsed(method: str) -> tuple[Preset | None, bool]:
     """Return the preset of a method, and whether other layers than linear ones are converted too."""
-    name = method.removesuffix(COMPILED)
+    name = method.removesuffix(COMPILED).removesuffix(GRAPH)
     return PRESETS.get(name.removesuffix(WITH_OTHERS)), name.endswith(WITH_OTHERS)
 
 
@@ -79,7 +94,8 @@ def facts(training: Training) -> dict[str, Any]:
 def serve(name: str, method: str, steps: int, device: torch.device) -> None:
     """Measure one case, then time it whenever asked to."""
     training = prepare(name, method, device)
-    turns.answer(lambda: training.finish(training.forward()), steps, facts(training))
+    found = facts(training)
+    turns.answer(captured(training) if method.endswith(GRAPH) else training.step, steps, found)
 
 
 def compare(name: str, methods: Sequence[str], steps: int, rounds: int) -> Records:
@@ -93,7 +109,7 @@ def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says of its case."""
     preset, others = parsed(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
-    mode = "compile" if method.endswith(COMPILED) else "eager"
+    mode = next((mode for mode in ("compiled", "graph") if method.endswith(mode)), "eager")
     return {**described(name, BATCHES), "mode": mode, "method": method, **settings, "others": others}
 
 

@@ -171,7 +171,7 @@ def test_a_case_that_ends_early_is_named():
 
 def test_table_compares_with_dense_of_the_same_model():
     def record(method, scale, **more):
-        mode = "compile" if "compiled" in method else "eager"
+        mode = "compiled" if "compiled" in method else "eager"
         head = {"model": "net", "batch": 8, "mode": mode, "method": method, "converted": 0, "dropping": 0}
         return head | {"activations_mib": 400 * scale, "peak_mib": 800 * scale, "ms_median": 10 * scale} | more
 
