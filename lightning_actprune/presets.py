@@ -8,7 +8,8 @@
     of 16-bit values, and gradients that are the exact ones but for noise of mean zero.
 ``max``
     Half of the blocks are dropped where these hold at most a fifth of the input's energy, and none elsewhere (see
-    ``energy``); the rest is kept in two bits. 1.3 stored bits per value where blocks are dropped, 2.5 elsewhere.
+    ``energy``); the rest is kept in two bits. 1.3 stored bits per value where blocks are dropped, 2.5 elsewhere. With
+    ``others=True``, activation functions keep three bits, and two what only the gradient of a parameter needs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ class Preset:
 PRESETS: dict[PresetName, Preset] = {
     "paper": Preset(sparsity=0.6),
     "balanced": Preset(value_format="int4"),
-    "max": Preset(sparsity=0.5, value_format="int2", max_dropped_energy=0.2),
+    "max": Preset(
+        sparsity=0.5,
+        value_format="int2",
+        max_dropped_energy=0.2,
+        others={"activation": "int3", "affine": "int2", "convolution": "int2", "norm": "int4", "rest": "int8"},
+    ),
 }
 
 

@@ -36,12 +36,12 @@ WARPS, REGISTERS = 16, 128
 of these run at once; left to itself the compiler takes up to 164, and with 128 it spills nothing (sm_90)."""
 
 
-@functools.cache
 def takes_rows(length: int, block_size: int) -> bool:
     """Return whether a program can hold a row."""
     return _padded(length, block_size) <= MOST_VALUES
 
 
+@functools.cache  # Triton's own function of powers of two costs the host 10 us
 def _padded(length: int, block_size: int) -> int:
     return int(triton.next_power_of_2(ceil_div(length, block_size))) * tile_width(block_size)
 

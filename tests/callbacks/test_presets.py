@@ -1,5 +1,7 @@
 """ActivationPruning(preset=...): what a name stands for, and what explicit arguments do to it."""
 
+from dataclasses import replace
+
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -21,7 +23,11 @@ def settings(callback):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_its_settings(name):
-    assert settings(ActivationPruning(preset=name)) == PRESETS[name]
+    assert settings(ActivationPruning(preset=name)) == replace(PRESETS[name], others=Preset().others)
+    callback = ActivationPruning(preset=name, others=True)
+    assert callback.others is True
+    assert callback.state_dict()["others"] == PRESETS[name].others
+    assert ActivationPruning(preset=name, others={"norm": "int8"}).state_dict()["others"] == {"norm": "int8"}
 
 
 def test_without_a_name_it_is_balanced_or_with_a_sparsity_the_paper():

@@ -92,10 +92,11 @@ def test_plain_settings_prune_the_convolutions_of_a_resnet_and_others_the_rest_t
     runs = "0.5:8:same", "0.5:8:int2+others"
     records = study("resnet", "--depth", "3", "--seeds", "0", runs=runs)
     names = {f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)} | {"blocks.1.shortcut", "blocks.2.shortcut"}
-    for report, value_format in zip(reports, ("same", "int2"), strict=True):
+    operators = {"activation"}, {"activation", "norm"}
+    for report, value_format, others in zip(reports, ("same", "int2"), operators, strict=True):
         assert {layer.fqn for layer in report.converted} == names
         assert {layer.value_format for layer in report.converted} == {value_format}
-        assert {layer.operator for layer in report.few_bit} == {"activation"}
+        assert {layer.operator for layer in report.few_bit} == others
     assert [report.rest for report in reports] == [None, "int8"]
     assert records[1]["bits_per_value"] < 0.2 * records[0]["bits_per_value"]
 

@@ -147,8 +147,9 @@ def test_large_inputs_on_the_gpu(shape, groups, last, value_format, dtype):
     )
     right = torch.autograd.grad(right_y, given, grad_y.float())
     torch.testing.assert_close(y.float(), right_y, rtol=torch.finfo(dtype).eps, atol=2e-5)
-    error = {"int8": 0.006, "int4": 0.1, "int2": 0.5, "fp8": 0.03}[value_format]
-    assert oracle.relative_error(sums[0], right[1]) < error + 1e-5
+    error = {"int8": 0.005, "int4": 0.09, "int2": 0.44, "fp8": 0.024}[value_format]  # ops.normalize
+    # Of a random gradient both are vectors of normal numbers, whose norms have a deviation of (2 C)^-1/2 each.
+    assert oracle.relative_error(sums[0], right[1]) < error * (1 + 5 / shape[1] ** 0.5) + 1e-5
     assert oracle.relative_error(grad_x, right[0]) < error / 10 + torch.finfo(dtype).eps
     again = run(x, grad_y, weight, groups, value_format)
     assert all(torch.equal(a, b) for a, b in zip((y, values, statistics, grad_x, sums), again, strict=True))

@@ -42,7 +42,9 @@ def test_only_the_weight_gradient_is_approximate(device, name, last):
     assert torch.equal(y, right)
     assert y.stride() == right.stride()
     assert grads[0].stride() == exact[0].stride()
-    torch.testing.assert_close((grads[0], grads[2]), (exact[0], exact[2]), rtol=0, atol=0)
+    # On a GPU the vendor's library may take another algorithm for the same convolution.
+    near = {"rtol": 0, "atol": 0} if device.type == "cpu" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close((grads[0], grads[2]), (exact[0], exact[2]), **near)
     # Torch's own gradient for the pruned input has the same products, and may have another order of summation.
     hat = laid_out(pruned(x, last), last)
     oracle = weight_gradient(case, hat.double(), weight, grad_y)
