@@ -82,6 +82,17 @@ Eager steps (forward, backward, fused AdamW) of models as their libraries build 
 ratio to dense. `checkpoint` runs every block again in backward."""
 
 
+OTHER_STEPS_TEXT = """\
+Steps of models as their libraries build them (`resmlp_s12` is that of `examples/models`), bf16 autocast, with
+`others=True`; in brackets the ratio to dense in the same mode. `graph` replays the eager step from a CUDA graph, which
+takes the host's part away; `budget` is the compiler's own, `activation_memory_budget=0.5`."""
+
+
+def other_steps(steps: Records) -> str:
+    """Memory and time of real models whose other layers keep few bits too."""
+    return OTHER_STEPS_TEXT + "\n\n" + summarised(summaries.presets(steps), steps)
+
+
 def presets(trainings: Records) -> str:
     """What the presets store and what they do to accuracy."""
     scores = study.presets(trainings)
@@ -161,6 +172,7 @@ TABLES: dict[str, tuple[str, Callable[[Records], str]]] = {
     "memory": ("memory", memory),
     "presets": ("accuracy", presets),
     "preset_steps": ("presets", preset_steps),
+    "others": ("others", other_steps),
     "kernels": ("kernels", kernels),
     "pack": ("kernels", pack),
     "formats": ("formats", formats),
