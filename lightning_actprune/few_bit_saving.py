@@ -12,9 +12,9 @@ Packed are activations that an operation gets as an input and that need a gradie
 
 - small tensors, other types than fp32 and 16 bits, tensor subclasses, expanded tensors, those with one value a row;
 - what needs no gradient, and *results* that an operation saves of itself (softmax, exp, norms, statistics), but for
-  that of fused attention, of which backward needs the product with the gradient, and that of log-softmax, which is kept
-  in fp16. A result's node is the newest one of its thread, that of an input is older: the operation's own node is made
-  before it saves anything, so the numbers that autograd gives to nodes tell them apart;
+  that of fused attention, of which backward needs the product with the gradient. A result's node is the newest one of
+  its thread, that of an input is older: the operation's own node is made before it saves anything, so the numbers that
+  autograd gives to nodes tell them apart;
 - leaves, views of leaves, copies of leaves in another type (autocast), and whatever has the shape of a parameter, up to
   transposition, such as a weight with a norm or a mask: gradients of inputs stay exact;
 - what a compiled region saves, which may compute anything again from it, and what a reentrant checkpoint keeps, or any
@@ -54,21 +54,19 @@ from lightning_actprune.arguments import (
     check_patterns,
 )
 from lightning_actprune.held import (
-    HALF,
     Dense,
     FewBitRow,
     FewBits,
     FewBitView,
     HeldOfStorage,
     Hooks,
-    own_result_format,
     remember,
 )
 from lightning_actprune.hooks import ForwardHook, backward_runs, dropped_by_checkpoint, eager_modules
 from lightning_actprune.ops.dispatch import KERNEL_DTYPES
 from lightning_actprune.ops.layout import Layout, layout_of
 from lightning_actprune.ops.library import in_plain_eager_mode
-from lightning_actprune.provenance import is_own_result, is_weight, runs_again
+from lightning_actprune.provenance import is_attention_result, is_own_result, is_weight, runs_again
 from lightning_actprune.saved_operation import OpenHooks, SavedOperation
 from lightning_actprune.selection import WRAPPERS
 
@@ -229,16 +227,13 @@ class FewBitSaving:
             return self._keep_dense(tensor, address, outer)
         view, running = FewBitView(tensor.shape, layout.dense_strides, self._running_name()), self._scope.running
         if is_own_result(tensor):
-            value_format = own_result_format(tensor, self._value_format)
-            if value_format is None:
+            if not is_attention_result(tensor):
                 return self._keep_dense(tensor, address, outer)
-            operation.is_attention = value_format == self._value_format
-        elif running and type(running[-1]) is nn.PReLU:
-            value_format = self._value_format
-        else:
+            operation.is_attention = True
+        elif not (running and type(running[-1]) is nn.PReLU):
             operation.put_off(view, tensor, layout, outer)
             return view
-        view.stored = self._few_bits(tensor, layout, value_format, outer, view.fqn)
+        view.stored = self._few_bits(tensor, layout, self._value_format, outer, view.fqn)
         return view
 
     def _layout(self, tensor: Tensor) -> Layout | None:
@@ -265,7 +260,7 @@ class FewBitSaving:
         region = tensor.storage_offset(), layout.region, tensor.dtype, tensor._version, stream, recording
         stored = self._stored.get(tensor.untyped_storage()._cdata)
         held = {} if stored is None else stored.held
-        for as_good in (value_format, self._value_format, HALF) if held else ():
+        for as_good in (value_format, self._value_format) if held else ():
             known = held.get((*region, as_good))
             few_bits: FewBits | None = None if known is None else known()
             if few_bits is not None and few_bits.goes_to(outer):

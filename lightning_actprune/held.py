@@ -67,30 +67,13 @@ class Dense:
         return held
 
 
-HALF = "half"
-"""Values as fp16 numbers: for logarithms of probabilities, which matter the more the nearer they are to zero."""
-
-
-_ATTENTION = tuple(
-    f"ScaledDotProduct{kind}Backward0"
-    for kind in (
-        "CudnnAttention",
-        "EfficientAttention",
-        "FlashAttention",
-        "FlashAttentionForCpu",
-        "FusedAttentionOverrideable",
-    )
-)
-"""Nodes of fused attention: of its result, backward needs the product with the gradient alone."""
-
-
 class FewBits:
     """A region of memory in few bits, or what hooks around ours made of these.
 
     Args:
         region: Tensor over the region, which is not kept.
         layout: How it is read.
-        value_format: How values are stored: a format of ``ops.formats``, or ``HALF``.
+        value_format: How values are stored.
         outer: The hooks around ours, ``None`` without any.
     """
 
@@ -103,10 +86,7 @@ class FewBits:
             x = region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
         else:
             x = region.detach().as_strided(layout.shape, layout.strides)
-        if value_format == HALF:
-            values, self._none = x.to(torch.float16, memory_format=torch.contiguous_format), x.new_empty(0)
-        else:
-            values, self._none, _ = library.pack(x, layout.block, ALL_BLOCKS, value_format, "largest", eager=True)
+        values, self._none, _ = library.pack(x, layout.block, ALL_BLOCKS, value_format, "largest", eager=True)
         self._rows = samples * rows, length, layout.block
         self._dtype, self._value_format = x.dtype, value_format
         self.nbytes, self.outer = values.nbytes, outer
@@ -119,9 +99,7 @@ class FewBits:
     def unpack(self) -> Tensor:
         """Return the values in the order of their addresses."""
         rows, length, block = self._rows
-        values: Tensor = self._held if self.outer is None else self.outer[1](self._held)
-        if self._value_format == HALF:
-            return values.to(self._dtype)
+        values = self._held if self.outer is None else self.outer[1](self._held)
         made = unpack if library.in_plain_eager_mode(values) else torch.ops.actprune.unpack
         dense: Tensor = made(values, self._none, self._none, rows, length, block, self._value_format, self._dtype)
         return dense
@@ -164,14 +142,6 @@ class FewBitView:
         if isinstance(self.stored, Dense):
             return self.stored.tensor()
         return self.stored.unpack().as_strided(self._shape, self._strides)
-
-
-def own_result_format(tensor: Tensor, value_format: str) -> str | None:
-    """Return how to store a result that its own operation saves: ``value_format``, ``HALF``, or not at all."""
-    name = tensor.grad_fn.name()  # type: ignore[union-attr]
-    if name in _ATTENTION:
-        return value_format
-    return HALF if name == "LogSoftmaxBackward0" and tensor.dtype == torch.float32 else None
 
 
 @dataclass

@@ -36,6 +36,19 @@ _SENSITIVE = frozenset(
 """Nodes that compare what they saved with their result, or divide by what may be next to nothing."""
 
 
+_ATTENTION = tuple(
+    f"ScaledDotProduct{kind}Backward0"
+    for kind in (
+        "CudnnAttention",
+        "EfficientAttention",
+        "FlashAttention",
+        "FlashAttentionForCpu",
+        "FusedAttentionOverrideable",
+    )
+)
+"""Nodes of fused attention: of its result, backward needs the product with the gradient alone."""
+
+
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
     """Return whether ``tensor`` is a leaf, a view of one, views and casts of a parameter, or has one of ``shapes``.
 
@@ -66,6 +79,12 @@ def is_own_result(tensor: Tensor) -> bool:
     assert node is not None
     number = node._sequence_nr()  # first: of a view whose base was written to, this makes the node
     return bool(number == torch._C._autograd._get_sequence_nr() - 1)
+
+
+def is_attention_result(tensor: Tensor) -> bool:
+    """Return whether fused attention has computed ``tensor``."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn.name() in _ATTENTION
 
 
 def runs_again() -> bool:

@@ -74,7 +74,7 @@ def measure(case: tuple[Any, ...], logit_std: float, value_format: str, stored: 
     if value_format == "dense":
         found = gradient(module, qkv, grad)
     else:
-        results = mock.patch("lightning_actprune.few_bit_saving.own_result_format", return_value=None)
+        results = mock.patch("lightning_actprune.few_bit_saving.is_attention_result", return_value=False)
         with FewBitSaving(module, value_format, min_values=1):  # type: ignore[arg-type]
             if stored == STORED[1]:
                 found = gradient(module, qkv, grad)

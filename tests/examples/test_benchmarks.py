@@ -1,5 +1,6 @@
 """Tables and pictures of the benchmarks from made-up records, and what happens without a GPU or without records."""
 
+import itertools
 import json
 import math
 
@@ -8,7 +9,18 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.benchmarks import activations, formats, kernels, norms, plots, summaries, tables, tune_formats, tune_pack
+from examples.benchmarks import (
+    activations,
+    attention,
+    formats,
+    kernels,
+    norms,
+    plots,
+    summaries,
+    tables,
+    tune_formats,
+    tune_pack,
+)
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -242,3 +254,15 @@ def test_sweep_of_formats_leaves_no_program_without_blocks():
         for tile, _, parts in found:
             assert tile * parts <= 128
             assert (parts - 1) * tile < 128 * (1 - sparsity) <= 4 * tile * parts
+
+
+def test_attentions_gradients_are_compared_with_exact_ones(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(attention, "CASES", [("small", 2, 2, 16, 32, True)])
+    monkeypatch.setattr(attention, "LOGIT_STDS", (1.0,))
+    attention.main(["--out", str(tmp_path / "attention.json")])
+    records = json.loads((tmp_path / "attention.json").read_text())
+    errors = {(r["value_format"], r["stored"]): r["error"] for r in records}
+    assert set(errors) == {("dense", ""), *itertools.product(("fp8", "int8", "int4"), attention.STORED)}
+    for stored in attention.STORED:
+        assert errors["dense", ""] < errors["int8", stored] < errors["fp8", stored] < errors["int4", stored] < 0.5
+    assert "int8 of q, k, v" in capsys.readouterr().out
