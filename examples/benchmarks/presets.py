@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -65,19 +65,6 @@ def prepare(name: str, method: str, device: torch.device) -> Training:
     return training
 
 
-def captured(training: Training) -> Callable[[], None]:
-    """Return the replay of a CUDA graph of a step."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            training.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        training.step()
-    return graph.replay
-
-
 def parsed(method: str) -> tuple[Preset | None, bool]:
     """Return the preset of a method, and whether other layers than linear ones are converted too."""
     name = method.removesuffix(COMPILED).removesuffix(GRAPH)
@@ -95,7 +82,7 @@ def serve(name: str, method: str, steps: int, device: torch.device) -> None:
     """Measure one case, then time it whenever asked to."""
     training = prepare(name, method, device)
     found = facts(training)
-    turns.answer(captured(training) if method.endswith(GRAPH) else training.step, steps, found)
+    turns.answer(turns.captured(training.step) if method.endswith(GRAPH) else training.step, steps, found)
 
 
 def compare(name: str, methods: Sequence[str], steps: int, rounds: int) -> Records:

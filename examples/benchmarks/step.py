@@ -88,18 +88,6 @@ class Case:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def capture(self) -> None:
-        """Replace ``step`` by the replay of a CUDA graph of it."""
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph):
-            self.step()
-        self.step = graph.replay  # type: ignore[method-assign]
-
     def memory(self) -> dict[str, float]:
         """Return activations and peak of one step in MiB."""
         return {name: round(nbytes / MIB, 1) for name, nbytes in step_memory(self.forward, self.finish).items()}
@@ -113,9 +101,7 @@ def serve(args: argparse.Namespace) -> None:
     if args.case[2] in ("compile", "reduce-overhead"):
         shutdown_compile_workers()  # these would take processor time from the cases that are timed
     facts = {"layers": case.layers, **case.memory()}
-    if args.case[2] == "graph":
-        case.capture()
-    turns.answer(case.step, args.steps, facts)
+    turns.answer(turns.captured(case.step) if args.case[2] == "graph" else case.step, args.steps, facts)
 
 
 def main() -> None:

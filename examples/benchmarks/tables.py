@@ -73,10 +73,10 @@ def summarised(summary: Summary, records: Records) -> str:
 
 
 PRESETS_TEXT = """\
-Trainings: a ResMLP and a ViT on CIFAR-10, a GPT on the source text of Python's standard library. Stored bits are those
-of the inputs of the blocks' linear layers, positions and headers included, over the tasks; scores are means ± standard
-deviations over three to six seeds with, in brackets, the difference to dense runs of the same seeds. `docs/accuracy.md`
-has their numbers and the commands."""
+Trainings: a ResMLP, a ViT and a ResNet (whose convolutions are pruned) on CIFAR-10, a GPT on the source text of
+Python's standard library. Stored bits are those of the inputs of the blocks' linear layers, or convolutions, positions
+and headers included, over the tasks; scores are means ± standard deviations over three to six seeds with, in brackets,
+the difference to dense runs of the same seeds. `docs/accuracy.md` has their numbers and the commands."""
 PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets the
 ratio to dense. `checkpoint` runs every block again in backward."""

@@ -29,6 +29,19 @@ def answer(step: Callable[[], object], steps: int, facts: dict[str, Any]) -> Non
         print(json.dumps([times(step, steps), host_ms(step)]), flush=True)
 
 
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of `step`."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def times(step: Callable[[], object], steps: int) -> list[float]:
     """Return the milliseconds of a step, one mean for every `GROUP` of `steps` steps."""
     found = []

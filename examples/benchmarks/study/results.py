@@ -202,6 +202,9 @@ def presets(records: Records) -> Summary:
     for name, preset in PRESETS.items():
         settings = f"{preset.sparsity:g}", f"`{preset.value_format}`", f"{preset.max_dropped_energy:g}"
         rows.append([f"`{name}`", *settings, *preset_cells(name, mains)])
+        cells = preset_cells(f"{name}+others", mains)
+        if set(cells) != {"-"}:
+            rows.append([f"`{name}`, `others=True`", *settings, *cells])
     scores = (f"{study[0]['model']}, {score_of(study[0]).name}" for study in mains)
     header = ("preset", "sparsity", "`value_format`", "`max_dropped_energy`", "stored bits per value", *scores)
     return Summary("Presets", header, rows)
