@@ -5,8 +5,9 @@ Hooks are told of one tensor at a time. Of ``x * gamma``, which saves both facto
 fewer bits than what the input gradient is computed from. Which of the two comes first depends on the operation, and a
 norm saves a weight and its input too, but also statistics. Hence a tensor waits, as it is, until the next operation
 saves something, one of this package's functions is called or the module ends; then the operation saved *two tensors, of
-which one is a parameter* or it did not. All operations of torch that do save an activation and a parameter only are
-products, quotients and convolutions; but ``prelu``, see ``few_bit_saving``.
+which one is a parameter of fewer values* or it did not. Those that do are products, quotients and convolutions, but for
+``prelu`` (see ``few_bit_saving``) and the rare ``maximum``, ``hypot`` or ``atan2`` with a parameter. A loss of the
+distance from a parameter has as many values of each.
 
 Of fused attention, query, key and value are stored, which it saves first, not a learned bias: where that is to mask,
 it is minus infinity, or as good as that.
@@ -41,12 +42,12 @@ class SavedOperation:
         parameter_format: Format of what a parameter's gradient needs alone.
     """
 
-    __slots__ = ("_count", "_formats", "_number", "_parameters", "_store", "_waiting", "is_attention")
+    __slots__ = ("_count", "_formats", "_number", "_parameters", "_store", "_values", "_waiting", "is_attention")
 
     def __init__(self, store: Store, value_format: str, parameter_format: str) -> None:
         self._store, self._formats = store, (value_format, parameter_format)
         self._waiting: list[tuple[FewBitView, Tensor, Layout, int, int, Hooks | None]] = []
-        self._number, self._count, self._parameters, self.is_attention = -1, 0, 0, False
+        self._number, self._count, self._parameters, self._values, self.is_attention = -1, 0, 0, 0, False
 
     def saves(self, tensor: Tensor) -> None:
         """Take note that the operation, or the next one, saves ``tensor``."""
@@ -54,9 +55,11 @@ class SavedOperation:
         if number != self._number:
             if self._waiting:
                 self.settle()
-            self._number, self._count, self._parameters, self.is_attention = number, 0, 0, False
+            self._number, self._count, self._parameters, self._values, self.is_attention = number, 0, 0, 0, False
         self._count += 1
-        self._parameters += isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            self._parameters += 1
+            self._values = tensor.numel()
 
     def put_off(self, view: FewBitView, tensor: Tensor, layout: Layout, outer: Hooks | None) -> None:
         """Let ``view`` have its values when the operation is settled."""
@@ -66,7 +69,7 @@ class SavedOperation:
     def settle(self) -> None:
         """Store what waits."""
         waiting, self._waiting = self._waiting, []
-        value_format = self._formats[self._count == 2 and self._parameters == 1]
+        alone = self._count == 2 and self._parameters == 1
         for place, (view, tensor, layout, version, stream, outer) in enumerate(waiting):
             view.settle = None
             if tensor._version != version:
@@ -76,6 +79,7 @@ class SavedOperation:
                 view.stored = Dense(tensor, outer)
                 continue
             with _on_stream(tensor, stream):
+                value_format = self._formats[alone and tensor.numel() > self._values]
                 view.stored = self._store(tensor, layout, value_format, outer, view.fqn)
 
 
