@@ -74,8 +74,8 @@ def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
             self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).chunk(3, -1)
-            return self.proj(F.scaled_dot_product_attention(q, k, v))
+            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+            return self.proj(F.scaled_dot_product_attention(q, k, v).squeeze(1))
 
     model, x = nn.Sequential(Attention()), activation()
     convert(model, 0.0, value_format="int2", others={"rest": "int8"})

@@ -8,7 +8,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 from lightning_actprune import functional
-from lightning_actprune.ops.convolution import input_rows, pruned_convolution, without_gaps
+from lightning_actprune.ops.convolution import Windows, input_rows, pruned_convolution, without_gaps
 from lightning_actprune.ops.dispatch import MAX_COLUMNS
 from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts
 from lightning_actprune.ops.setting import BlockSetting
@@ -23,7 +23,8 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 def convolve(case, x, weight, bias=None, sparsity=SPARSITY, block_size=BLOCK, scope="sample", **how):
     blocks = BlockSetting.checked(block_size, scope, how.get("value_format", "same"), how.get("selection", "largest"))
-    return pruned_convolution(x, weight, bias, case.windows, sparsity_parts(sparsity), blocks)
+    windows = case if isinstance(case, Windows) else case.windows
+    return pruned_convolution(x, weight, bias, windows, sparsity_parts(sparsity), blocks)
 
 
 def made(name, last, device="cpu", dtype=torch.float32):
@@ -224,9 +225,10 @@ def test_second_derivatives_are_an_error():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiles_to_one_graph_with_the_same_results(name, value_format, last):
     case, x, weight, bias = made(name, last)
+    windows = case.windows
 
     def run(x):
-        return convolve(case, x, weight, bias, value_format=value_format)
+        return convolve(windows, x, weight, bias, value_format=value_format)
 
     torch.compiler.reset()  # what other cases have compiled of this code counts towards a limit
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)
@@ -242,16 +244,17 @@ def test_compiles_to_one_graph_with_the_same_results(name, value_format, last):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_batches_of_all_sizes_compile_once():
     case, _, weight, bias = made("3x3", True)
+    windows, shape = case.windows, case.shape[1:]
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=None)
     def run(x):
-        return convolve(case, x, weight, bias)
+        return convolve(windows, x, weight, bias)
 
     for batch in (2, 3, 5, 6):
-        x = laid_out(torch.randn(batch, *case.shape[1:]), True).requires_grad_()
+        x = laid_out(torch.randn(batch, *shape), True).requires_grad_()
         (grad,) = torch.autograd.grad(run(x).sum(), weight)
-        (right,) = torch.autograd.grad(convolve(case, x, weight, bias).sum(), weight)
+        (right,) = torch.autograd.grad(convolve(windows, x, weight, bias).sum(), weight)
         torch.testing.assert_close(grad, right)
     assert counter.frame_count == 2  # one size, then any
 
