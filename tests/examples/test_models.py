@@ -176,5 +176,5 @@ def test_lora_trains_only_the_updates_and_starts_as_the_base():
 @pytest.mark.parametrize("name", third_party.WORKLOADS)
 def test_every_model_says_where_it_comes_from(name):
     record = models.head(name, "pruned")
-    assert record["source"] in {"timm", "torchvision", "transformers", "torch"}
+    assert record["source"] in {"lightning_actprune", "timm", "torchvision", "transformers", "torch"}
     assert (record["sparsity"], record["block_size"]) == (0.6, 32)
