@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections import OrderedDict
 
 import pytest
@@ -65,7 +66,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 def test_convolutions_are_left_unless_asked_for():
     report = convert(module := model(), min_features=0)
     assert [layer.fqn for layer in report.converted] == ["head"]
-    assert report.left == {"convolution": 4, "activation": 2}
+    assert report.left == {"convolution": 4, "activation": 2, "norm": 2}
     assert report.skipped == []
     assert not any(isinstance(m, ActivationPrunedConv2d) for m in module.modules())
 
@@ -75,7 +76,7 @@ def test_convolutions_are_pruned_with_the_main_settings_in_a_format_of_their_own
     found = {layer.fqn: (layer.kind, layer.operator, layer.value_format) for layer in report.converted}
     names = ["stem", "block.conv1", "block.conv2", "block.shortcut"]
     assert found == dict.fromkeys(names, ("Conv2d", "convolution", "int8")) | {"head": ("Linear", "linear", "same")}
-    assert report.left == {"activation": 2}
+    assert report.left == {"activation": 2, "norm": 2}
     conv = module.block.conv1
     assert type(conv) is ActivationPrunedConv2d
     assert (conv.sparsity, conv.block_size, conv.block_selection, conv.scope) == (0.5, 16, "swap", "sample")
@@ -297,4 +298,5 @@ def test_the_callback_says_that_there_are_more(caplog):
     caplog.set_level("INFO")
     trainer(ActivationPruning(0.5, min_features=0, skip_held=False)).fit(ConvNet())
     text = " ".join(caplog.text.split())
-    assert "Stored as it is: what 4 convolutions and 2 activation functions need (others=True" in text
+    left = re.search(r"Stored as it is: what (.*?) need \(others=True", text)
+    assert sorted(left[1].split(" and ")) == ["2 activation functions", "2 norms", "4 convolutions"]

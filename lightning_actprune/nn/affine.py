@@ -70,7 +70,7 @@ class FewBitScaling(FewBitLayer):
         settings = self._few_bit
         setting = NormSetting(False, False, 0.0, settings.block_size, settings.value_format, normed=False)
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        return few_bit_norm(x, weight, bias, x.shape[-1:], setting, dtype)
+        return few_bit_norm(x, weight, bias, (weight.numel(),), setting, dtype)
 
 
 class FewBitAffine(FewBitScaling, Affine):

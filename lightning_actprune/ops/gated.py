@@ -71,7 +71,8 @@ class FewBitGateFunction(torch.autograd.Function):
         if eager:
             z, values = gate(rows_a, rows_u, kept, stored, dtype)
         else:
-            z, values = torch.ops.actprune.gate(rows_a, rows_u, *kept, *stored[1:], dtype)
+            flags = stored.for_a, stored.for_u  # torch 2.8 compiles no slice of a named tuple
+            z, values = torch.ops.actprune.gate(rows_a, rows_u, *kept, stored.block_size, *flags, dtype)
         ctx.stored, ctx.place, ctx.rows = stored, layout.place, rows_a.shape
         ctx.shapes = a.shape, None if u is None else u.shape
         ctx.dtypes = a.dtype, rows_u.dtype
