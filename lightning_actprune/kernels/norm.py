@@ -41,7 +41,7 @@ def takes_rows(length: int, block_size: int) -> bool:
     return _padded(length, block_size) <= MOST_VALUES
 
 
-@functools.cache  # Triton's own function of powers of two costs the host 10 us
+@functools.cache  # Triton's own function of powers of two is slow on the host
 def _padded(length: int, block_size: int) -> int:
     return int(triton.next_power_of_2(ceil_div(length, block_size))) * tile_width(block_size)
 

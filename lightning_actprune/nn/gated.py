@@ -41,6 +41,7 @@ class FewBitMLP(FewBitGated):
     """Mixin of MLPs with an activation function, whose name is ``replaced``."""
 
     replaced: ClassVar[str]
+    down_proj: nn.Module
 
     @classmethod
     def refusal(cls, layer: nn.Module) -> str | None:
@@ -61,8 +62,8 @@ class FewBitMLP(FewBitGated):
         raise NotImplementedError
 
     def output(self, hidden: Tensor) -> Tensor:
-        """Return the output, of the product."""
-        raise NotImplementedError
+        """Return the output, by default the projection of the product."""
+        return cast(Tensor, self.down_proj(hidden))
 
     def product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u``."""
@@ -92,15 +93,10 @@ class FewBitLlamaMLP(FewBitMLP):
     replaced = "act_fn"
     gate_proj: nn.Module
     up_proj: nn.Module
-    down_proj: nn.Module
 
     def hidden(self, x: Tensor) -> Tensor:
         """Return the product of two projections."""
         return self.product(self.gate_proj(x), self.up_proj(x))
-
-    def output(self, hidden: Tensor) -> Tensor:
-        """Return the projection of the product."""
-        return cast(Tensor, self.down_proj(hidden))
 
 
 class FewBitPhi3MLP(FewBitMLP):
@@ -108,7 +104,6 @@ class FewBitPhi3MLP(FewBitMLP):
 
     replaced = "activation_fn"
     gate_up_proj: nn.Module
-    down_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return what the dense module does, in few bits if a gradient is recorded."""
@@ -117,10 +112,6 @@ class FewBitPhi3MLP(FewBitMLP):
     def hidden(self, x: Tensor) -> Tensor:
         """Return the product of the halves of a projection."""
         return self.product_of_halves(self.gate_up_proj(x), -1, gate_first=True)
-
-    def output(self, hidden: Tensor) -> Tensor:
-        """Return the projection of the product."""
-        return cast(Tensor, self.down_proj(hidden))
 
 
 class FewBitTimmMLP(FewBitMLP):

@@ -1,8 +1,8 @@
 """Autograd functions whose saved tensors few-bit hooks need not see.
 
-What an operator of this package keeps for backward is small already. Hooks that would leave it alone cost the host 5 us
-a tensor and way, twice what a launch does; so those hooks are taken off the stack while the function is applied. Hooks
-that somebody else has opened, inside ours or around them, see everything.
+What an operator of this package keeps for backward is small already. Hooks that would leave it alone cost the host time
+for each tensor, forward and backward; so those hooks are taken off the stack while the function is applied. Hooks that
+somebody else has opened, inside ours or around them, see everything.
 """
 
 from __future__ import annotations
