@@ -57,7 +57,7 @@ class NormSetting(NamedTuple):
         return NormSetting(centred, rounded, eps, max(1, min(block_size, length)), value_format, normed)
 
 
-_NO_SECOND = (
+NO_SECOND = (
     "Second derivatives through a normalisation or affine layer that keeps its input in few bits are not defined: the "
     "input is no longer there. HINT: exclude the layer (`exclude=[...]`) where you need create_graph=True."
 )
@@ -87,7 +87,7 @@ class FewBitNormFunction(torch.autograd.Function):
         """Return the gradients of input, weight and bias."""
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
-        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
+        return (*without_derivative(partial(_backward, ctx, grad_y), NO_SECOND), None, None, None, None)
 
 
 _apply_eagerly = eager_apply(FewBitNormFunction)
