@@ -60,6 +60,7 @@ ALLOWED = {
         "ops.geometry",
         "ops.line_norm",
         "ops.norm",
+        "ops.scaled_sum",
         "ops.setting",
     },
     "selection": {"arguments", "nn", "ops.setting"},

@@ -56,7 +56,7 @@ _library.define(
 )
 _library.define(
     "normalize(Tensor x, Tensor? weight, Tensor? bias, bool centred, bool rounded, float eps, int block_size, "
-    "str value_format, bool normed, ScalarType dtype) -> (Tensor y, Tensor values, Tensor rstd)",
+    "str value_format, bool normed, ScalarType dtype, Tensor? residual=None) -> (Tensor y, Tensor values, Tensor rstd)",
     tags=_TAGS,
 )
 _library.define(
@@ -132,6 +132,7 @@ def _normalize_fake(
     value_format: str,
     normed: bool,
     dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, length = x.shape
     stored = rows * ceil_div(length, block_size), FORMATS[value_format].row_bytes(block_size, x.element_size())
@@ -224,12 +225,19 @@ def weight_grad(
 
 
 def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, setting: NormSetting, dtype: torch.dtype, eager: bool
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    setting: NormSetting,
+    dtype: torch.dtype,
+    eager: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows of ``x [R, L]`` in ``dtype``, the same in few bits, and ``rstd``."""
+    """Return the normalised rows of ``x [R, L]`` in ``dtype``, the same in few bits, and ``rstd``.
+
+    ``given``: ``x``, weight, bias and residual.
+    """
+    x, weight, bias, residual = given
     if eager:
-        return _normalize.normalize(x, weight, bias, *setting, dtype)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype)
+        return _normalize.normalize(x, weight, bias, *setting, dtype, residual)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype, residual)
     return found
 
 
