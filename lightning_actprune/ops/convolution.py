@@ -36,7 +36,7 @@ from lightning_actprune.ops.geometry import block_and_keep, stored_view
 from lightning_actprune.ops.plan import Setting
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.setting import BlockSetting
-from lightning_actprune.ops.sharing import Shared
+from lightning_actprune.ops.sharing import Packed, Shared
 from lightning_actprune.ops.unseen import eager_apply
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
@@ -111,7 +111,7 @@ def pruned_convolution(
 
 def _read_and_keep(
     x: Tensor, setting: Setting, eager: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], InputLayout, ConvolutionPlan | None]:
+) -> tuple[Tensor, Packed, InputLayout, ConvolutionPlan | None]:
     """Return what the convolution reads of ``x``, what is kept of that, its layout, and in eager mode its plan."""
     key = sharing.key_of(x, setting) if eager else None
     # A linear layer that reads the same tensor cuts it into other rows.
@@ -125,7 +125,7 @@ def _read_and_keep(
     if shared is not None:
         given = given if setting.autocast is None else cast(given, setting.autocast)
     else:
-        given, shared = _cast_and_pack(given, setting, plan, eager)
+        given, shared = plan.cast_and_pack(given) if plan is not None else _cast_and_pack(given, setting, eager)
         if key is not None:
             sharing.remember(x, key, shared)
     if plan is not None:
@@ -134,11 +134,8 @@ def _read_and_keep(
     return given, shared.packed, InputLayout(*layout), None
 
 
-def _cast_and_pack(x: Tensor, setting: Setting, plan: ConvolutionPlan | None, eager: bool) -> tuple[Tensor, Shared]:
-    """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that."""
-    if plan is not None:
-        given, packed = plan.cast_and_pack(x)
-        return given, Shared(packed, plan.layout.rows, False, plan.layout.block)
+def _cast_and_pack(x: Tensor, setting: Setting, eager: bool) -> tuple[Tensor, Shared]:
+    """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that, without a plan."""
     blocks = setting.blocks
     given = x if setting.autocast is None else cast(x, setting.autocast)
     rows = rows_of(given, blocks.block_size, blocks.scope)
@@ -151,22 +148,20 @@ def _cast_and_pack(x: Tensor, setting: Setting, plan: ConvolutionPlan | None, ea
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     weight, *packed = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    x_hat = _unpack(ctx.plan, ctx.layout, packed, needed[1], library.in_plain_eager_mode(grad_y))
+    x_hat = _unpack(ctx.plan, ctx.layout, tuple(packed), needed[1], library.in_plain_eager_mode(grad_y))
     stride, padding, dilation, groups = ctx.windows
     moves = stride, padding, dilation, False, (0,) * len(stride), groups
     weight = as_dtype(weight, ctx.layout.dtype)
     grads = _convolution_backward(grad_y, x_hat, weight, ctx.bias_sizes, *moves, needed)
     return tuple(
-        [as_dtype(grad, dtype) if wanted else None for grad, dtype, wanted in zip(grads, ctx.dtypes, needed)]  # noqa: B905
+        [as_dtype(g, dtype) if wanted else None for g, dtype, wanted in zip(grads, ctx.dtypes, needed, strict=True)]
     )
 
 
-def _unpack(
-    plan: ConvolutionPlan | None, layout: InputLayout, packed: list[Tensor], wanted: bool, eager: bool
-) -> Tensor:
+def _unpack(plan: ConvolutionPlan | None, layout: InputLayout, packed: Packed, wanted: bool, eager: bool) -> Tensor:
     """Return the pruned input laid out as the convolution read it; its values only if they are ``wanted``."""
     if plan is not None and eager and plan.unpacks(*packed):
-        return plan.unpack(*packed, wanted)
+        return plan.unpack(packed, wanted)
     _, rows, length = layout.rows
-    stored = tuple(packed), layout.block, layout.value_format, layout.dtype
+    stored = packed, layout.block, layout.value_format, layout.dtype
     return library.unpack(rows, length, *stored, eager=eager).as_strided(layout.shape, layout.strides)

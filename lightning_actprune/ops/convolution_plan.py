@@ -20,11 +20,10 @@ from torch import Tensor
 
 from lightning_actprune.ops.autocast import as_dtype, cast
 from lightning_actprune.ops.dispatch import MAX_COLUMNS, Backend, forced_backend, on_device_of
-from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, keeps_all
+from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, keeps_all, stored_view
 from lightning_actprune.ops.pack import kept_blocks
 from lightning_actprune.ops.plan import Setting, is_aligned, plan_of_layout
-
-Packed = tuple[Tensor, Tensor, Tensor]
+from lightning_actprune.ops.sharing import Packed, Shared
 
 
 class InputLayout(NamedTuple):
@@ -66,27 +65,24 @@ class ConvolutionPlan(NamedTuple):
     launch_unpack: Callable[..., None]
     forced: Backend | None
 
-    def cast_and_pack(self, x: Tensor) -> tuple[Tensor, Packed]:
+    def cast_and_pack(self, x: Tensor) -> tuple[Tensor, Shared]:
         """Return ``x`` as autocast would cast it, and what is kept of that."""
-        if self.casts:
-            given = self.new()
-            with on_device_of(x):
-                return given, self.launch(x, given)
-        given = as_dtype(x, self.layout.dtype)
+        given = self.new() if self.casts else as_dtype(x, self.layout.dtype)
         with on_device_of(x):
-            return given, self.launch(given)
+            packed = self.launch(x, given) if self.casts else self.launch(given)
+        return given, Shared(packed, self.layout.rows, False, self.layout.block)
 
     def unpacks(self, values: Tensor, bitmap: Tensor, offsets: Tensor) -> bool:
         """Return whether ``launch_unpack`` reads what was saved: hooks may have put it where it is not aligned."""
         aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
         return aligned and self.forced is forced_backend()
 
-    def unpack(self, values: Tensor, bitmap: Tensor, offsets: Tensor, wanted: bool) -> Tensor:
+    def unpack(self, packed: Packed, wanted: bool) -> Tensor:
         """Return the pruned input, or, if its values are not ``wanted``, memory of its layout."""
         x_hat = self.new()
         if wanted:
             with on_device_of(x_hat):
-                self.launch_unpack(values, bitmap, offsets, x_hat)
+                self.launch_unpack(*packed, x_hat)
         return x_hat
 
 
@@ -117,14 +113,14 @@ def _plan(
     from lightning_actprune.kernels import unpack as kernels
 
     given = x if setting.autocast is None else cast(x, setting.autocast)
-    stored = 1, rows.shape[0] * rows.shape[1], rows.shape[2]
-    layout = InputLayout(shape, given.stride(), given.dtype, stored, plan.block, blocks.value_format)
+    stored, _ = stored_view(rows, blocks.block_size, blocks.scope)
+    layout = InputLayout(shape, given.stride(), given.dtype, plan.shape, plan.block, blocks.value_format)
     new = functools.partial(torch.empty_strided, shape, given.stride(), dtype=given.dtype, device=device)
-    block, keep = block_and_keep(rows, blocks.block_size, setting.parts, blocks.value_format)
-    kept = 0 if blocks.value_format == "same" else kept_blocks(rows.shape, block, keep)
-    samples = 0 if keeps_all(keep) else rows.shape[0]
+    block, keep = block_and_keep(stored, blocks.block_size, setting.parts, blocks.value_format)
+    kept = 0 if blocks.value_format == "same" else kept_blocks(stored.shape, block, keep)
+    samples = 0 if keeps_all(keep) else stored.shape[0]
     how = block, blocks.value_format, given.dtype, device, (True, True, True)
-    launch_unpack = kernels.plan(samples, kept, stored, False, *how)
+    launch_unpack = kernels.plan(samples, kept, plan.shape, False, *how)
     return ConvolutionPlan(layout, new, plan.new_cast is not None, plan.launch, launch_unpack, forced)
 
 
