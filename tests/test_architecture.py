@@ -55,6 +55,7 @@ ALLOWED = {
         "functional",
         "ops.activations",
         "ops.convolution",
+        "ops.convolution_plan",
         "ops.dropout",
         "ops.gated",
         "ops.geometry",

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.compiler import is_compiling
 
 from lightning_actprune.ops import normalize as _normalize
 from lightning_actprune.ops import pack as _pack
@@ -169,13 +171,11 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
     (whose tensors look like plain ones, even after it is over) and no dispatch mode.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
+    if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if _are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
         return False
-    if torch._C._functorch.is_legacy_batchedtensor(x):
-        return False
-    return _get_current_dispatch_mode() is None
+    return _len_torch_dispatch_stack() == 0
 
 
 def pack(
