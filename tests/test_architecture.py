@@ -59,6 +59,7 @@ ALLOWED = {
         "ops.gated",
         "ops.geometry",
         "ops.line_norm",
+        "ops.line_plan",
         "ops.norm",
         "ops.setting",
     },
