@@ -60,6 +60,7 @@ ALLOWED = {
         "ops.gated",
         "ops.geometry",
         "ops.line_norm",
+        "ops.line_plan",
         "ops.norm",
         "ops.scaled_sum",
         "ops.setting",

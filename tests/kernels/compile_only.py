@@ -43,8 +43,10 @@ POINTERS = {
     "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32", "numbers_ptr": "*{v}", "weight_ptr": "*fp32",
     "bias_ptr": "*fp32", "y_ptr": "*{v}", "grad_x_ptr": "*{v}", "rstd_ptr": "*fp32", "eps": "fp32",
     "codes_ptr": "*u8", "mask_ptr": "*u8", "mean_ptr": "*fp32", "sums_ptr": "*fp32", "factors_ptr": "*fp32",
-    "slope_ptr": "*fp32", "scale_ptr": "*fp32", "shift_ptr": "*fp32", "each": "fp32",
     "residual_ptr": "*fp32", "sets_ptr": "*fp32", "first_ptr": "*fp32", "second_ptr": "*bf16",
+    "each": "fp32",
+    "statistics_ptr": "*fp32", "var_ptr": "*fp32", "batches_ptr": "*i64", "momentum": "fp32",
+    "of_weight_ptr": "*fp32", "of_bias_ptr": "*fp32",
     "a_ptr": "*{v}", "u_ptr": "*{v}", "z_ptr": "*{v}", "grad_a_ptr": "*{v}", "grad_u_ptr": "*{v}",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
