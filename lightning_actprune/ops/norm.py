@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import ValueFormatName
-from lightning_actprune.ops import library
+from lightning_actprune.ops import derived, library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
 from lightning_actprune.ops.geometry import ceil_div
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
@@ -86,7 +86,10 @@ class FewBitNormFunction(torch.autograd.Function):
         ctx.parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
         ctx.save_for_backward(values, rstd, weight)
         # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
-        return torch.ops.aten._unsafe_view.default(y, x.shape)  # type: ignore[no-any-return]
+        shown: Tensor = torch.ops.aten._unsafe_view.default(y, x.shape)
+        if eager and len(shape) == 1:
+            derived.remember(shown, values, weight, bias, setting)
+        return shown
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
