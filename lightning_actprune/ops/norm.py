@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import ValueFormatName
-from lightning_actprune.ops import library
+from lightning_actprune.ops import derived, library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
 from lightning_actprune.ops.dispatch import forced_backend
 from lightning_actprune.ops.geometry import ceil_div
@@ -80,6 +80,8 @@ class FewBitNormFunction(torch.autograd.Function):
         """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
         y, (values, rstd), ctx.plan, ctx.layout = normalized((x, weight, bias, None), shape, setting, dtype, eager)
         ctx.save_for_backward(values, rstd, weight)
+        if eager and len(shape) == 1:
+            derived.remember(y, values, weight, bias, ctx.layout.setting)
         return y
 
     @staticmethod
