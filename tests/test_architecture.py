@@ -54,6 +54,8 @@ ALLOWED = {
         "arguments",
         "functional",
         "ops.activations",
+        "ops.affine",
+        "ops.autocast",
         "ops.convolution",
         "ops.dropout",
         "ops.gated",
