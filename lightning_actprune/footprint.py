@@ -28,7 +28,7 @@ __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
 @dataclass
 class LayerFootprint:
-    """Bytes that one linear layer, or pruned convolution, keeps for backward, summed over its calls.
+    """Bytes that one linear layer, or another pruned one, keeps for backward, summed over its calls.
 
     Args:
         fqn: Fully qualified name of the layer.
@@ -60,7 +60,7 @@ class MemoryReport:
     """What one training forward keeps for backward.
 
     Args:
-        rows: The linear layers that kept something, pruned or not, and pruned convolutions, in the order of the model.
+        rows: The linear layers that kept something, pruned or not, and other pruned ones, in the order of the model.
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.

@@ -54,6 +54,8 @@ ALLOWED = {
         "arguments",
         "functional",
         "ops.activations",
+        "ops.affine",
+        "ops.autocast",
         "ops.convolution",
         "ops.convolution_plan",
         "ops.dropout",
