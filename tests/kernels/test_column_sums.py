@@ -7,6 +7,7 @@ import torch
 
 from lightning_actprune.kernels import column_sums as kernels
 from lightning_actprune.kernels.column_sums import ColumnSumsPlan, column_sums
+from lightning_actprune.ops.dispatch import as_operator
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,17 @@ def test_counters_serve_launches_of_any_shape_one_after_another(kernel_device, m
             (counters,) = kernels._counters.values()
             assert not counters.any()
     assert counters.numel() == 8  # 300 columns in groups of 64, in place of 2
+
+
+def test_operators_keep_no_counters(kernel_device, monkeypatch):
+    monkeypatch.setattr(kernels, "_counters", {})
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    kernels._plan.cache_clear()
+    grad_y = oracle.integers(1031, 64, device=kernel_device)
+    assert torch.equal(as_operator(column_sums)(grad_y, torch.float32), grad_y.sum(0))
+    assert not kernels._counters  # memory that a compiler with CUDA graphs takes back
+    column_sums(grad_y, torch.float32)
+    assert kernels._counters
 
 
 @pytest.mark.gpu
