@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
