@@ -79,9 +79,10 @@ class FewBitAffine(FewBitScaling, Affine):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input * weight + bias``: ``[..., features]``."""
-        if not self.keeps(input, self.weight):
+        weight = self.weight  # asked for once: a module's parameter takes a while to find
+        if not self.keeps(input, weight):
             return super().forward(input)
-        return self.scaled(input, self.weight, self.bias)
+        return self.scaled(input, weight, self.bias)
 
 
 class FewBitTimmAffine(FewBitScaling):
@@ -92,9 +93,10 @@ class FewBitTimmAffine(FewBitScaling):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x * alpha + beta``: ``[B, T, features]``."""
-        if x.dim() != 3 or not self.keeps(x, self.alpha):
+        alpha = self.alpha
+        if x.dim() != 3 or not self.keeps(x, alpha):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
-        return self.scaled(x, self.alpha, self.beta)
+        return self.scaled(x, alpha, self.beta)
 
 
 class FewBitTimmLayerScale(FewBitScaling):
