@@ -16,6 +16,7 @@ Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
 BlockSelection = Literal["largest", "swap", "unbiased"]
 OtherOperator = Literal["activation", "affine", "convolution", "norm", "rest"]
+PrunedOperator = Literal["affine", "convolution", "linear"]
 OTHERS: dict[OtherOperator, ValueFormatName] = {
     "activation": "int4",
     "affine": "int4",
@@ -154,8 +155,10 @@ def check_others(value: Any, block_size: int) -> dict[OtherOperator, ValueFormat
         if operator not in OTHERS:
             raise ValueError(f"`others` must name {', '.join(map(repr, OTHERS))} only, got {operator!r}. {hint}")
         refused: tuple[str, ...] = ("same",)
-        if operator in ("activation", "convolution"):  # a derivative has a known range; convolutions drop blocks too
-            refused = ("same", "fp8") if operator == "activation" else ()
+        if operator == "activation":  # a derivative has a known range
+            refused = ("same", "fp8")
+        elif operator in get_args(PrunedOperator):  # drops blocks too
+            refused = ()
         if check_value_format(value_format, block_size) in refused:
             raise ValueError(
                 f"`others[{operator!r}]` must be a format of few bits{' of integers' * (len(refused) > 1)}, got "

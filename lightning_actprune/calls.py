@@ -1,4 +1,4 @@
-"""One call of a linear layer, or a pruned convolution: what it keeps for backward, and what the dense layer would."""
+"""One call of a linear layer, or another pruned one: what it keeps for backward, and what the dense layer would."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.copies import WeightCopy, shared_copy, weight_copy
+from lightning_actprune.nn.affine import PrunedAffine
 from lightning_actprune.nn.kinds import Layer, as_cut, is_convolution
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.autocast import compute_dtype
@@ -37,6 +38,7 @@ class LinearCall:
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
         packs: Whether what this call keeps is packed, known by then too.
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
+        derived: Whether it keeps nothing of its own, but what the layer before keeps in few bits (``ops.derived``).
     """
 
     layer: Layer
@@ -52,6 +54,7 @@ class LinearCall:
     sparsity: float = 0.0
     packs: bool = False
     saved: bool = False
+    derived: bool = False
 
     def keeps(self, key: StorageWeakRef) -> bool:
         """Return whether the dense layer would keep that very storage as its input."""
@@ -85,19 +88,21 @@ def linear_call(layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting | Non
         return None
     if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
         return None
-    dtype = compute_dtype(x)
+    convolution, affine = is_convolution(layer), isinstance(layer, PrunedAffine)
+    dtype = layer.dense_dtype(x) if isinstance(layer, PrunedAffine) else compute_dtype(x)
     dense_key, dense_bytes = None, x.numel() * dtype.itemsize
-    convolution = is_convolution(layer)
-    flat = convolution or _flattens_without_copy(x)
+    flat = convolution or affine or _flattens_without_copy(x)
     if dtype == x.dtype and flat:
         [(dense_key, dense_bytes)] = storages(x)
     shape = as_cut(layer, torch.empty_strided(x.shape, x.stride(), device="meta"))
-    call = LinearCall(layer, weakref.ref(x), shape, dtype.itemsize, dense_key, dense_bytes)
-    if dtype != x.dtype and flat:
+    itemsize = x.itemsize if affine else dtype.itemsize  # no autocast casts what an affine layer packs
+    call = LinearCall(layer, weakref.ref(x), shape, itemsize, dense_key, dense_bytes)
+    if dtype != x.dtype and flat and not affine:
         call.dense_copy = shared_copy(x)
     if isinstance(layer, PrunedLayer):
         call.blocks = layer._pruning.blocks if blocks is None else blocks
-        call.weight_copy = weight_copy(weight, x) if x.requires_grad or convolution else None
+        copied = not affine and (x.requires_grad or convolution)
+        call.weight_copy = weight_copy(weight, x) if copied else None
         if call.weight_copy is None:
             call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call

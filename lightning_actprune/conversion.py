@@ -6,9 +6,9 @@ dense layer, hooks would be lost, and ``fully_shard`` would be left with the old
 nothing is registered, so no buffer or parameter appears.
 
 An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
-of either (see ``nn.attention``). Convolutions are pruned as linear layers are, on request. Activation functions and
-norms are converted to keep in few bits what they need (``nn.few_bit_kinds``). Which layers are converted is decided in
-``selection``.
+of either (see ``nn.attention``). Convolutions and affine layers are pruned as linear layers are, on request. Activation
+functions and norms are converted to keep in few bits what they need (``nn.few_bit_kinds``). Which layers are converted
+is decided in ``selection``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import cast
 
 from torch import nn
 
-from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, OtherOperator, Others, Scope, ValueFormatName
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.few_bit import FewBitLayer
-from lightning_actprune.nn.kinds import is_convolution, pruned_class
+from lightning_actprune.nn.kinds import operator_kind, pruned_class
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, dense_class, torch_class
 from lightning_actprune.other_layers import (
     attach_rest,
@@ -75,8 +75,9 @@ def convert(
         others: Whether other layers keep in few bits what they need: none, all that are known, or those of a mapping,
             such as ``{"activation": "int4", "norm": "int4", "rest": "int8"}``, in the formats it names. ``include`` and
             ``exclude`` hold for activation functions and norms too; the rest is whatever else autograd saves while a
-            module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"`` is pruned as a
-            linear layer is, and stores what it keeps in the format named here, ``"same"`` included.
+            module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"`` and an ``"affine"``
+            layer are pruned as a linear layer is, and store what they keep in the format named here, ``"same"``
+            included.
 
     Returns:
         Converted and skipped layers; the latter with reasons.
@@ -149,7 +150,8 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
     for candidate in candidates(model):
         if not options.asks_for(candidate.layer):
             if not isinstance(candidate.layer, PrunedLayer):  # nor is one claimed that somebody else has converted
-                report.left["convolution"] += refusal(candidate, options, owner) is None
+                operator = cast(OtherOperator, operator_kind(candidate.layer))  # linear layers are always asked for
+                report.left[operator] += refusal(candidate, options, owner) is None
             continue
         reason = refusal(candidate, options, owner)
         if reason is not None:
@@ -163,8 +165,8 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
         kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
         value_format = options.blocks_of(candidate.layer).value_format
         settings = options.sparsity, options.block_size, options.scope, value_format, options.block_selection
-        operator: Literal["linear", "convolution"] = "convolution" if is_convolution(candidate.layer) else "linear"
-        report.converted.append(ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings, operator))
+        pruned = ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings, operator_kind(candidate.layer))
+        report.converted.append(pruned)
     report.few_bit.extend(convert_other(fqns[0], layer, options, owner) for fqns, layer in others)
     attach_rest(model, options, owner)
     report.rest = options.other_formats.get("rest")
@@ -181,7 +183,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
     listing = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     word, kinds = "linear layer", "nn.Linear, nn.MultiheadAttention or transformers' Conv1D"
     if options.others:
-        word, kinds = "convertible layer", f"{kinds}, activation functions, convolutions, norms"
+        word, kinds = "convertible layer", f"{kinds}, activation functions, affine layers, convolutions, norms"
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no {word}s ({kinds}), so there is nothing to prune. HINT: pass the module "

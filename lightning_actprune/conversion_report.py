@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
 
-from lightning_actprune.arguments import BlockSelection, OtherOperator, Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, OtherOperator, PrunedOperator, Scope, ValueFormatName
 
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 """Kinds of convolutions."""
+AFFINE_LAYERS = ("Affine", "LayerScale")
+"""Kinds of affine layers."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ConvertedLayer:
     scope: Scope
     value_format: ValueFormatName = "same"
     block_selection: BlockSelection = "largest"
-    operator: Literal["linear", "convolution"] = "linear"
+    operator: PrunedOperator = "linear"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ConversionReport:
     """What a conversion did: every linear layer, and every other one that was to be converted, is in one list.
 
     Args:
-        converted: Linear layers, and convolutions if asked for, that are pruned.
+        converted: Linear layers, and convolutions and affine layers if asked for, that are pruned.
         skipped: Layers left as they are.
         few_bit: Layers of other operators that keep in few bits what they need.
         rest: Format of what else autograd saves while the model runs, ``None`` if that is left as it is.

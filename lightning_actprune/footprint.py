@@ -28,7 +28,7 @@ __all__ = ["LayerFootprint", "MemoryReport", "SavedTensorMeter"]
 
 @dataclass
 class LayerFootprint:
-    """Bytes that one linear layer, or pruned convolution, keeps for backward, summed over its calls.
+    """Bytes that one linear layer, or another pruned one, keeps for backward, summed over its calls.
 
     Args:
         fqn: Fully qualified name of the layer.
@@ -36,7 +36,8 @@ class LayerFootprint:
         sparsity: Fraction of blocks dropped, the largest of its calls; 0 for a layer that is not pruned.
         calls: How often the layer kept something.
         dense_bytes: Bytes of the inputs that the layer alone would keep if it were not pruned.
-        stored_bytes: Bytes of the distinct storages it did keep, its parameters aside.
+        stored_bytes: Bytes of the distinct storages it did keep, its parameters aside; none behind a norm that keeps
+            its output in few bits, which do for both.
         accounted_bytes: The same by formula, from shapes and settings alone.
     """
 
@@ -59,7 +60,7 @@ class MemoryReport:
     """What one training forward keeps for backward.
 
     Args:
-        rows: The linear layers that kept something, pruned or not, and pruned convolutions, in the order of the model.
+        rows: The linear layers that kept something, pruned or not, and other pruned ones, in the order of the model.
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
@@ -196,7 +197,7 @@ def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Any]
         row.dense_bytes += stored
         row.accounted_bytes += stored
         return
-    row.accounted_bytes += 0 if shares else call.packed_bytes(call.sparsity)
+    row.accounted_bytes += 0 if shares or call.derived else call.packed_bytes(call.sparsity)
     held = call.dense_copy if call.dense_key is None else call.dense_key
     if held is None or held not in elsewhere:
         row.dense_bytes += call.dense_bytes

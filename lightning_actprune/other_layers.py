@@ -37,13 +37,13 @@ def attach_rest(model: nn.Module, options: ConversionOptions, owner: str) -> Non
     value_format = options.other_formats.get("rest")
     if value_format is not None:
         savings = model.__dict__.setdefault(_SAVINGS, _Savings())
-        parameter_format, loss_inside = options.other_formats.get("affine"), hasattr(model, "training_step")
+        affine, loss_inside = options.other_formats.get("affine"), hasattr(model, "training_step")
         savings[owner] = FewBitSaving(
             model,
             value_format,
             options.block_size,
             exclude=options.exclude,
-            parameter_format=parameter_format,
+            parameter_format=None if affine == "same" else affine,
             loss_inside=loss_inside,
         ).attach()
 

@@ -10,6 +10,8 @@
     Half of the blocks are dropped where these hold at most a fifth of the input's energy, and none elsewhere (see
     ``energy``); the rest is kept in two bits. 1.3 stored bits per value where blocks are dropped, 2.5 elsewhere. With
     ``others=True``, activation functions keep three bits, and two what only the gradient of a parameter needs.
+
+With ``others=True``, convolutions and affine layers drop as many blocks as linear layers do, under the same conditions.
 """
 
 from __future__ import annotations

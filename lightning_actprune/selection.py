@@ -30,10 +30,11 @@ from lightning_actprune.arguments import (
     check_patterns,
     check_sparsity,
 )
+from lightning_actprune.nn.affine import affine_refusal
 from lightning_actprune.nn.convolutions import padding_refusal
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.few_bit_kinds import LEFT_DENSE, few_bit_class, operator_of
-from lightning_actprune.nn.kinds import Layer, is_convolution, kind_of, pruned_class, weights_of
+from lightning_actprune.nn.kinds import Layer, is_affine, kind_of, operator_kind, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops.setting import BlockSetting
 
@@ -59,11 +60,11 @@ class ConversionOptions:
         include: Glob patterns on fully qualified names; a layer must match one.
         exclude: Glob patterns on fully qualified names; a layer must match none.
         min_features: Linear layers with fewer input features stay dense. Convolutions do not: few channels have many
-            pixels as a rule, and all of a sample is cut into blocks.
+            pixels as a rule, and all of a sample is cut into blocks; nor do affine layers, which are asked for by name.
         value_format: How the values of kept blocks are stored.
         block_selection: Which blocks are kept.
-        others: What operators other than linear layers keep in few bits, and in which format; convolutions are pruned
-            as linear layers are.
+        others: What operators other than linear layers keep in few bits, and in which format; convolutions and affine
+            layers are pruned as linear layers are.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -106,15 +107,17 @@ class ConversionOptions:
         return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.block_selection)
 
     def blocks_of(self, layer: Layer) -> BlockSetting:
-        """How inputs of ``layer`` are: those of convolutions have a format of their own."""
-        if not is_convolution(layer):
+        """How inputs of ``layer`` are: those of convolutions and affine layers have formats of their own."""
+        operator = operator_kind(layer)
+        if operator == "linear":
             return self.blocks
-        value_format = self.other_formats["convolution"]
+        value_format = self.other_formats[operator]
         return BlockSetting.checked(self.block_size, self.scope, value_format, self.block_selection)
 
     def asks_for(self, layer: Layer) -> bool:
-        """Return whether a layer of this kind is to be converted: linear ones always, convolutions if named."""
-        return not is_convolution(layer) or "convolution" in self.other_formats
+        """Return whether a layer of this kind is to be converted: linear ones always, others if named."""
+        operator = operator_kind(layer)
+        return operator == "linear" or operator in self.other_formats
 
 
 class LayerClaimedError(ValueError):
@@ -139,7 +142,7 @@ class Candidate:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """Its weights as ``[OUT, IN]``: one, or those of query, key and value if these have sizes of their own."""
+        """Its weights, of a linear layer ``[OUT, IN]``: one, or those of query, key and value if these differ."""
         return weights_of(self.layer)
 
     @property
@@ -148,11 +151,13 @@ class Candidate:
         if isinstance(self.layer, _ConvNd):
             return self.layer.in_channels, self.layer.out_channels
         weights = self.weights
+        if is_affine(self.layer):
+            return weights[0].numel(), weights[0].numel()
         return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
 
 
 def prunable_layers(model: nn.Module) -> Iterator[tuple[list[str], Layer]]:
-    """Yield every linear layer and convolution once, with all its fully qualified names (wrapper prefixes removed)."""
+    """Yield every layer that can be pruned once, with all its fully qualified names (wrapper prefixes removed)."""
     return _named(model, lambda module: kind_of(module) is not None)
 
 
@@ -171,7 +176,7 @@ def _named(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[tu
 
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Yield every linear layer and convolution with what decides whether it is converted."""
+    """Yield every layer that can be pruned with what decides whether it is converted."""
     sharded = {id(inner) for outer in model.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in prunable_layers(model):
@@ -210,6 +215,8 @@ def other_refusal(fqns: list[str], layer: nn.Module, options: ConversionOptions,
     if isinstance(layer, FewBitLayer):
         _check_claim(fqns[0], layer.owner, owner)
         return None
+    if options.other_formats.get(operator_of(layer)) == "same":  # type: ignore[arg-type]
+        return "drops no blocks, so that 'same' would store all of its input as it is"
     if isinstance(layer, FSDPModule):
         return _SHARDED
     if type(layer) in LEFT_DENSE:
@@ -255,6 +262,8 @@ def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> s
         return f"is a {name}, whose forward is not known to be {kind_of(layer)}'s"
     if "forward" in layer.__dict__:
         return _REPLACED
+    if is_affine(layer):
+        return affine_refusal(layer)
     padding = padding_refusal(layer) if isinstance(layer, _ConvNd) else None
     return None if padding is None else f"its padding {padding}"
 
@@ -267,8 +276,10 @@ def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | N
         return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"
     if not weights[0].is_floating_point():
         return f"its weight is {weights[0].dtype}; only floating-point layers can be pruned"
+    if operator_kind(candidate.layer) != "linear":
+        return None
     in_features = min(weight.shape[1] for weight in weights)
-    if in_features < options.min_features and not is_convolution(candidate.layer):
+    if in_features < options.min_features:
         return (
             f"in_features={in_features} is below min_features={options.min_features}: below 64, each MiB "
             "saved cost over 1 ms of step time (H200, eager)"

@@ -15,14 +15,25 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_actprune.arguments import OtherOperator
+from lightning_actprune.arguments import OtherOperator, PrunedOperator
 from lightning_actprune.callbacks.probing import Findings
-from lightning_actprune.conversion_report import CONVOLUTIONS, ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.conversion_report import (
+    AFFINE_LAYERS,
+    CONVOLUTIONS,
+    ConversionReport,
+    ConvertedLayer,
+    SkippedLayer,
+)
 from lightning_actprune.ops.geometry import BlockGeometry
 
 MAX_ROWS = 40
 """Rows of a table that are shown before the rest is summed up in one."""
 MIB = 2**20
+_PRUNED: dict[PrunedOperator, str] = {
+    "linear": "linear layers",
+    "convolution": "convolutions",
+    "affine": "affine layers",
+}
 _TYPICAL_ROWS = 4096
 """Rows of an input for which the expected saving is stated; it barely depends on their number."""
 
@@ -78,9 +89,9 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
     """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
-    convolutions = sum(layer.operator == "convolution" for layer in report.converted)
-    counts = {"linear layers": len(report.converted) - convolutions, "convolutions": convolutions}
-    converted = " and ".join(f"{n} {name}" for name, n in counts.items() if n) or "0 linear layers"
+    counts = Counter(layer.operator for layer in report.converted)
+    named = [f"{counts[operator]} {name}" for operator, name in _PRUNED.items() if counts[operator]]
+    converted = " and ".join(", ".join(named).rsplit(", ", 1)) or "0 linear layers"
     text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
     if report.converted:
@@ -141,7 +152,7 @@ def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableTy
 
 
 def _noun(kinds: Iterable[str]) -> str:
-    return "linear layers" if set(kinds).isdisjoint(CONVOLUTIONS) else "layers"
+    return "linear layers" if set(kinds).isdisjoint((*CONVOLUTIONS, *AFFINE_LAYERS)) else "layers"
 
 
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:

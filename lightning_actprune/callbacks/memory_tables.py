@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from lightning_actprune.callbacks.display import mib, percent, shortened, table
-from lightning_actprune.conversion_report import CONVOLUTIONS
+from lightning_actprune.conversion_report import AFFINE_LAYERS, CONVOLUTIONS
 from lightning_actprune.footprint import LayerFootprint, MemoryReport
 from lightning_actprune.step_memory import PHASES, StepMemory
 
@@ -17,7 +17,7 @@ _FULL = 0.999
 
 
 def memory_table(report: MemoryReport, epoch: int) -> Table:
-    """Return what each linear layer and each pruned convolution keeps, and the totals."""
+    """Return what each linear layer and each other pruned layer keeps, and the totals."""
     made = table(f"Kept for backward, epoch {epoch}", "Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved")
     shown, rest = shortened(report.rows)
     for row in shown:
@@ -27,8 +27,10 @@ def memory_table(report: MemoryReport, epoch: int) -> Table:
     if report.weight_copy_bytes:
         made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
     made.add_section()
-    convolutions = any(row.kind.removeprefix("ActivationPruned") in CONVOLUTIONS for row in report.rows)
-    made.add_row("Linear layers" + " and convolutions" * convolutions, "", *_byte_cells(report))
+    kinds = {row.kind.removeprefix("ActivationPruned").removeprefix("Pruned") for row in report.rows}
+    others = {"convolutions": CONVOLUTIONS, "affine layers": AFFINE_LAYERS}
+    named = ["Linear layers", *[name for name, known in others.items() if not kinds.isdisjoint(known)]]
+    made.add_row(" and ".join(", ".join(named).rsplit(", ", 1)), "", *_byte_cells(report))
     made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")
     if report.measured_activation_bytes is not None:
         made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")

@@ -154,7 +154,7 @@ def check_left(report: ConversionReport) -> None:
 def _warn_of_checkpoints(layers: Sequence[ConvertedLayer]) -> None:
     names = [layer.fqn for layer in layers]
     if names:
-        noun = "layers" if any(layer.operator == "convolution" for layer in layers) else "linear layers"
+        noun = "layers" if any(layer.operator != "linear" for layer in layers) else "linear layers"
         listing = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
         rank_zero_warn(
             f"{len(names)} pruned {noun} run only inside an activation checkpoint: {listing}. Of a checkpointed "

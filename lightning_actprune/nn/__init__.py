@@ -1,5 +1,6 @@
 """Drop-in modules."""
 
+from lightning_actprune.nn.affine import ActivationPrunedAffine as ActivationPrunedAffine
 from lightning_actprune.nn.affine import Affine as Affine
 from lightning_actprune.nn.attention import ActivationPrunedMultiheadAttention as ActivationPrunedMultiheadAttention
 from lightning_actprune.nn.convolutions import ActivationPrunedConv1d as ActivationPrunedConv1d

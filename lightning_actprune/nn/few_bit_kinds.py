@@ -1,26 +1,18 @@
-"""The kinds of layers besides linear ones that can keep in few bits what backward needs, and what they become.
+"""The kinds of layers that are not pruned but can keep in few bits what backward needs, and what they become.
 
-Only exact types are converted: a subclass may do anything in its forward. A class of another package is known by its
-module and name, so that nothing has to be imported for it. What it becomes is derived from it when it is met first: it
-stays an instance of its class, and a pickled one is found again by the name of what it became, in this module.
+Only exact types are converted: a subclass may do anything in its forward. How classes of other packages are known, and
+what they become, is in ``nn.foreign``.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.activations import ACTIVATION_CLASSES, TRANSFORMERS_ACTIVATIONS
-from lightning_actprune.nn.affine import (
-    Affine,
-    FewBitAffine,
-    FewBitTimmAffine,
-    FewBitTimmLayerScale,
-    FewBitTimmResBlock,
-)
+from lightning_actprune.nn.affine import FewBitTimmResBlock
 from lightning_actprune.nn.batch_norms import (
     FewBitBatchNorm1d,
     FewBitBatchNorm2d,
@@ -32,6 +24,7 @@ from lightning_actprune.nn.batch_norms import (
 )
 from lightning_actprune.nn.dropout import FewBitDropout
 from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.foreign import ForeignClasses, ForeignName
 from lightning_actprune.nn.gated import (
     FewBitGLU,
     FewBitLlamaMLP,
@@ -50,7 +43,6 @@ from lightning_actprune.nn.residual import FewBitResNetBasicBlock, FewBitResNetB
 
 TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     **{cls.dense_class: cls for cls in ACTIVATION_CLASSES},
-    Affine: FewBitAffine,
     nn.BatchNorm1d: FewBitBatchNorm1d,
     nn.BatchNorm2d: FewBitBatchNorm2d,
     nn.BatchNorm3d: FewBitBatchNorm3d,
@@ -60,10 +52,7 @@ TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     nn.LayerNorm: FewBitLayerNorm,
     nn.RMSNorm: FewBitRMSNorm,
 }
-"""Few-bit class of each class of torch, and of this package's own."""
-
-ForeignName: TypeAlias = tuple[str, str]
-"""Module and name of a class."""
+"""Few-bit class of each class of torch."""
 
 LLAMA_NORMS = {
     "deepseek_v2": "DeepseekV2",
@@ -126,7 +115,6 @@ PHI3_MLPS = {"dia": "DiaMLP", "glm": "GlmMLP", "glm4": "Glm4MLP", "phi3": "Phi3M
 """The same of ``Phi3MLP``."""
 
 FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
-    ("timm.layers.layer_scale", "LayerScale"): FewBitTimmLayerScale,
     ("timm.layers.mlp", "GluMlp"): FewBitTimmGluMlp,
     ("timm.layers.mlp", "SwiGLU"): FewBitTimmSwiGLU,
     ("timm.layers.norm", "LayerNorm"): FewBitTimmLayerNorm,
@@ -135,7 +123,6 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.norm", "GroupNorm1"): FewBitTimmGroupNorm,
     ("timm.layers.norm_act", "BatchNormAct2d"): FewBitTimmBatchNormAct2d,
     ("timm.layers.norm_act", "GroupNormAct"): FewBitTimmGroupNormAct,
-    ("timm.models.mlp_mixer", "Affine"): FewBitTimmAffine,
     ("timm.models.mlp_mixer", "ResBlock"): FewBitTimmResBlock,
     ("torchvision.models.resnet", "BasicBlock"): FewBitResNetBasicBlock,
     ("torchvision.models.resnet", "Bottleneck"): FewBitResNetBottleneck,
@@ -158,13 +145,12 @@ LEFT_DENSE: dict[type[nn.Module], tuple[OtherOperator, str]] = {
 }
 """What classes are that stay as they are, and why."""
 
-_DERIVED: dict[type[nn.Module], type[FewBitLayer]] = {}
+_FOREIGN = ForeignClasses(__name__, "FewBit", "keeps what backward needs in few bits", FOREIGN_KINDS)
 
 
 def few_bit_class(cls: type[nn.Module]) -> type[FewBitLayer] | None:
     """Return what a layer of exactly this class becomes, ``None`` if its forward is not known."""
-    mixin = FOREIGN_KINDS.get((cls.__module__, cls.__qualname__))
-    return TORCH_KINDS.get(cls) if mixin is None else _derived(cls, mixin)
+    return TORCH_KINDS.get(cls) or _FOREIGN.derived(cls)
 
 
 def operator_of(module: nn.Module) -> OtherOperator | None:
@@ -177,26 +163,9 @@ def operator_of(module: nn.Module) -> OtherOperator | None:
     return None if found is None else found.operator
 
 
-def _derived(cls: type[nn.Module], mixin: type[FewBitLayer]) -> type[FewBitLayer]:
-    """Return the few-bit class of a class of another package; its qualified name is what ``__getattr__`` finds."""
-    if cls in _DERIVED:
-        return _DERIVED[cls]
-    namespace = {
-        "__module__": __name__,
-        "__qualname__": _qualified((cls.__module__, cls.__qualname__)),
-        "__doc__": f"``{cls.__name__}`` that keeps what backward needs in few bits; made by ``convert``.",
-        "dense_class": cls,
-    }
-    return _DERIVED.setdefault(cls, type(f"FewBit{cls.__name__}", (mixin, cls), namespace))
-
-
-def _qualified(name: ForeignName) -> str:
-    return "FewBit_" + "_".join(name).replace(".", "_")
-
-
 def __getattr__(name: str) -> Any:
     """Return the few-bit class of that name: of another package's class in a model that is unpickled."""
-    for module, foreign in FOREIGN_KINDS:
-        if _qualified((module, foreign)) == name:
-            return few_bit_class(getattr(importlib.import_module(module), foreign))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _FOREIGN.named(name)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found

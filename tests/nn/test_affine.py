@@ -1,91 +1,70 @@
-"""Layers that scale each feature and keep their input in few bits: exact but for the gradient of the factors."""
+"""Layers that scale each feature and prune their input: exact but for the gradient of the factors."""
 
 from __future__ import annotations
 
 import copy
+import doctest
+import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch._dynamo.testing
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_actprune import convert, revert
-from lightning_actprune.nn.affine import Affine, FewBitAffine
+from lightning_actprune.nn import ActivationPrunedAffine, Affine, affine
+from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops import formats
+from lightning_actprune.ops.dispatch import force_backend
+from tests.affine import BLOCK, FEATURES, MAKERS, SPARSITY, TimmLayerScale, TimmResBlock, factors_gradient, pruned
 from tests.attention import saved_tensors
+from tests.kernels.workload import launches
+from tests.oracle import relative_error
 
-
-class TimmAffine(nn.Module):
-    """The forward of timm's ``Affine``."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.alpha = nn.Parameter(torch.ones((1, 1, dim)))
-        self.beta = nn.Parameter(torch.zeros((1, 1, dim)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.beta, self.alpha, x)
-
-
-class TimmLayerScale(nn.Module):
-    """The forward of timm's ``LayerScale``."""
-
-    def __init__(self, dim: int, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
-        self.gamma = nn.Parameter(1e-5 * torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(self.gamma) if self.inplace else x * self.gamma
-
-
-class TimmResBlock(nn.Module):
-    """The forward of timm's ``ResBlock``."""
-
-    def __init__(self, dim: int, tokens: int = 5) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.Identity(), nn.Identity()
-        self.linear_tokens, self.drop_path = nn.Linear(tokens, tokens), nn.Identity()
-        self.mlp_channels = nn.Sequential(nn.Linear(dim, 8), nn.Linear(8, dim))
-        self.ls1 = nn.Parameter(1e-4 * torch.ones(dim))
-        self.ls2 = nn.Parameter(1e-4 * torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop_path(self.ls1 * self.linear_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2))
-        return x + self.drop_path(self.ls2 * self.mlp_channels(self.norm2(x)))
-
-
-for stand_in, module, name in (
-    (TimmResBlock, "timm.models.mlp_mixer", "ResBlock"),
-    (TimmAffine, "timm.models.mlp_mixer", "Affine"),
-    (TimmLayerScale, "timm.layers.layer_scale", "LayerScale"),
-):
-    stand_in.__module__, stand_in.__qualname__, stand_in.__name__ = module, name, name
-
-MAKERS = {
-    "affine": lambda: Affine(70),
-    "layer scale": lambda: Affine(70, bias=False, scale=0.1),
-    "timm affine": lambda: TimmAffine(70),
-    "timm layer scale": lambda: TimmLayerScale(70),
-}
 each_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
-def pair(make, device, value_format="int4") -> tuple[nn.Module, nn.Module]:
+def pair(make, device="cpu", value_format="same", sparsity=SPARSITY, block_size=BLOCK, **options):
     """Return a layer with random parameters, dense and converted."""
     dense = nn.Sequential(make()).to(device)
     for parameter in dense.parameters():
         nn.init.normal_(parameter)
     ours = copy.deepcopy(dense)
-    report = convert(ours, block_size=32, others={"affine": value_format})
-    assert [(layer.fqn, layer.operator) for layer in report.few_bit] == [("0", "affine")]
+    report = convert(ours, sparsity, block_size, others={"affine": value_format}, **options)
+    assert [(layer.fqn, layer.operator, layer.value_format) for layer in report.converted] == [
+        ("0", "affine", value_format)
+    ]
     return dense, ours
+
+
+def gradients(layer, x, grad_y):
+    return torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_y)
+
+
+@each_kind
+def test_layers_are_the_dense_ones_but_for_the_gradient_of_the_factors(make, device):
+    dense, ours = pair(make, device)
+    x = torch.randn(3, 5, FEATURES, device=device, requires_grad=True)
+    y = ours(x)
+    grad_y = torch.randn_like(y)
+    assert torch.equal(y, dense(x))
+    (dx, dw, *db), exact = gradients(ours, x, grad_y), gradients(dense, x, grad_y)
+    assert torch.equal(dx, exact[0])
+    assert [g.shape for g in (dw, *db)] == [g.shape for g in exact[1:]]
+    for mine, right in zip(db, exact[2:], strict=True):
+        torch.testing.assert_close(mine, right)
+    assert relative_error(dw.flatten(), factors_gradient(pruned(x), grad_y)) < 1e-5
+    assert relative_error(exact[1].flatten(), factors_gradient(pruned(x), grad_y)) > 0.01
 
 
 @each_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value_format", ["int4", "int2", "fp8"])
-def test_all_but_the_gradient_of_the_factors_is_exact(make, device, dtype, value_format):
-    dense, ours = pair(make, device, value_format)
+def test_all_of_the_input_in_few_bits(make, device, dtype, value_format):
+    dense, ours = pair(make, device, value_format, 0.0, 32)
     x = torch.randn(3, 5, 70, device=device).to(dtype)
     given = [x.clone().requires_grad_() for _ in range(2)]
     with saved_tensors() as saved:
@@ -103,7 +82,22 @@ def test_all_but_the_gradient_of_the_factors_is_exact(make, device, dtype, value
     stored = formats.dequantize(saved[0].cpu(), 32, value_format, torch.float32).view(15, 96)[:, :70].double()
     near = (grad_y.double().cpu().view(15, 70) * stored).sum(0)
     torch.testing.assert_close(factors[0].grad.double().cpu().view(-1), near, rtol=1e-5, atol=1e-5)
-    assert sum(t.nbytes for t in saved[:2]) == 45 * formats.FORMATS[value_format].row_bytes(32, 4)
+    own = {parameter.data_ptr() for parameter in ours.parameters()}
+    kept = sum(t.nbytes for t in saved if t.data_ptr() not in own)
+    assert kept == 45 * formats.FORMATS[value_format].row_bytes(32, 4)
+
+
+def test_without_dropped_blocks_one_pass_does_it_all(kernel_device):
+    x = torch.randn(3, 5, FEATURES, device=kernel_device, requires_grad=True)
+    found = {}
+    for sparsity in (0.0, SPARSITY):
+        _, ours = pair(MAKERS["affine"], kernel_device, "int4", sparsity)
+        with force_backend("triton"), launches() as names:
+            ours(x).sum().backward()
+        found[sparsity] = [name.removesuffix("_kernel") for name in names]
+    assert found[0.0] == ["normalize", "normalize_grad", "column_sums"]
+    assert found[SPARSITY][-2:] == ["affine_grad", "column_sums"]
+    assert "unpack" not in found[SPARSITY]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -134,53 +128,235 @@ def test_a_block_scales_its_branches(device, dtype):
 
 
 @each_kind
-def test_nothing_is_kept_where_the_factors_are_frozen(make):
-    dense, ours = pair(make, "cpu")
+@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
+@pytest.mark.parametrize("why", ["frozen", "no_grad", "eval and no_grad", "nothing to store"])
+def test_the_dense_layer_where_nothing_is_packed(make, sparsity, why):
+    value_format = "same" if why == "nothing to store" else "int4"
+    dense, ours = pair(make, value_format=value_format, sparsity=sparsity)
+    if why == "nothing to store":
+        ours[0].sparsity = 0.0
     for module in (dense, ours):
-        module.requires_grad_(False)
-    x = torch.randn(3, 5, 70, requires_grad=True)
-    with saved_tensors() as saved:
+        module.requires_grad_(why != "frozen")
+        module.train(why != "eval and no_grad")
+    x = torch.randn(3, 5, FEATURES, requires_grad=True)
+    with torch.set_grad_enabled("no_grad" not in why), saved_tensors() as saved:
         y = ours(x)
-    assert all(t.dtype == torch.float32 for t in saved)
     assert torch.equal(y, dense(x))
-    with torch.no_grad():
-        assert not ours(x).requires_grad
+    if "no_grad" in why:
+        assert saved == []
+        assert not y.requires_grad
+        return
+    assert all(t.dtype == torch.float32 for t in saved)
+    inputs = [(x, *(p for p in module.parameters() if p.requires_grad)) for module in (ours, dense)]
+    grad_y = torch.randn_like(y)
+    grads = [torch.autograd.grad(m(x), i, grad_y) for m, i in zip((ours, dense), inputs, strict=True)]
+    assert all(torch.equal(mine, right) for mine, right in zip(*grads, strict=True))
 
 
-def test_layers_go_back_to_what_they_were():
-    _, ours = pair(MAKERS["timm affine"], "cpu")
-    assert isinstance(ours[0], TimmAffine)
-    assert type(ours[0]).__name__ == "FewBitAffine"
-    assert revert(ours) == ["0"]
-    assert type(ours[0]) is TimmAffine
-    assert "_few_bit" not in ours[0].__dict__
+def test_evaluation_mode_with_gradients_packs_all_the_same():
+    _, ours = pair(MAKERS["affine"])
+    x = torch.randn(3, 5, FEATURES, requires_grad=True)
+    with saved_tensors() as saved:
+        ours.eval()(x)
+    assert all(t.data_ptr() != x.data_ptr() for t in saved)
 
 
-def test_in_place_scaling_is_left_to_timm():
-    _, ours = pair(lambda: TimmLayerScale(70, inplace=True), "cpu")
-    x = torch.randn(2, 70)
-    with torch.no_grad():
-        assert ours(x) is x
+def test_a_layer_used_twice_adds_up():
+    _, ours = pair(MAKERS["affine"])
+    x = torch.randn(3, 5, FEATURES)
+    weight = ours[0].weight
+    inner = ours(x)
+    y = ours(inner)
+    grad_y = torch.randn_like(y)
+    twice = torch.autograd.grad(y, weight, grad_y, retain_graph=True)[0]
+    (through,) = torch.autograd.grad(y, inner, grad_y)
+    alone = factors_gradient(pruned(inner), grad_y) + factors_gradient(pruned(x), through)
+    assert relative_error(twice, alone) < 1e-5
 
 
-def test_a_compiled_layer_is_one_graph_and_equal():
-    _, ours = pair(MAKERS["affine"], "cpu")
-    x = torch.randn(4, 70, requires_grad=True)
+def test_sparsity_may_change_between_steps():
+    _, ours = pair(MAKERS["affine"])
+    x = torch.randn(3, 5, FEATURES, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    for sparsity in (0.0, 0.25, 0.75):
+        ours[0].sparsity = sparsity
+        dw = gradients(ours, x, grad_y)[1]
+        assert relative_error(dw, factors_gradient(pruned(x, sparsity=sparsity), grad_y)) < 1e-5
+
+
+@pytest.mark.parametrize("value_format", ["same", "int4"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_schedule_compiles_twice(value_format):
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    _, ours = pair(MAKERS["affine"], value_format=value_format)
+    eager = copy.deepcopy(ours)
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    x = torch.randn(3, 5, FEATURES, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    for sparsity in (0.2, 0.3, 0.4, 0.5):
+        ours[0].sparsity = eager[0].sparsity = sparsity
+        traced = torch.autograd.grad(compiled(x), (x, *ours.parameters()), grad_y)
+        for mine, right in zip(traced, gradients(eager, x, grad_y), strict=True):
+            torch.testing.assert_close(mine, right)
+    assert counter.frame_count == 2
+
+
+@each_kind
+def test_a_compiled_layer_in_few_bits_is_one_graph_and_equal(make):
+    torch.compiler.reset()
+    _, ours = pair(make, value_format="int4", sparsity=0.0)
+    x = torch.randn(4, 5, FEATURES, requires_grad=True)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     grads = [torch.autograd.grad(model(x).square().sum(), list(ours.parameters())) for model in (ours, compiled)]
     for eager, other in zip(*grads, strict=True):
         torch.testing.assert_close(other, eager)
 
 
-def test_what_cannot_be_stored_is_refused():
-    _, ours = pair(MAKERS["affine"], "cpu")
-    with pytest.raises(TypeError, match=r"float64 values cannot be stored as 'int4'.* HINT"):
-        ours.double()(torch.randn(2, 70, dtype=torch.float64))
+@each_kind
+def test_copies_and_what_is_printed(make):
+    dense, ours = pair(make, value_format="int4")
+    x = torch.randn(3, 5, FEATURES, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    other = copy.deepcopy(ours)
+    assert type(other[0]) is type(ours[0])
+    for mine, right in zip(gradients(other, x, grad_y), gradients(ours, x, grad_y), strict=True):
+        assert torch.equal(mine, right)
+    assert list(ours.state_dict()) == list(dense.state_dict())
+    assert "sparsity=0.6, block_size=16, scope='sample', value_format='int4')" in repr(ours[0])
 
 
-def test_the_module_shows_its_sizes():
+def test_a_saved_layer_is_loaded_as_it_was():
+    layer = ActivationPrunedAffine(FEATURES, sparsity=0.5, value_format="int8", scale=0.5)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    other = torch.load(buffer, weights_only=False)
+    assert type(other) is ActivationPrunedAffine
+    assert (other.sparsity, other.value_format) == (0.5, "int8")
     assert repr(Affine(8)) == "Affine(8, bias=True)"
-    converted = nn.Sequential(Affine(8))
-    convert(converted, others={"affine": "int2"})
-    assert isinstance(converted[0], FewBitAffine)
-    assert repr(converted[0]) == "FewBitAffine(8, bias=True, value_format='int2', block_size=32)"
+    assert repr(ActivationPrunedAffine(8, False, sparsity=0.5)) == (
+        "ActivationPrunedAffine(8, bias=False, sparsity=0.5, block_size=32, scope='sample')"
+    )
+
+
+@each_kind
+def test_layers_go_back_to_what_they_were(make):
+    dense, ours = pair(make)
+    assert isinstance(ours[0], type(dense[0]))
+    assert isinstance(ours[0], PrunedLayer)
+    assert revert(ours) == ["0"]
+    assert type(ours[0]) is type(dense[0])
+    assert ours[0].__dict__.keys() == dense[0].__dict__.keys()
+
+
+def test_scaling_in_place_is_left_to_timm():
+    ours = nn.Sequential(TimmLayerScale(FEATURES, inplace=True), nn.Linear(FEATURES, FEATURES))
+    report = convert(ours, others={"affine": "int4"})
+    assert {s.fqn: s.reason for s in report.skipped} == {"0": "scales in place, of which torch keeps a copy"}
+    assert type(ours[0]) is TimmLayerScale
+    later = nn.Sequential(TimmLayerScale(FEATURES))
+    convert(later, others={"affine": "int4"})
+    later[0].inplace = True
+    x = torch.randn(2, FEATURES)
+    with torch.no_grad():
+        assert later(x) is x
+
+
+def test_inputs_that_are_not_packed_are_left_to_torch():
+    """What torch multiplies all the same: other numbers, values that are expanded, and fewer dimensions."""
+    for make, x in (
+        (MAKERS["affine"], torch.ones(2, FEATURES, dtype=torch.int64)),
+        (MAKERS["affine"], torch.randn(2, 1)),
+        (MAKERS["affine"], torch.randn(())),
+        (MAKERS["timm affine"], torch.randn(2, FEATURES)),
+    ):
+        dense, ours = pair(make)
+        y, right = ours(x), dense(x)
+        assert torch.equal(y, right)
+        found, exact = (torch.autograd.grad(o.sum(), list(m.parameters())) for o, m in ((y, ours), (right, dense)))
+        assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))
+
+
+def test_timms_affine_takes_more_dimensions():
+    dense, ours = pair(MAKERS["timm affine"])
+    x = torch.randn(2, 3, 4, FEATURES, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    (dx, dw, _), exact = gradients(ours, x, grad_y), gradients(dense, x, grad_y)
+    assert torch.equal(ours(x), dense(x))
+    assert torch.equal(dx, exact[0])
+    assert relative_error(dw.flatten(), factors_gradient(pruned(x), grad_y)) < 1e-5
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_what_cannot_be_stored_is_refused(sparsity):
+    _, ours = pair(MAKERS["affine"], value_format="int4", sparsity=sparsity)
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored as 'int4'.* HINT"):
+        ours.double()(torch.randn(2, FEATURES, dtype=torch.float64))
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match=r"`sparsity` must be in \[0, 1\), got 1"):
+        ActivationPrunedAffine(8, sparsity=1)
+    with pytest.raises(ValueError, match="`block_size` must be at least 8"):
+        ActivationPrunedAffine(8, sparsity=0.5, block_size=4, value_format="int4")
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+def test_dtensors_are_refused(tmp_path, sparsity):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        _, ours = pair(MAKERS["affine"], value_format="int4", sparsity=sparsity)
+        x = DTensor.from_local(torch.randn(2, 5, FEATURES), mesh, [Replicate()])
+        with pytest.raises(TypeError, match=r"cannot take DTensors.*HINT"):
+            ours(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(affine).failed == 0
+
+
+@pytest.mark.gpu
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_under_autocast(make, dtype):
+    dense, ours = pair(make, "cuda")
+    x = torch.randn(3, 5, FEATURES, device="cuda", dtype=dtype, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, right = ours(x), dense(x)
+    assert y.dtype == right.dtype
+    assert torch.equal(y, right)
+    grad_y = torch.randn_like(right)
+    (dx, dw, *db), exact = (
+        torch.autograd.grad(out, (x, *layer.parameters()), grad_y) for out, layer in ((y, ours), (right, dense))
+    )
+    assert torch.equal(dx, exact[0])
+    for mine, other in zip(db, exact[2:], strict=True):
+        torch.testing.assert_close(mine, other)
+    assert relative_error(dw.flatten(), factors_gradient(pruned(x), grad_y)) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value_format", ["same", "int4"])
+def test_a_captured_step_is_the_eager_one(value_format):
+    ours = pair(MAKERS["affine"], "cuda", value_format)[1]
+    x = torch.randn(3, 5, FEATURES, device="cuda")
+    grad_y = torch.randn_like(x)
+
+    def step():
+        return torch.autograd.grad(ours(x), list(ours.parameters()), grad_y)
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(mine, right) for mine, right in zip(captured, expected, strict=True))

@@ -1,0 +1,191 @@
+"""Gradients of an affine layer from its packed input: one pass over the output gradient, nothing unpacked in memory.
+
+A program holds whole rows as blocks, ``[ROWS * COLS, BLOCK]``. Which of them are stored, and where, it finds from the
+words of the bitmap: the place of a block is the offset of its run of 128 blocks and as many more as bits are set before
+its own. A fixed number of programs go through the rows, each in the same order: every one writes the input gradient of
+its rows and keeps its sums for weight and bias in registers, which ``column_sums`` adds up. So nothing depends on which
+program runs first, and the same input gives the same gradients.
+
+Bytes moved per value of fp32 with half of the blocks kept as they are: 4 + 2 + 4 (torch, with the whole input: 28,
+since it writes and reads the product of gradient and input, and reads the gradient three times).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_actprune.kernels.column_sums import column_sums
+from lightning_actprune.kernels.columns import set_bits
+from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
+from lightning_actprune.kernels.keys import stride_unit
+from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned, multiprocessors
+from lightning_actprune.kernels.quantize import load_rows
+from lightning_actprune.kernels.select import RUN, WORD
+from lightning_actprune.ops.geometry import ceil_div
+
+MOST_VALUES = 8192
+"""Most values of a row, filled up to a power of two of blocks: 16 a thread of 16 warps, as in ``kernels.norm``."""
+TILE_VALUES = 8192 if INTERPRETED else 2048
+"""Values of a tile of rows that are shorter: 16 a thread of 4 warps."""
+WARPS, REGISTERS = 16, 128
+"""Warps per multiprocessor, whose programs stay until all rows are done, and registers of a thread."""
+
+
+def takes_rows(length: int, block_size: int) -> bool:
+    """Return whether a program can hold a row."""
+    return _padded(length, block_size) <= MOST_VALUES
+
+
+@functools.cache  # Triton's own function of powers of two is slow on the host
+def _padded(length: int, block_size: int) -> int:
+    return int(triton.next_power_of_2(ceil_div(length, block_size))) * tile_width(block_size)
+
+
+def tile_of(length: int, block_size: int) -> tuple[dict[str, int], int]:
+    """Return the sizes of a tile of whole rows at compile time, and its warps."""
+    block, padded = tile_width(block_size), _padded(length, block_size)
+    rows = max(1, TILE_VALUES // padded)
+    sizes = {"ROWS": rows, "COLS": padded // block, "B": block_size, "BLOCK": block}
+    return sizes, max(1, min(16, rows * padded // 512))
+
+
+@triton.jit
+def affine_grad_kernel(
+    grad_ptr, values_ptr, bitmap_ptr, offsets_ptr, weight_ptr, grad_x_ptr, partial_ptr, stride_row, rows, rows_each,
+    words, runs, kept, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, INPUT: tl.constexpr,
+    SUMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write ``grad_x [R, L]`` if ``INPUT``, and each program's share ``[SUMS, L]`` of the parameters' gradients.
+
+    A sample has ``rows_each`` rows, ``words`` of the bitmap and ``runs`` offsets; ``kept`` blocks are stored in all.
+    ``stride_row`` is in units of ``UNIT`` values, see ``keys.stride_unit``. ``SUMS``: 1 without a bias, 2 with one.
+    """
+    lane = tl.arange(0, ROWS * COLS)
+    j = lane % COLS
+    column = j[:, None] * B + tl.arange(0, BLOCK)[None, :]
+    of_row = (j < columns)[:, None] & ((tl.arange(0, BLOCK)[None, :] < B) & (column < length))
+    if INPUT:
+        weight = load_rows(weight_ptr + j * 0, j * B, j < columns, length, B, BLOCK).to(tl.float32)
+    of_weight = tl.zeros([ROWS * COLS, BLOCK], tl.float32)
+    if SUMS > 1:
+        of_bias = tl.zeros([ROWS * COLS, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), (rows + ROWS - 1) // ROWS, tl.num_programs(0)):
+        r = tile * ROWS + lane // COLS
+        exist = (r < rows) & (j < columns)
+        inside = exist[:, None] & of_row
+        rows_ptr = grad_ptr + r.to(tl.int64) * stride_row * UNIT
+        grad = load_rows(rows_ptr, j * B, exist, length, B, BLOCK).to(tl.float32)
+        grad = tl.where(inside, grad, 0.0)
+        stored, place = _places(
+            bitmap_ptr, offsets_ptr, r // rows_each, (r % rows_each) * columns + j, exist, words, runs
+        )
+        # Beyond a row this is any number, of a column that is not stored.
+        if FORMAT:
+            x = dequantize_tile(values_ptr, kept, place, stored, 0, B, BLOCK, FORMAT)
+        else:
+            x = load_rows(values_ptr + place.to(tl.int64) * B, j * 0, stored, B, B, BLOCK).to(tl.float32)
+        of_weight += grad * tl.where(stored[:, None], x, 0.0)
+        if SUMS > 1:
+            of_bias += grad
+        if INPUT:
+            grad_x = (grad * weight).to(grad_x_ptr.dtype.element_ty)
+            tl.store(grad_x_ptr + r.to(tl.int64)[:, None] * length + column, grad_x, mask=inside)
+    out_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * SUMS * length
+    _store_sums(out_ptr, of_weight, length, columns, ROWS, COLS, B, BLOCK)
+    if SUMS > 1:
+        _store_sums(out_ptr + length, of_bias, length, columns, ROWS, COLS, B, BLOCK)
+
+
+@triton.jit
+def _places(bitmap_ptr, offsets_ptr, s, n, exist, words, runs):
+    """Return which of the blocks ``n`` of samples ``s`` are stored, and their places (int32)."""
+    words_ptr = bitmap_ptr + s.to(tl.int64) * words
+    word = tl.load(words_ptr + n // WORD, mask=exist, other=0).to(tl.uint32, bitcast=True)
+    bit = (n % WORD).to(tl.uint32)
+    run = n // RUN
+    place = tl.load(offsets_ptr + s.to(tl.int64) * runs + run, mask=exist, other=0)
+    place += set_bits(word & ((1 << bit) - 1)).to(tl.int32)
+    for q in tl.static_range(RUN // WORD - 1):
+        before = run * (RUN // WORD) + q
+        bits = tl.load(words_ptr + before, mask=exist & (before < n // WORD), other=0).to(tl.uint32, bitcast=True)
+        place += set_bits(bits).to(tl.int32)
+    return exist & (((word >> bit) & 1) == 1), place
+
+
+@triton.jit
+def _store_sums(
+    out_ptr, x, length: tl.constexpr, columns: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the sum over the rows of a tile, ``[L]``."""
+    sums = tl.sum(tl.reshape(x, [ROWS, COLS, BLOCK]), axis=0)
+    j, e = tl.arange(0, COLS)[:, None], tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + j * B + e, sums, mask=(j < columns) & ((e < B) & (j * B + e < length)))
+
+
+class AffineGradPlan:
+    """The launch for one kind of gradient and packed input.
+
+    Args:
+        shape: ``(R, L)``.
+        stride: Of the gradient's rows; values of a row lie side by side.
+        stored: Samples, words and offsets of a sample, and stored blocks of all.
+        flags: ``INPUT`` and ``SUMS`` of the kernel.
+        block_size: Values per block.
+        value_format: How values are stored.
+        device: Where the kernel runs.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int], stride: int, stored: tuple[int, int, int, int], flags: tuple[bool, int],
+        block_size: int, value_format: str, device: torch.device,
+    ) -> None:  # fmt: skip
+        (rows, length), (samples, *places), (of_input, sums) = shape, stored, flags
+        unit, (sizes, warps) = stride_unit(stride), tile_of(length, block_size)
+        programs = min(ceil_div(rows, sizes["ROWS"]), multiprocessors(device) * max(1, WARPS // warps))
+        self.shape, self.partial, self.sums = shape if of_input else (0, length), (programs, sums * length), sums
+        scalars = stride // unit, rows, rows // samples, *places
+        constants = length, ceil_div(length, block_size), unit, *flags, *sizes.values()
+        options = {"num_warps": warps, "maxnreg": REGISTERS}
+        encoded = encode_format(value_format, block_size)
+        self._run = Launch(affine_grad_kernel, (programs,), *scalars, *constants, encoded, **options)
+
+    def __call__(
+        self, grad_y: Tensor, packed: tuple[Tensor, Tensor, Tensor], weight: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the input gradient in ``dtype``, or no rows of it, and the sums ``[SUMS, L]``."""
+        grad_x = grad_y.new_empty(self.shape, dtype=dtype)
+        partial = grad_y.new_empty(self.partial, dtype=torch.float32)
+        self._run(grad_y, *packed, grad_y if weight is None else weight, grad_x, partial)
+        return grad_x, column_sums(partial, torch.float32).view(self.sums, self.shape[1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(key: object, *arguments: object) -> AffineGradPlan:
+    """Return the plan; ``key``: dtypes and alignment, which matter to the compiled kernel that it keeps."""
+    return AffineGradPlan(*arguments)  # type: ignore[arg-type]
+
+
+def affine_grad(
+    grad_y: Tensor,
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    weight: Tensor | None,
+    dtype: torch.dtype,
+    block_size: int,
+    value_format: str,
+    biased: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return ``(grad_x, sums)`` of ``grad_y [R, L]``, not empty; see ``ops.affine_grad``."""
+    given = [grad_y, values, bitmap, offsets, *([] if weight is None else [weight])]
+    key = dtype, grad_y.dtype, values.dtype, None if weight is None else weight.dtype, aligned(*given)
+    stored = *bitmap.shape, offsets.shape[1], values.shape[0]
+    layout = grad_y.shape, grad_y.stride(0), stored, (weight is not None, 1 + biased), block_size, value_format
+    return _plan(key, *layout, grad_y.device)(grad_y, (values, bitmap, offsets), weight, dtype)
