@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.kernels.formats import encode_format
+from lightning_actprune.kernels.line_factors import add_launch
 from lightning_actprune.kernels.line_norm import bits_start, flat_launch, normalize_lines_kernel
-from lightning_actprune.kernels.line_norm_grad import SumsPlan, add_launch, line_grad_kernel
+from lightning_actprune.kernels.line_norm_grad import SumsPlan, line_grad_kernel
 from lightning_actprune.kernels.line_statistics import RunningTensors, StatisticsPlan
 from lightning_actprune.ops.geometry import ceil_div
 

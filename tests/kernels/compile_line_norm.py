@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_actprune.kernels import line_norm, line_norm_grad, line_statistics
+from lightning_actprune.kernels import line_factors, line_norm, line_norm_grad, line_statistics
 from lightning_actprune.kernels.formats import encode_format
 from tests.kernels.compile_only import Specimen, print_records
 
@@ -28,9 +28,9 @@ def specimens() -> list[Specimen]:
             "fp32", {"num_warps": 4},
         ),
         (
-            "add_sums", line_norm_grad.add_sums_kernel,
+            "add_sums", line_factors.add_sums_kernel,
             {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
-            | {"ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES},
+            | {"ROWS": line_factors.ADDED_ROWS, "LINES": line_factors.ADDED_LINES},
             "fp32", {"num_warps": 4},
         ),
     ]  # fmt: skip
