@@ -55,6 +55,7 @@ ALLOWED = {
         "functional",
         "ops.activations",
         "ops.convolution",
+        "ops.derived",
         "ops.dropout",
         "ops.gated",
         "ops.geometry",
