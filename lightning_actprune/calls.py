@@ -38,6 +38,7 @@ class LinearCall:
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
         packs: Whether what this call keeps is packed, known by then too.
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
+        derived: Whether it keeps nothing of its own, but what the layer before keeps in few bits (``ops.derived``).
     """
 
     layer: Layer
@@ -53,6 +54,7 @@ class LinearCall:
     sparsity: float = 0.0
     packs: bool = False
     saved: bool = False
+    derived: bool = False
 
     def keeps(self, key: StorageWeakRef) -> bool:
         """Return whether the dense layer would keep that very storage as its input."""

@@ -36,7 +36,8 @@ class LayerFootprint:
         sparsity: Fraction of blocks dropped, the largest of its calls; 0 for a layer that is not pruned.
         calls: How often the layer kept something.
         dense_bytes: Bytes of the inputs that the layer alone would keep if it were not pruned.
-        stored_bytes: Bytes of the distinct storages it did keep, its parameters aside.
+        stored_bytes: Bytes of the distinct storages it did keep, its parameters aside; none behind a norm that keeps
+            its output in few bits, which do for both.
         accounted_bytes: The same by formula, from shapes and settings alone.
     """
 
@@ -196,7 +197,7 @@ def _add(row: LayerFootprint, call: LinearCall, stored: int, elsewhere: set[Any]
         row.dense_bytes += stored
         row.accounted_bytes += stored
         return
-    row.accounted_bytes += 0 if shares else call.packed_bytes(call.sparsity)
+    row.accounted_bytes += 0 if shares or call.derived else call.packed_bytes(call.sparsity)
     held = call.dense_copy if call.dense_key is None else call.dense_key
     if held is None or held not in elsewhere:
         row.dense_bytes += call.dense_bytes

@@ -85,12 +85,18 @@ def linear(
     return linear_unchecked(x, weight, bias, parts, blocks)
 
 
-def linear_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
-    """Apply ``linear`` to settings that were checked when they were set: the path of the modules."""
+def linear_unchecked(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting, derives: bool = False
+) -> Tensor:
+    """Apply ``linear`` to settings that were checked when they were set: the path of the modules.
+
+    ``derives``: whether parameters of the layer before are there in backward too, to make ``x`` again from what that
+    keeps (``ops.derived``).
+    """
     if not prunes(weight, parts, blocks):
         return F.linear(x, weight, bias)
     check_input(x, weight)
-    return pruned_linear(x, weight, bias, parts, blocks)
+    return pruned_linear(x, weight, bias, parts, blocks, derives)
 
 
 def convolution_unchecked(

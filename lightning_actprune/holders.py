@@ -8,7 +8,8 @@ pruning if ::
 
     freed(c)    bytes of the input, divided by the number of calls of pruned layers on that storage;
                 0 if anything but a pruned layer holds it
-    packed(c)   bytes of the packed input, divided by the number of calls that keep the same pack
+    packed(c)   bytes of the packed input, divided by the number of calls that keep the same pack;
+                0 if a norm keeps it anyway, in few bits of its own
 
 All layers for which it is not become dense at once. Each of them then holds its inputs itself, so the sums are taken
 again until no layer is left to turn: the result does not depend on the order of the layers, and as every sum left is
@@ -256,7 +257,8 @@ class _Ledger:
         return sum(call.dense_bytes / share for call, share in shares.items() if call.dense_key not in holders)
 
     def _added(self, calls: Iterable[LinearCall]) -> float:
-        return sum(call.packed_bytes(self._sparsity[call]) / self._sharers.get(call, 1) for call in calls)
+        own = [call for call in calls if not (call.derived and self._sparsity[call] == 0)]
+        return sum(call.packed_bytes(self._sparsity[call]) / self._sharers.get(call, 1) for call in own)
 
     def _reason(self, calls: Sequence[LinearCall], holders: Mapping[StorageWeakRef | None, str]) -> str:
         numbers = f"packing would add {self._added(calls):,.0f} bytes and free {self._freed(calls, holders):,.0f}"

@@ -134,8 +134,10 @@ def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
         held = _HandedOn(pack(tensor), unpack)
     else:
         # Holding the tensor itself would be a cycle if it is the result of the operation that saves it. A packed input
-        # is none, and other layers share it only as long as it is this object.
-        packed = not tensor.requires_grad and (again or any(recorder.runs_pruned for recorder in recorders))
+        # is none, nor are integers, and other layers share it only as long as it is this object.
+        packed = tensor.dtype == torch.uint8
+        if not packed and not tensor.requires_grad:
+            packed = again or any(recorder.runs_pruned for recorder in recorders)
         held = tensor if packed else tensor.detach()
     copy_key = kept_copy(tensor) if recorders else None
     for recorder in recorders:
@@ -162,6 +164,8 @@ class SavedTensorRecorder:
         self._layers = {layer for _, layer in prunable_layers(model)}
         self._batch = {key for tensor in tree_leaves(batch) for key, _ in storages(tensor)}
         self._parameters: set[StorageWeakRef] = set()
+        self._in_few_bits: set[StorageWeakRef] = set()
+        """What other layers than those of ``_layers`` keep in few bits; linear layers may read it too."""
         self._running: list[tuple[nn.Module, LinearCall | None]] = []
         self._handles: list[RemovableHandle] = []
         self._active = False
@@ -213,7 +217,15 @@ class SavedTensorRecorder:
         if call is not None and not call.saved:
             call.saved, call.sparsity, call.packs = True, sparsity_of(call.layer), packs(call.layer)
         for key, nbytes in storages(tensor):
+            if tensor.dtype == torch.uint8:
+                self._note_few_bits(key, call)
             self._on_saved(Saved(key, nbytes, module, call, weakref.ref(held), tensor.device, copy_key))
+
+    def _note_few_bits(self, key: StorageWeakRef, call: LinearCall | None) -> None:
+        if call is None:
+            self._in_few_bits.add(key)
+        elif call.packs and key in self._in_few_bits:
+            call.derived = True
 
     def _follow(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks

@@ -177,11 +177,16 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_moment(*self._taken_up)
         node = torch._C._current_autograd_node()
         operator = None if node is None else operator_name(node.name())
-        for key, index in held.saved:
+        for key, index in self._takers(held):
             holders = self._holdings[key].holders
             fqn = holders[index].fqn
             self._taken_up = fqn, operator
             holders[index] = Holder(fqn, operator)
+
+    def _takers(self, held: _Held) -> Iterable[tuple[StorageWeakRef, int]]:
+        """Return who takes up ``held`` now: of several who saved one object, the last that has not done so yet."""
+        waiting = [(key, index) for key, index in held.saved if self._holdings[key].holders[index].operator is None]
+        return dict(waiting or held.saved).items()
 
     def _on_let_go(self, number: int) -> None:
         held = self._graph.pop(number, None)

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from examples.models.resmlp import resmlp_tiny
 from lightning_actprune import ActivationPrunedLinear, convert, functional
+from lightning_actprune.nn.affine import Affine
 from tests import oracle
 
 SCHEDULE = [0.1, 0.2, 0.29, 0.4, 0.5, 0.6, 2 / 3, 0.8, 0.9, 0.95]
@@ -175,3 +176,32 @@ def test_gpu_reduce_overhead_records_cuda_graphs():
             assert_close(gradients(compiled, model, x), expected, 1e-2)
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] >= 3  # the images, at each sparsity
+
+
+class Mixed(nn.Module):
+    """A layer of each other kind, with rows enough that many programs share every sum of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Sequential(nn.Conv2d(3, 64, 3, stride=2), nn.BatchNorm2d(64), nn.ReLU())
+        self.mix = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), Affine(64), nn.Dropout(0.1))
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.mix(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+@pytest.mark.gpu
+def test_gpu_reduce_overhead_records_other_layers():
+    model = Mixed().cuda()
+    model.mix[4].p = 0.0  # the same gradients each time; the layer runs all the same
+    formats = dict.fromkeys(("activation", "affine", "convolution", "norm"), "int8")
+    report = convert(model, sparsity=0.0, value_format="int8", others=formats, min_features=0)
+    assert len(report.few_bit) + len(report.converted) >= 8
+    x = torch.randn(64, 3, 32, 32, device="cuda")
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    expected = gradients(model, model, x)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(gradients(compiled, model, x), expected, 1e-2)
+    assert counters["inductor"]["cudagraph_skips"] == 0

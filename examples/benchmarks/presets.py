@@ -5,7 +5,8 @@
 Models as their libraries build them, bf16 autocast, fused AdamW: dense, with every block checkpointed, and pruned as
 ``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers whose
 input something else keeps and for those whose dropped blocks would hold too much. ``compiled`` cases are compiled after
-that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``). Of
+that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``);
+``reduce-overhead``: with CUDA graphs (``mode="reduce-overhead"``), whose memory the allocator does not tell apart. Of
 ``graph`` cases the eager step is replayed from a CUDA graph: the GPU's own time, where the host's is longer. The cases
 of a model, each in a process of its own, warm up side by side and then take turns (see ``turns.py``); together they
 take up to 140 GiB.
@@ -39,9 +40,11 @@ from lightning_actprune.presets import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 WITH_OTHERS = ", others"
-COMPILED, GRAPH, BUDGET = ", compiled", ", graph", 0.5
+COMPILED, REDUCED, GRAPH = ", compiled", ", reduce-overhead", ", graph"
+BUDGET = 0.5
 EAGER = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_OTHERS}")
 METHODS = (*EAGER, *(f"{name}{COMPILED}" for name in ("dense", "budget", *EAGER[-2:])))
+METHODS += tuple(f"{name}{REDUCED}" for name in ("dense", *EAGER[-2:]))
 METHODS += tuple(f"{name}{GRAPH}" for name in ("dense", "checkpoint", *EAGER[-2:]))
 """``, others``: with ``others=True`` beside the preset."""
 BATCHES = 2
@@ -55,10 +58,10 @@ def prepare(name: str, method: str, device: torch.device) -> Training:
     if method.startswith("checkpoint"):
         checkpoint_blocks(training.model)
     warm_up(training)
-    if method.endswith(COMPILED):
+    if method.endswith((COMPILED, REDUCED)):
         if method.startswith("budget"):
             torch._functorch.config.activation_memory_budget = BUDGET
-        training.run = torch.compile(training.model)
+        training.run = torch.compile(training.model, mode="reduce-overhead" if method.endswith(REDUCED) else None)
         for _ in range(3):
             training.finish(training.forward())
         shutdown_compile_workers()  # these would take processor time from the cases that are timed
@@ -67,13 +70,14 @@ def prepare(name: str, method: str, device: torch.device) -> Training:
 
 def parsed(method: str) -> tuple[Preset | None, bool]:
     """Return the preset of a method, and whether other layers than linear ones are converted too."""
-    name = method.removesuffix(COMPILED).removesuffix(GRAPH)
+    name = method.removesuffix(COMPILED).removesuffix(REDUCED).removesuffix(GRAPH)
     return PRESETS.get(name.removesuffix(WITH_OTHERS)), name.endswith(WITH_OTHERS)
 
 
-def facts(training: Training) -> dict[str, Any]:
+def facts(training: Training, method: str) -> dict[str, Any]:
     """Return what a record says of a case besides its times."""
-    memory = {key: round(value / MIB, 2) for key, value in allocated(training).items()}
+    found: dict[str, Any] = allocated(training)
+    memory = {key: None if method.endswith(REDUCED) else round(value / MIB, 2) for key, value in found.items()}
     layers = [] if training.conversion is None else training.conversion.converted
     return {"converted": len(layers), "dropping": sum(layer.sparsity > 0 for layer in layers), **memory}
 
@@ -81,7 +85,7 @@ def facts(training: Training) -> dict[str, Any]:
 def serve(name: str, method: str, steps: int, device: torch.device) -> None:
     """Measure one case, then time it whenever asked to."""
     training = prepare(name, method, device)
-    found = facts(training)
+    found = facts(training, method)
     turns.answer(turns.captured(training.step) if method.endswith(GRAPH) else training.step, steps, found)
 
 
@@ -96,7 +100,7 @@ def head(name: str, method: str) -> dict[str, Any]:
     """Return what a record says of its case."""
     preset, others = parsed(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
-    mode = next((mode for mode in ("compiled", "graph") if method.endswith(mode)), "eager")
+    mode = next((suffix[2:] for suffix in (COMPILED, REDUCED, GRAPH) if method.endswith(suffix)), "eager")
     return {**described(name, BATCHES), "mode": mode, "method": method, **settings, "others": others}
 
 

@@ -144,6 +144,8 @@ def presets(records: Records) -> Summary:
 
 def beside(record: dict[str, Any], dense: dict[str, Any], name: str, digits: int) -> str:
     """Return a figure and, for other methods than dense, its ratio to that of dense."""
+    if record[name] is None:
+        return "-"
     figure = f"{record[name]:.{digits}f}"
     return figure if record is dense else f"{figure} ({record[name] / dense[name]:.2f})"
 

@@ -80,13 +80,13 @@ def candidates(block_size: int, sparsity: float) -> list[Turns]:
 @contextlib.contextmanager
 def forced(turns: Turns) -> Iterator[None]:
     """Share out all runs inside as told."""
-    unpacks._launch.cache_clear()
+    unpacks.plan.cache_clear()
     with (
         mock.patch.object(packs, "choose_turns", return_value=turns),
         mock.patch.object(unpacks, "choose_turns", return_value=turns),
     ):
         yield
-    unpacks._launch.cache_clear()
+    unpacks.plan.cache_clear()
 
 
 def compile_one(job: tuple[Setting, Turns]) -> None:

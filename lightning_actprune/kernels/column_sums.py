@@ -46,6 +46,46 @@ def column_sums_kernel(
     last program writes their sum to ``out``. Then one counter per ``COLS`` columns is zero before and after.
     """
     o = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    sums = _sums_of_share(grad_ptr, o, stride_grad, rows, outputs, share, ROWS, COLS, WIDE, STAGES)
+    tl.store(partial_ptr + tl.program_id(1) * outputs + o, sums.to(partial_ptr.dtype.element_ty), mask=o < outputs)
+    if PARTS > 0:
+        counter = counters_ptr + tl.program_id(0)
+        if _is_last(counter):
+            total = _sum_of_parts(partial_ptr, o, outputs, PARTS)
+            tl.store(out_ptr + o, total.to(out_ptr.dtype.element_ty), mask=o < outputs)
+            tl.store(counter, 0)
+
+
+@triton.jit
+def add_sets_kernel(
+    sets_ptr, counters_ptr, first_ptr, second_ptr, stride_grad, rows, outputs, share, skipped, ROWS: tl.constexpr,
+    COLS: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the sums over the rows of ``sets [R, sets, OUT]``, of one set or two; grid ``(OUT / COLS, parts, sets)``.
+
+    As ``column_sums_kernel``, but that parts are written behind the sets, from place ``skipped`` on, and that there is
+    a counter for each set and ``COLS`` columns.
+    """
+    which = tl.program_id(2)
+    o = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    sums = _sums_of_share(sets_ptr + which * outputs, o, stride_grad, rows, outputs, share, ROWS, COLS, False, STAGES)
+    if PARTS > 0:
+        parts_ptr = sets_ptr + skipped + which * tl.num_programs(1) * outputs
+        tl.store(parts_ptr + tl.program_id(1) * outputs + o, sums, mask=o < outputs)
+        counter = counters_ptr + which * tl.num_programs(0) + tl.program_id(0)
+        if _is_last(counter):
+            _store_set(first_ptr, second_ptr, which, o, _sum_of_parts(parts_ptr, o, outputs, PARTS), outputs)
+            tl.store(counter, 0)
+    else:
+        _store_set(first_ptr, second_ptr, which, o, sums, outputs)
+
+
+@triton.jit
+def _sums_of_share(
+    grad_ptr, o, stride_grad, rows, outputs, share, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the columns ``o`` over this program's rows, fp32."""
     first = tl.program_id(1) * share
     last = tl.minimum(first + share, rows)
     total = tl.zeros([ROWS, COLS], tl.float32)
@@ -54,21 +94,32 @@ def column_sums_kernel(
         row = r.to(tl.int64) if WIDE else r
         inside = (r < last)[:, None] & (o < outputs)[None, :]
         total += tl.load(grad_ptr + row[:, None] * stride_grad + o[None, :], mask=inside, other=0.0).to(tl.float32)
-    sums = tl.sum(total, axis=0).to(partial_ptr.dtype.element_ty)
-    tl.store(partial_ptr + tl.program_id(1) * outputs + o, sums, mask=o < outputs)
-    if PARTS > 0:
-        tl.debug_barrier()  # the whole part is written before the one thread that counts says so
-        counter = counters_ptr + tl.program_id(0)
-        before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-        if before == tl.num_programs(1) - 1:
-            p = tl.arange(0, PARTS)
-            inside = (p < tl.num_programs(1))[:, None] & (o < outputs)[None, :]
-            # Past the L1 cache, which other multiprocessors' stores do not reach.
-            parts = tl.load(
-                partial_ptr + p[:, None] * outputs + o[None, :], mask=inside, other=0.0, cache_modifier=".cg"
-            )
-            tl.store(out_ptr + o, tl.sum(parts, axis=0).to(out_ptr.dtype.element_ty), mask=o < outputs)
-            tl.store(counter, 0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _is_last(counter):
+    """Count this program, whose part is stored, and return whether all others of its columns were counted before."""
+    tl.debug_barrier()  # the whole part is written before the one thread that counts says so
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1
+
+
+@triton.jit
+def _sum_of_parts(partial_ptr, o, outputs, PARTS: tl.constexpr):
+    """Return the sum of all parts ``[parts, OUT]`` of the columns ``o``."""
+    p = tl.arange(0, PARTS)
+    inside = (p < tl.num_programs(1))[:, None] & (o < outputs)[None, :]
+    # Past the L1 cache, which other multiprocessors' stores do not reach.
+    parts = tl.load(partial_ptr + p[:, None] * outputs + o[None, :], mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(parts, axis=0)
+
+
+@triton.jit
+def _store_set(first_ptr, second_ptr, which, o, sums, outputs):
+    if which == 0:
+        tl.store(first_ptr + o, sums.to(first_ptr.dtype.element_ty), mask=o < outputs)
+    else:
+        tl.store(second_ptr + o, sums.to(second_ptr.dtype.element_ty), mask=o < outputs)
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -104,11 +155,9 @@ class ColumnSumsPlan:
     def __init__(
         self, rows: int, outputs: int, stride: int, itemsize: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        tile, groups = TILE_BYTES // (COLS * itemsize), ceil_div(outputs, COLS)
-        wanted = min(MOST_PARTS, ceil_div(PROGRAMS * multiprocessors(device), groups), ceil_div(rows, 2 * tile))
-        share = ceil_div(ceil_div(rows, wanted), tile) * tile
-        self.outputs, self.dtype, self.groups, self.parts = outputs, dtype, groups, ceil_div(rows, share)
-        finished = triton.next_power_of_2(self.parts) if self.parts > 1 else 0
+        groups = ceil_div(outputs, COLS)
+        tile, share, self.parts, finished = _shares(rows, groups, itemsize, device)
+        self.outputs, self.dtype, self.groups = outputs, dtype, groups
         sizes = (stride, rows, outputs, share, tile, COLS, rows * stride >= 2**31, STAGES, finished)
         self._sum = Launch(column_sums_kernel, (groups, self.parts), *sizes, num_warps=4)
 
@@ -121,6 +170,41 @@ class ColumnSumsPlan:
             partial = grad_y.new_empty(self.parts, self.outputs, dtype=torch.float32)
             self._sum(grad_y, partial, _zeroed_counters(grad_y, self.groups), out)
         return out
+
+
+class AddSetsPlan:
+    """The launch that adds what programs have left of one set of sums or two.
+
+    Args:
+        rows: Programs.
+        sets: Sets of each.
+        outputs: Sums of a set.
+        device: Where the kernel runs.
+    """
+
+    def __init__(self, rows: int, sets: int, outputs: int, device: torch.device) -> None:
+        groups = ceil_div(outputs, COLS)
+        # As if there were two sets, so that sums do not depend on what else is wanted.
+        tile, share, parts, finished = _shares(rows, 2 * groups, 4, device)
+        skipped = rows * sets * outputs
+        self.scratch = skipped + (parts * sets * outputs if finished else 0)
+        self._groups, self._counts = groups * sets, finished > 0
+        sizes = (sets * outputs, rows, outputs, share, skipped, tile, COLS, STAGES, finished)
+        self._add = Launch(add_sets_kernel, (groups, parts, sets), *sizes, num_warps=4)
+
+    def __call__(self, scratch: Tensor, first: Tensor, second: Tensor) -> None:
+        """Write the sums; ``scratch`` begins with ``[rows, sets, outputs]``, and ``second`` may be any tensor."""
+        counters = _zeroed_counters(scratch, self._groups) if self._counts else scratch
+        self._add(scratch, counters, first, second)
+
+
+def _shares(rows: int, groups: int, itemsize: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return the rows of a tile and of a part, the parts, and these as ``PARTS``, for ``groups`` of columns."""
+    tile = TILE_BYTES // (COLS * itemsize)
+    wanted = min(MOST_PARTS, ceil_div(PROGRAMS * multiprocessors(device), groups), ceil_div(rows, 2 * tile))
+    share = ceil_div(ceil_div(rows, wanted), tile) * tile
+    parts = ceil_div(rows, share)
+    return tile, share, parts, triton.next_power_of_2(parts) if parts > 1 else 0
 
 
 @functools.lru_cache(maxsize=1024)

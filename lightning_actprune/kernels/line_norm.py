@@ -24,20 +24,22 @@ from lightning_actprune.ops.geometry import ceil_div
 
 @triton.jit
 def normalize_lines_kernel(
-    x_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, y_ptr, values_ptr, count, nnz, WEIGHTED: tl.constexpr,
+    x_ptr, statistics_ptr, weight_ptr, bias_ptr, y_ptr, values_ptr, count, nnz, lines, WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr, EXACT: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write ``y`` and the normalised values in few bits of ``TILE`` of ``nnz`` blocks of ``count`` values.
 
-    ``LINES`` is 0 for one image, whose lines need not be known. ``EXACT``: the last block is whole.
+    Of the statistics ``[2 or more, lines]``, mean and rstd are read. ``LINES`` is 0 for one image, whose lines the
+    compiler need not know. ``EXACT``: the last block is whole.
     """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
     inside = inside_flat(place, exist, count, EXACT, B, BLOCK)
     line = lines_at(place, LINES, LENGTH, B, BLOCK)
     x = load_flat(x_ptr, place, exist, inside, EXACT, B, BLOCK).to(tl.float32)
-    x = (x - per_line(mean_ptr, line, exist, inside)) * per_line(rstd_ptr, line, exist, inside)
+    mean = per_line(statistics_ptr, line, exist, inside)
+    x = (x - mean) * per_line(row_of(statistics_ptr, 1, lines, LINES), line, exist, inside)
     x = tl.where(inside, x, 0.0)
     y = x
     if WEIGHTED:
@@ -65,6 +67,16 @@ def lines_at(place, LINES: tl.constexpr, LENGTH: tl.constexpr, B: tl.constexpr, 
         if LINES > 0:
             line = line % LINES
     return line
+
+
+@triton.jit
+def row_of(ptr, row: tl.constexpr, lines, LINES: tl.constexpr):
+    """Return row ``row`` of a tensor ``[rows, lines]``; known to the compiler, the lines say whether it is aligned."""
+    if LINES > 0:
+        row_ptr = ptr + row * LINES
+    else:
+        row_ptr = ptr + tl.cast(lines, tl.int64) * row
+    return row_ptr
 
 
 @triton.jit
@@ -114,12 +126,13 @@ def flat_constants(cut: tuple[int, int, int], block_size: int, value_format: str
 def flat_launch(
     kernel: object, cut: tuple[int, int, int], flags: tuple[bool, ...], block_size: int, value_format: str
 ) -> Launch:
-    """Return the launch of such a kernel, whose numbers are the values and the blocks."""
+    """Return the launch of such a kernel, whose numbers are the values, the blocks and the lines."""
     constants = flat_constants(cut, block_size, value_format)
     count = cut[0] * cut[1] * cut[2]
     blocks = ceil_div(count, block_size)
     grid = (ceil_div(blocks, int(constants["TILE"])),)
-    return Launch(kernel, grid, count, blocks, *flags, *constants.values(), num_warps=4)
+    lines = cut[1]
+    return Launch(kernel, grid, count, blocks, lines, *flags, *constants.values(), num_warps=4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,13 +150,16 @@ def normalize(
     value_format: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``y`` in ``dtype``, laid out as the dense ``x``, and the normalised values in few bits."""
+    """Return ``y`` in ``dtype``, laid out as the dense ``x``, and the normalised values in few bits.
+
+    ``statistics``: ``[2 or more, lines]``, mean and rstd first.
+    """
     y = torch.empty_like(x, dtype=dtype)
     shape, kind = values_layout(ceil_div(x.numel(), block_size), block_size, encode_format(value_format, block_size))
     values = x.new_empty(shape, dtype=kind)
-    given = [x, *statistics[:2], *[p for p in (weight, bias) if p is not None]]
+    given = [x, statistics, *[p for p in (weight, bias) if p is not None]]
     key = x.device, dtype, *[tensor.dtype for tensor in given], *aligned(*given)
     flags = weight is not None, bias is not None
     launch = _normalize_launch(key, tuple(cut), flags, block_size, value_format)
-    launch(x, *statistics[:2], x if weight is None else weight, x if bias is None else bias, y, values)
+    launch(x, statistics, x if weight is None else weight, x if bias is None else bias, y, values)
     return y, values

@@ -29,6 +29,7 @@ from lightning_actprune.kernels.line_norm import (
     lines_at,
     load_flat,
     per_line,
+    row_of,
     store_flat,
 )
 from lightning_actprune.kernels.line_statistics import least_waste, parts_of
@@ -116,14 +117,16 @@ def _of_lines(x, LINES: tl.constexpr, COLS: tl.constexpr):
     return tl.sum(tl.reshape(tl.sum(x, axis=1), [LINES, COLS]), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["of_weight_ptr", "of_bias_ptr"])
 def add_sums_kernel(
-    partial_ptr, rstd_ptr, weight_ptr, sums_ptr, factors_ptr, rows, lines, each, WEIGHTED: tl.constexpr,
-    FIXED: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    partial_ptr, statistics_ptr, weight_ptr, of_weight_ptr, of_bias_ptr, factors_ptr, rows, lines, each,
+    WEIGHTED: tl.constexpr, FIXED: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    LINES: tl.constexpr,
 ):  # fmt: skip
-    """Add ``rows`` sums of each line, ``[2, rows, lines]``, to ``[2, lines]``, and write the factors ``[3, lines]``.
+    """Add ``rows`` sums of each line, ``[2, rows, lines]``, and write the factors ``[3, lines]``.
 
-    ``each``: values of a line. ``FIXED``: mean and rstd were given, and depend on nothing.
+    ``each``: values of a line. ``FIXED``: mean and rstd were given, and depend on nothing. ``OF_WEIGHT``, ``OF_BIAS``:
+    whether the sums, gradients of the parameters, are written.
     """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     along = tl.zeros([ROWS, LINES], tl.float32)
@@ -136,9 +139,11 @@ def add_sums_kernel(
         along += tl.load(at_ptr, mask=inside, other=0.0)
         sums += tl.load(at_ptr + size, mask=inside, other=0.0)
     of_weight, of_bias = tl.sum(along, axis=0), tl.sum(sums, axis=0)
-    tl.store(sums_ptr + line, of_weight, mask=line < lines)
-    tl.store(sums_ptr + lines + line, of_bias, mask=line < lines)
-    scale = tl.load(rstd_ptr + line, mask=line < lines, other=0.0)
+    if OF_WEIGHT:
+        tl.store(of_weight_ptr + line, of_weight.to(of_weight_ptr.dtype.element_ty), mask=line < lines)
+    if OF_BIAS:
+        tl.store(of_bias_ptr + line, of_bias.to(of_bias_ptr.dtype.element_ty), mask=line < lines)
+    scale = tl.load(statistics_ptr + lines + line, mask=line < lines, other=0.0)
     if WEIGHTED:
         scale *= tl.load(weight_ptr + line, mask=line < lines, other=0.0).to(tl.float32)
     tl.store(factors_ptr + line, scale, mask=line < lines)
@@ -151,9 +156,8 @@ def add_sums_kernel(
 
 @triton.jit
 def line_grad_kernel(
-    grad_ptr, values_ptr, scale_ptr, slope_ptr, shift_ptr, grad_x_ptr, count, nnz, LINES: tl.constexpr,
-    LENGTH: tl.constexpr, EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    FORMAT: tl.constexpr,
+    grad_ptr, values_ptr, factors_ptr, grad_x_ptr, count, nnz, lines, LINES: tl.constexpr, LENGTH: tl.constexpr,
+    EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write ``grad_x = scale g + slope x~ + shift`` of ``TILE`` blocks; as ``normalize_lines_kernel``."""
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -162,8 +166,9 @@ def line_grad_kernel(
     line = lines_at(place, LINES, LENGTH, B, BLOCK)
     grad = load_flat(grad_ptr, place, exist, inside, EXACT, B, BLOCK).to(tl.float32)
     x = dequantize_tile(values_ptr, nnz, place, exist, 0, B, BLOCK, FORMAT)
-    rest = x * per_line(slope_ptr, line, exist, inside) + per_line(shift_ptr, line, exist, inside)
-    store_flat(grad_x_ptr, grad * per_line(scale_ptr, line, exist, inside) + rest, place, inside, B, BLOCK)
+    slope = per_line(row_of(factors_ptr, 1, lines, LINES), line, exist, inside)
+    rest = x * slope + per_line(row_of(factors_ptr, 2, lines, LINES), line, exist, inside)
+    store_flat(grad_x_ptr, grad * per_line(factors_ptr, line, exist, inside) + rest, place, inside, B, BLOCK)
 
 
 def pixel_tile(lines: int, block_size: int) -> dict[str, int]:
@@ -229,10 +234,16 @@ def _sums_plan(key: object, *arguments: object) -> SumsPlan:
     return SumsPlan(*arguments)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=1024)
-def _add_launch(key: object, rows: int, lines: int, each: int, weighted: bool, fixed: bool) -> Launch:
-    constants = rows, lines, float(each), weighted, fixed, ADDED_ROWS, ADDED_LINES
+def add_launch(rows: int, cut: tuple[int, int, int], weighted: bool, fixed: bool, wanted: tuple[bool, bool]) -> Launch:
+    """Return the launch that adds ``rows`` sums of each line; ``wanted``: of the gradients of weight and bias."""
+    images, lines, length = cut
+    constants = rows, lines, float(images * length), weighted, fixed, *wanted, ADDED_ROWS, ADDED_LINES
     return Launch(add_sums_kernel, (ceil_div(lines, ADDED_LINES),), *constants, num_warps=4)
+
+
+@functools.lru_cache(maxsize=1024)
+def _add_launch(key: object, rows: int, cut: tuple[int, int, int], weighted: bool, fixed: bool) -> Launch:
+    return add_launch(rows, cut, weighted, fixed, (True, True))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -249,7 +260,7 @@ def line_sums(grad_y: Tensor, values: Tensor, cut: tuple[int, int, int], block_s
 def sums_and_factors(
     grad_y: Tensor,
     values: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     fixed: bool,
     cut: tuple[int, int, int],
@@ -257,12 +268,12 @@ def sums_and_factors(
     value_format: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the parameters, ``[2, lines]``, and the factors of ``grad_x``, ``[3, lines]``."""
-    images, lines, length = cut
     partial = line_sums(grad_y, values, cut, block_size, value_format)
-    sums, factors = (grad_y.new_empty(rows, lines, dtype=torch.float32) for rows in (2, 3))
-    key = rstd.device, weight is not None and weight.dtype, *aligned(rstd, rstd if weight is None else weight)
-    launch = _add_launch(key, partial.shape[1], lines, images * length, weight is not None, fixed)
-    launch(partial, rstd, rstd if weight is None else weight, sums, factors)
+    sums, factors = (grad_y.new_empty(rows, cut[1], dtype=torch.float32) for rows in (2, 3))
+    read = statistics, statistics if weight is None else weight
+    key = grad_y.device, weight is not None and weight.dtype, *aligned(*read)
+    launch = _add_launch(key, partial.shape[1], tuple(cut), weight is not None, fixed)
+    launch(partial, *read, *sums, factors)
     return sums, factors
 
 
@@ -277,6 +288,6 @@ def input_grad(
 ) -> Tensor:
     """Return ``grad_x`` in ``dtype``, laid out as the dense ``grad_y``."""
     grad_x = torch.empty_like(grad_y, dtype=dtype)
-    key = grad_y.device, grad_y.dtype, dtype, *aligned(grad_y, values, *factors)
-    _grad_launch(key, tuple(cut), (), block_size, value_format)(grad_y, values, *factors, grad_x)
+    key = grad_y.device, grad_y.dtype, dtype, *aligned(grad_y, values, factors)
+    _grad_launch(key, tuple(cut), (), block_size, value_format)(grad_y, values, factors, grad_x)
     return grad_x

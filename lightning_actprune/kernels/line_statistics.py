@@ -2,7 +2,8 @@
 
 Two launches. Programs that each read a part of some lines write their mean and squared deviations: sums of differences
 from the mean of the part's first tile. Then a small kernel merges the parts of a line in a fixed order: the same input
-gives the same statistics.
+gives the same statistics. It moves running statistics on as well, which are as many numbers, in a launch that is there
+anyway: ``running += momentum (found - running)``.
 
 With d the distance of that first mean from the mean of the part, which has t times as many values, the part's variance
 is at least d^2 / t: so subtracting d^2 from the mean of squares loses no more than a factor of t + 1 in precision.
@@ -32,6 +33,9 @@ MOST_PARTS = 1024
 """Most parts: those of a line are merged by one program, all in registers."""
 MERGED_VALUES = 2048
 """Parts times lines of such a program: three numbers for each of 16 a thread."""
+
+RunningTensors = tuple[Tensor, Tensor, Tensor | None]
+"""Running mean and variance ``[lines]`` in fp32, and the number of batches in int64, all without gaps."""
 
 
 @triton.jit
@@ -91,9 +95,15 @@ def _unit(u, line, images, lines, LENGTH: tl.constexpr, PIXEL: tl.constexpr, VAL
     return at, inside, count
 
 
-@triton.jit
-def merge_statistics_kernel(partial_ptr, out_ptr, parts, lines, eps, PARTS: tl.constexpr, LINES: tl.constexpr):
-    """Write mean, rstd and unbiased variance ``[3, lines]`` of parts ``[3, parts, lines]``."""
+@triton.jit(do_not_specialize_on_alignment=["mean_ptr", "var_ptr", "batches_ptr"])
+def merge_statistics_kernel(
+    partial_ptr, out_ptr, mean_ptr, var_ptr, batches_ptr, parts, lines, eps, momentum, TRACKED: tl.constexpr,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Write mean, rstd and unbiased variance ``[3, lines]`` of parts ``[3, parts, lines]``.
+
+    ``TRACKED``: and move the running mean and variance, in fp32, towards them; ``COUNTED``: and count the batch.
+    """
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     p = tl.arange(0, PARTS)
     inside = (p < parts)[:, None] & (line < lines)[None, :]
@@ -106,10 +116,25 @@ def merge_statistics_kernel(partial_ptr, out_ptr, parts, lines, eps, PARTS: tl.c
     mean = tl.sum(means * counts, axis=0) / tl.maximum(count, 1.0)
     off = tl.where(inside, means - mean[None, :], 0.0)
     total = tl.sum(deviations + off * off * counts, axis=0)
+    unbiased = total / tl.maximum(count - 1.0, 1.0)
     out_ptr += line
     tl.store(out_ptr, mean, mask=line < lines)
     tl.store(out_ptr + lines, tl.rsqrt(total / tl.maximum(count, 1.0) + eps), mask=line < lines)
-    tl.store(out_ptr + 2 * lines, total / tl.maximum(count - 1.0, 1.0), mask=line < lines)
+    tl.store(out_ptr + 2 * lines, unbiased, mask=line < lines)
+    if TRACKED:
+        _move(mean_ptr + line, mean, momentum, line < lines)
+        _move(var_ptr + line, unbiased, momentum, line < lines)
+    if COUNTED:
+        first = tl.program_id(0) == 0
+        tl.store(batches_ptr, tl.load(batches_ptr, mask=first, other=0) + 1, mask=first)
+
+
+@triton.jit
+def _move(running_ptr, found, share, mask):
+    """Move running numbers towards those found, as ``torch.lerp`` does."""
+    running = tl.load(running_ptr, mask=mask, other=0.0)
+    way = found - running
+    tl.store(running_ptr, tl.where(share < 0.5, running + share * way, found - way * (1.0 - share)), mask=mask)
 
 
 def statistics_tile(lines: int, length: int) -> tuple[int, int]:
@@ -149,9 +174,18 @@ class StatisticsPlan:
         cut: Images, lines and length.
         eps: Added to the variance.
         device: Where the kernels run.
+        momentum: Of the running statistics, ``None`` if there are none to move.
+        counted: Whether batches are counted.
     """
 
-    def __init__(self, cut: tuple[int, int, int], eps: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        cut: tuple[int, int, int],
+        eps: float,
+        device: torch.device,
+        momentum: float | None = None,
+        counted: bool = False,
+    ) -> None:
         images, lines, length = cut
         group, values = statistics_tile(lines, length)
         units = ceil_div(images, values) if length == 1 else images * ceil_div(length, values)
@@ -162,14 +196,19 @@ class StatisticsPlan:
         self._find = Launch(line_statistics_kernel, (groups, parts), *sizes, num_warps=4)
         padded, merged = merge_tile(parts)
         grid = (ceil_div(lines, merged),)
-        self._merge = Launch(merge_statistics_kernel, grid, parts, lines, eps, padded, merged, num_warps=4)
+        moved = float(momentum or 0.0), momentum is not None, counted
+        self._merge = Launch(merge_statistics_kernel, grid, parts, lines, eps, *moved, padded, merged, num_warps=4)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return mean, rstd and unbiased variance ``[3, lines]``."""
+    def __call__(self, x: Tensor, running: RunningTensors | None = None) -> Tensor:
+        """Return mean, rstd and unbiased variance ``[3, lines]``, and move ``running`` on."""
         partial = x.new_empty(self.partial, dtype=torch.float32)
         found = x.new_empty(self.shape, dtype=torch.float32)
         self._find(x, partial)
-        self._merge(partial, found)
+        if running is None:
+            self._merge(partial, found, found, found, found)
+        else:
+            mean, var, batches = running
+            self._merge(partial, found, mean, var, mean if batches is None else batches)
         return found
 
 

@@ -46,6 +46,8 @@ def quantize_all_kernel(
 class QuantizePlan:
     """The launch and output shapes for one shape of input, as ``PackPlan``.
 
+    Bitmap and offsets are one tensor without memory, the same one in all calls: nobody has anything to write to it.
+
     Args:
         shape: ``(S, T, L)``.
         strides: Strides of samples and rows; the last one is 1.
@@ -61,7 +63,8 @@ class QuantizePlan:
         columns, stored = ceil_div(length, block_size), encode_format(value_format, block_size)
         blocks = samples * rows * columns
         self.values, self.dtype = values_layout(blocks, block_size, stored)
-        self.positions = samples, 0
+        self._samples = samples
+        self._positions: Tensor | None = None
         block, tile = whole_blocks(block_size)
         unit = stride_unit(*strides)
         scalars = strides[0] // unit, strides[1] // unit, rows, blocks
@@ -72,5 +75,7 @@ class QuantizePlan:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
         values = x.new_empty(*self.values, dtype=self.dtype)
         self._store(x, x if copy is None else copy, values)
-        bitmap, offsets = (x.new_empty(*self.positions, dtype=torch.int32) for _ in range(2))
-        return values, bitmap, offsets
+        if self._positions is None:
+            with torch.inference_mode(False):  # else nothing could save it for backward
+                self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
+        return values, self._positions, self._positions

@@ -114,13 +114,29 @@ def _store_blocks(out_ptr, row, column, exist, x, first, length: tl.constexpr, B
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(
-    samples: int, kept: int, shape: tuple[int, int, int], features_first: bool, block_size: int, value_format: str,
-    *key: object,
-) -> Launch:  # fmt: skip
-    """Return the launch for a shape, of no samples if all blocks are stored, without positions.
+def plan(
+    samples: int,
+    kept: int,
+    shape: tuple[int, int, int],
+    features_first: bool,
+    block_size: int,
+    value_format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: tuple[bool, ...],
+) -> Launch:
+    """Return the launch that writes the pruned tensor, given values, bitmap and offsets, which ``aligned`` is about.
 
-    ``key`` holds what a compiled kernel depends on besides.
+    Args:
+        samples: Those within which blocks compete; 0 if all blocks are stored, without positions.
+        kept: Blocks stored of all samples in few bits, 0 otherwise: there nothing depends on their number.
+        shape: As of ``unpack``.
+        features_first: As of ``unpack``.
+        block_size: Values per block.
+        value_format: How they are stored.
+        dtype: Type of the pruned tensor.
+        device: Where all of it is.
+        aligned: Which of the tensors read start at a multiple of 16 bytes; the one written does.
     """
     everything, samples = samples == 0, max(samples, 1)
     batch, inner, length = shape
@@ -163,8 +179,9 @@ def unpack(
     sizes = (rows, batch, length) if features_first else shape
     out = values.new_empty(*sizes, dtype=dtype)
     key = out.dtype, values.device, aligned(values, bitmap, offsets)
-    kept = 0 if value_format == "same" else values.shape[0]
     samples = bitmap.shape[0] if bitmap.shape[1] else 0
-    launch = _launch(samples, kept, shape, features_first, block_size or values.shape[1], value_format, *key)
+    block_size = block_size or values.shape[1]
+    kept = 0 if value_format == "same" else values.shape[0]
+    launch = plan(samples, kept, shape, features_first, block_size, value_format, *key)
     launch(values, bitmap, offsets, out)
     return out

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import BlockSelection, OtherOperator, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.functional import check_input, prunes
-from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 from lightning_actprune.ops.affine import pruned_affine
 from lightning_actprune.ops.autocast import autocast_dtype
 from lightning_actprune.ops.norm import NormSetting, few_bit_norm
+from lightning_actprune.ops.scaled_sum import scaled_sum
 from lightning_actprune.ops.setting import BlockSetting
 
 _WIDENS = [
@@ -228,14 +229,14 @@ class FewBitScaling(FewBitLayer):
 
     def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x * weight + bias``, of parameters that have one value per feature, in the common type of all."""
-        settings = self._few_bit
-        setting = NormSetting(False, False, 0.0, settings.block_size, settings.value_format, normed=False)
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        return few_bit_norm(x, weight, bias, (weight.numel(),), setting, dtype)
+        return few_bit_norm(x, weight, bias, (weight.numel(),), _scaling(self._few_bit), dtype)
 
 
 class FewBitTimmResBlock(FewBitScaling):
     """Mixin of timm's ``ResBlock`` (ResMLP), which scales by parameters of its own what its branches return.
+
+    Scale and sum are one pass (``ops.scaled_sum``) unless paths are dropped between them.
 
     It drops no blocks of that, whatever the sparsity: of two inputs in one module neither has settings of its own.
     """
@@ -250,10 +251,27 @@ class FewBitTimmResBlock(FewBitScaling):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` and its scaled branches: ``[B, T, features]``."""
-        y = self.linear_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
-        x = x + self.drop_path(self._scaled_or_dense(y, self.ls1))
-        y = self.mlp_channels(self.norm2(x))
-        return cast(Tensor, x + self.drop_path(self._scaled_or_dense(y, self.ls2)))
+        x = self._sum(x, self.linear_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2), self.ls1)
+        return self._sum(x, self.mlp_channels(self.norm2(x)), self.ls2)
 
-    def _scaled_or_dense(self, y: Tensor, factors: Tensor) -> Tensor:
-        return self.scaled(y, factors, None) if self.keeps(y, factors) else factors * y
+    def _sum(self, x: Tensor, branch: Tensor, factors: Tensor) -> Tensor:
+        """Return ``x + drop_path(factors * branch)``, in one pass if no path is dropped."""
+        if not self.keeps(branch, factors):
+            return cast(Tensor, x + self.drop_path(factors * branch))
+        wide = x.dtype == torch.float64 or not x.is_floating_point()
+        if wide or x.shape != branch.shape or not _does_nothing(self.drop_path):
+            return cast(Tensor, x + self.drop_path(self.scaled(branch, factors, None)))
+        dtype = torch.promote_types(torch.promote_types(branch.dtype, factors.dtype), x.dtype)
+        return scaled_sum(branch, factors, x, _scaling(self._few_bit), dtype)
+
+
+def _scaling(settings: FewBitSettings) -> NormSetting:
+    return NormSetting(False, False, 0.0, settings.block_size, settings.value_format, normed=False)
+
+
+def _does_nothing(module: nn.Module) -> bool:
+    """Return whether calling ``module`` returns what it is given, and nobody looks on."""
+    if type(module) is not nn.Identity or "forward" in module.__dict__:
+        return False
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(hooks)

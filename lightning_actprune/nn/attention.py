@@ -24,6 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_actprune.functional import linear_unchecked, prunes
 from lightning_actprune.nn.linear import ActivationPrunedLinear
 from lightning_actprune.nn.settings import Converted, PrunedLayer
+from lightning_actprune.ops import derived
 from lightning_actprune.ops.setting import BlockSetting
 
 
@@ -71,8 +72,11 @@ class Projection:
         if not prunes(self.weight, parts, blocks):
             return F.linear(x, self.weight, bias)
         # Of a view with the batch first, torch makes the same copy, and keeps it.
-        rows = self.with_samples(x).contiguous()
-        y = linear_unchecked(rows, self.weight, bias, parts, blocks)
+        turned = self.with_samples(x)
+        rows = turned.contiguous()
+        if rows is not turned and not torch.compiler.is_compiling():
+            derived.remember_copy(rows, turned)
+        y = linear_unchecked(rows, self.weight, bias, parts, blocks, self.layer.derives)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 

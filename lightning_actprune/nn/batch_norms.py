@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.nn.norms import FewBitNorm
-from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_line_norm, frozen_batch_norm
+from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_batch_norm, few_bit_line_norm, frozen_batch_norm
+from lightning_actprune.ops.line_plan import Running
 from lightning_actprune.ops.norm import output_dtype
 
 
@@ -56,34 +57,19 @@ class FewBitBatchNorm(FewBitNorm):
 
     def normalized(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, and update the running statistics, or, in eval mode, use them if there are any."""
-        mean, var, fixed = self.running_mean, self.running_var, None
-        if not self.training and mean is not None and var is not None:
-            if self.weight is None or not self.weight.requires_grad:
-                return frozen_batch_norm(x, self.weight, self.bias, (mean, var), self.eps)
-            fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
-        settings = self._few_bit
+        mean, var, running = self.running_mean, self.running_var, None
+        weight, bias, settings = self.weight, self.bias, self._few_bit
         setting = LineNormSetting(0, self.eps, settings.block_size, settings.value_format)
-        y, statistics = few_bit_line_norm(x, self.weight, self.bias, setting, output_dtype(x, "batch_norm"), fixed)
-        if self.training and self.track_running_stats:
-            self._update(statistics)
-        return y
-
-    @torch.no_grad()
-    def _update(self, statistics: Tensor) -> None:
-        """Move the running statistics towards those of a batch."""
-        share: float | Tensor | None = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
-                share = self.num_batches_tracked.float().reciprocal()
-        share = 0.0 if share is None else share
-        for running, found in ((self.running_mean, statistics[0]), (self.running_var, statistics[2])):
-            if running is None:
-                continue
-            if running.dtype == torch.float32:
-                running.lerp_(found, share)
-            else:
-                running.copy_(running.float().lerp_(found, share))
+        dtype = output_dtype(x, "batch_norm")
+        if self.training:
+            if self.track_running_stats:
+                running = Running(mean, var, self.num_batches_tracked, self.momentum)
+        elif mean is not None and var is not None:
+            if weight is None or not weight.requires_grad:
+                return frozen_batch_norm(x, weight, bias, (mean, var), self.eps)
+            fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
+            return few_bit_line_norm(x, weight, bias, setting, dtype, fixed)[0]
+        return few_bit_batch_norm(x, weight, bias, setting, dtype, running)
 
 
 class FewBitBatchNorm1d(FewBitBatchNorm, nn.BatchNorm1d):

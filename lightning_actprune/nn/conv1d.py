@@ -40,7 +40,7 @@ class ActivationPrunedConv1D(PrunedLayer, Conv1D):  # type: ignore[misc]
         parts = settings.parts.size(0)
         if not prunes(self.weight, parts, settings.blocks):
             return cast(Tensor, super().forward(x))
-        return linear_unchecked(x, self.weight.t(), self.bias, parts, settings.blocks)
+        return linear_unchecked(x, self.weight.t(), self.bias, parts, settings.blocks, self.derives)
 
     def __repr__(self) -> str:
         inputs, outputs = self.weight.shape

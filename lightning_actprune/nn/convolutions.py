@@ -18,7 +18,8 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.functional import convolution_unchecked, prunes
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
-from lightning_actprune.ops.convolution import Windows, input_rows
+from lightning_actprune.ops.convolution import Windows
+from lightning_actprune.ops.convolution_plan import input_rows
 from lightning_actprune.ops.setting import BlockSetting
 
 
@@ -61,12 +62,12 @@ class PrunedConvolution(PrunedLayer, _ConvNd):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the convolution of a batch ``[N, in_channels, *spatial]``, or of one sample."""
-        settings = self._pruning
+        settings, weight = self._pruning, self.weight  # which a module takes a while to find
         parts = settings.parts.size(0)
-        if not prunes(self.weight, parts, settings.blocks):
+        if not prunes(weight, parts, settings.blocks):
             return cast(Tensor, super().forward(input))
         windows = Windows(self.stride, self._zeros(), self.dilation, self.groups)
-        return convolution_unchecked(input, self.weight, self.bias, windows, parts, settings.blocks)
+        return convolution_unchecked(input, weight, self.bias, windows, parts, settings.blocks)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return an input as the rows ``[samples, rows, length]`` from which its blocks are cut."""

@@ -66,7 +66,8 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         settings = self._pruning
-        return linear_unchecked(input, self.weight, self.bias, settings.parts.size(0), settings.blocks)
+        parts = settings.parts.size(0)
+        return linear_unchecked(input, self.weight, self.bias, parts, settings.blocks, self.derives)
 
     def extra_repr(self) -> str:
         """Show the pruning settings in the printed module."""

@@ -84,6 +84,14 @@ class PrunedLayer(Converted):
         return self.sparsity > 0 or self.value_format != "same"
 
     @property
+    def derives(self) -> bool:
+        """Whether backward of the layer may use parameters of the norm before it, as ``ops.derived`` does.
+
+        Not where FSDP gathers parameters for backward of one group of modules, which need not be that of the norm.
+        """
+        return "_is_fsdp_managed_module" not in self.__dict__
+
+    @property
     def owner(self) -> str | None:
         """Who converted the layer from its dense class; ``None`` if it was built as it is."""
         return self._pruning.owner

@@ -12,14 +12,11 @@ Backward unpacks ``x_hat`` for the time of torch's own ``convolution_backward``,
 vendor's library takes the same algorithms: of ``x_hat``, the input gradient takes its sizes alone. Convolutions that
 read one tensor, such as the first one of a residual block and that of its shortcut, save the same packed input.
 
-Blocks are cut from a sample as it lies in memory (``input_rows``): of ``channels_last`` inputs they are channels of a
-pixel, or of several if ``C`` is no multiple of the block, otherwise neighbouring pixels of a channel. So no copy is
-made, no block is cut short, and how many channels there are does not matter: three of an image will do.
+How blocks are cut from an input stands in ``ops.convolution_plan``.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,14 +25,21 @@ from torch import Tensor
 
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast
-from lightning_actprune.ops.dispatch import MAX_COLUMNS, on_device_of
-from lightning_actprune.ops.geometry import AnyScope, block_and_keep, ceil_div, stored_view
-from lightning_actprune.ops.plan import Setting, input_plan
+from lightning_actprune.ops.convolution_plan import (
+    ConvolutionPlan,
+    InputLayout,
+    convolution_plan,
+    rows_of,
+    without_gaps,
+)
+from lightning_actprune.ops.geometry import block_and_keep, stored_view
+from lightning_actprune.ops.plan import Setting
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.setting import BlockSetting
-from lightning_actprune.ops.sharing import Shared
+from lightning_actprune.ops.sharing import Packed, Shared
 from lightning_actprune.ops.unseen import eager_apply
 
+_convolution_backward = torch.ops.aten.convolution_backward.default
 _NO_SECOND = (
     "Second derivatives through a convolution with pruned activations are not defined: the dropped blocks are no "
     "longer there. HINT: exclude the layer from pruning (`exclude=[...]`), or set its sparsity to 0 and its format to "
@@ -74,29 +78,15 @@ class PrunedConvolutionFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         setting = Setting(parts, autocast_dtype(x), blocks)
-        parameters = weight, bias
+        ctx.bias_sizes = None if bias is None else bias.shape
+        given, packed, ctx.layout, ctx.plan = _read_and_keep(x, setting, eager)
+        ctx.save_for_backward(weight, *packed)
         if setting.autocast is not None:
-            parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
-        key = sharing.key_of(x, setting) if eager else None
-        # A linear layer that reads the same tensor cuts it into other rows.
-        key = None if key is None else (*key, "convolution")
-        shared = None if key is None else sharing.find(x, key)
-        given = without_gaps(x)
-        if shared is not None:
-            given = given if setting.autocast is None else cast(given, setting.autocast)
-        else:
-            given, shared = _cast_and_pack(given, setting, eager)
-            if key is not None:
-                sharing.remember(x, key, shared)
-        ctx.windows, ctx.shape, ctx.strides, ctx.dtype = windows, given.shape, given.stride(), given.dtype
-        ctx.rows, ctx.block, ctx.value_format = shared.shape, shared.block, blocks.value_format
-        ctx.save_for_backward(weight, *shared.packed)
-        none = (0,) * len(windows.stride)
+            weight, bias = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
         stride, padding, dilation, groups = windows
-        return torch.convolution(given, *parameters, stride, padding, dilation, False, none, groups)
+        return torch.convolution(given, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,81 +109,59 @@ def pruned_convolution(
     return y
 
 
-def without_gaps(x: Tensor) -> Tensor:
-    """Return ``x [N, C, *spatial]`` with its values side by side, channels last if they are: a copy if need be.
-
-    Of what has gaps, such as one half of the channels, torch's convolution makes that copy too.
-    """
-    if x.is_contiguous() or _channels_last(x):
-        return x
-    if x.stride(1) == 1:
-        return x.movedim(1, -1).contiguous().movedim(-1, 1)
-    return x.contiguous()
-
-
-def input_rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
-    """Return ``x [N, C, *spatial]`` as rows ``[N, T, L]`` from which blocks are cut, in the order of memory.
-
-    In a sample, rows are as long as a block where that divides it; all of it is one row otherwise, if kernels take so
-    long a row. With scope ``"token"``, within a row of which blocks compete, they are the channels of a pixel, or the
-    innermost dimension of a contiguous ``x``.
-    """
-    return _rows(without_gaps(x), block_size, scope)
-
-
-def _rows(x: Tensor, block_size: int, scope: AnyScope) -> Tensor:
-    """Return the rows of ``x``, which has no gaps."""
-    memory = x if x.is_contiguous() else x.movedim(1, -1)
-    values = math.prod(x.shape[1:])
-    if scope != "token":
-        if values % block_size == 0:
-            return memory.reshape(x.shape[0], values // block_size, block_size)
-        if ceil_div(values, block_size) <= MAX_COLUMNS:
-            return memory.reshape(x.shape[0], 1, values)
-    return memory.flatten(1, -2)
-
-
-def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:  # without a view, which takes the host longer
-        return x.is_contiguous(memory_format=torch.channels_last)
-    return x.movedim(1, -1).is_contiguous()
+def _read_and_keep(
+    x: Tensor, setting: Setting, eager: bool
+) -> tuple[Tensor, Packed, InputLayout, ConvolutionPlan | None]:
+    """Return what the convolution reads of ``x``, what is kept of that, its layout, and in eager mode its plan."""
+    key = sharing.key_of(x, setting) if eager else None
+    # A linear layer that reads the same tensor cuts it into other rows.
+    key = None if key is None else (*key, "convolution")
+    shared = None if key is None else sharing.find(x, key)
+    plan = convolution_plan(x, setting) if eager else None
+    given = x
+    if plan is None:
+        given = without_gaps(x)
+        plan = convolution_plan(given, setting) if eager and given is not x else None
+    if shared is not None:
+        given = given if setting.autocast is None else cast(given, setting.autocast)
+    else:
+        given, shared = plan.cast_and_pack(given) if plan is not None else _cast_and_pack(given, setting, eager)
+        if key is not None:
+            sharing.remember(x, key, shared)
+    if plan is not None:
+        return given, shared.packed, plan.layout, plan
+    layout = given.shape, given.stride(), given.dtype, shared.shape, shared.block, setting.blocks.value_format
+    return given, shared.packed, InputLayout(*layout), None
 
 
 def _cast_and_pack(x: Tensor, setting: Setting, eager: bool) -> tuple[Tensor, Shared]:
-    """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that."""
+    """Return ``x``, which has no gaps, as autocast would cast it, and what is kept of that, without a plan."""
     blocks = setting.blocks
-    rows = _rows(x, blocks.block_size, blocks.scope)
-    shape = 1, rows.shape[0] * rows.shape[1], rows.shape[2]
-    plan = input_plan(rows, setting) if eager else None
-    if plan is not None and plan.new_cast is not None:
-        copy = plan.new_cast()
-        with on_device_of(x):
-            packed = plan.launch(rows, copy)
-        return copy.as_strided(x.shape, x.stride()), Shared(packed, shape, False, plan.block)
     given = x if setting.autocast is None else cast(x, setting.autocast)
-    rows = rows if given is x else _rows(given, blocks.block_size, blocks.scope)
-    if plan is not None:
-        with on_device_of(x):
-            return given, Shared(plan.launch(rows), shape, False, plan.block)
+    rows = rows_of(given, blocks.block_size, blocks.scope)
     stored, _ = stored_view(rows, blocks.block_size, blocks.scope)
     block, keep = block_and_keep(stored, blocks.block_size, setting.parts, blocks.value_format)
     packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
-    return given, Shared(packed, shape, False, block)
+    return given, Shared(packed, (1, rows.shape[0] * rows.shape[1], rows.shape[2]), False, block)
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     weight, *packed = ctx.saved_tensors
-    _, rows, length = ctx.rows
-    stored = tuple(packed), ctx.block, ctx.value_format, ctx.dtype
-    x_hat = library.unpack(rows, length, *stored, eager=library.in_plain_eager_mode(grad_y))
-    x_hat = x_hat.as_strided(ctx.shape, ctx.strides)
-    bias_shape, bias_dtype = (None, None) if ctx.bias is None else ctx.bias
+    needed = ctx.needs_input_grad[:3]
+    x_hat = _unpack(ctx.plan, ctx.layout, tuple(packed), needed[1], library.in_plain_eager_mode(grad_y))
     stride, padding, dilation, groups = ctx.windows
     moves = stride, padding, dilation, False, (0,) * len(stride), groups
-    needed = ctx.needs_input_grad[:3]
-    weight = as_dtype(weight, ctx.dtype)
-    grads = torch.ops.aten.convolution_backward(grad_y, x_hat, weight, bias_shape, *moves, needed)
-    dtypes = ctx.x_dtype, ctx.weight_dtype, bias_dtype
+    weight = as_dtype(weight, ctx.layout.dtype)
+    grads = _convolution_backward(grad_y, x_hat, weight, ctx.bias_sizes, *moves, needed)
     return tuple(
-        as_dtype(grad, dtype) if wanted else None for grad, dtype, wanted in zip(grads, dtypes, needed, strict=True)
+        [as_dtype(g, dtype) if wanted else None for g, dtype, wanted in zip(grads, ctx.dtypes, needed, strict=True)]
     )
+
+
+def _unpack(plan: ConvolutionPlan | None, layout: InputLayout, packed: Packed, wanted: bool, eager: bool) -> Tensor:
+    """Return the pruned input laid out as the convolution read it; its values only if they are ``wanted``."""
+    if plan is not None and eager and plan.unpacks(*packed):
+        return plan.unpack(packed, wanted)
+    _, rows, length = layout.rows
+    stored = packed, layout.block, layout.value_format, layout.dtype
+    return library.unpack(rows, length, *stored, eager=eager).as_strided(layout.shape, layout.strides)

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.compiler import is_compiling
 
 from lightning_actprune.ops import normalize as _normalize
 from lightning_actprune.ops import pack as _pack
@@ -56,7 +58,7 @@ _library.define(
 )
 _library.define(
     "normalize(Tensor x, Tensor? weight, Tensor? bias, bool centred, bool rounded, float eps, int block_size, "
-    "str value_format, bool normed, ScalarType dtype) -> (Tensor y, Tensor values, Tensor rstd)",
+    "str value_format, bool normed, ScalarType dtype, Tensor? residual=None) -> (Tensor y, Tensor values, Tensor rstd)",
     tags=_TAGS,
 )
 _library.define(
@@ -132,6 +134,7 @@ def _normalize_fake(
     value_format: str,
     normed: bool,
     dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, length = x.shape
     stored = rows * ceil_div(length, block_size), FORMATS[value_format].row_bytes(block_size, x.element_size())
@@ -168,13 +171,11 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
     (whose tensors look like plain ones, even after it is over) and no dispatch mode.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
+    if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
-    if torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if _are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
         return False
-    if torch._C._functorch.is_legacy_batchedtensor(x):
-        return False
-    return _get_current_dispatch_mode() is None
+    return _len_torch_dispatch_stack() == 0
 
 
 def pack(
@@ -224,12 +225,19 @@ def weight_grad(
 
 
 def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, setting: NormSetting, dtype: torch.dtype, eager: bool
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    setting: NormSetting,
+    dtype: torch.dtype,
+    eager: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows of ``x [R, L]`` in ``dtype``, the same in few bits, and ``rstd``."""
+    """Return the normalised rows of ``x [R, L]`` in ``dtype``, the same in few bits, and ``rstd``.
+
+    ``given``: ``x``, weight, bias and residual.
+    """
+    x, weight, bias, residual = given
     if eager:
-        return _normalize.normalize(x, weight, bias, *setting, dtype)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype)
+        return _normalize.normalize(x, weight, bias, *setting, dtype, residual)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype, residual)
     return found
 
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_actprune.arguments import ValueFormatName
-from lightning_actprune.ops import library, normalize_lines
+from lightning_actprune.ops import library, line_plan, normalize_lines
 from lightning_actprune.ops.autocast import as_dtype
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.line_plan import LinePlan, Running
 from lightning_actprune.ops.norm import check_stored
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.unseen import eager_apply
@@ -111,17 +112,105 @@ def few_bit_line_norm(
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    values, statistics, weight = ctx.saved_tensors
+    stored = ctx.fixed, ctx.setting.groups, ctx.setting.block_size, ctx.setting.value_format
+    return _gradients(ctx, grad_y, ctx.strides, stored, (ctx.dtype, *ctx.parameters))
+
+
+def _gradients(
+    ctx: Any,
+    grad_y: Tensor,
+    strides: tuple[int, ...],
+    stored: tuple[bool, int, int, str],
+    types: tuple[torch.dtype, torch.dtype | None, torch.dtype | None],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias, in ``types``, through the operator."""
     needs_x, *needed = ctx.needs_input_grad[:3]
+    of_x, *of_parameters = types
     eager = library.in_plain_eager_mode(grad_y)
     backward = normalize_lines.normalize_lines_grad if eager else torch.ops.actprune.normalize_lines_grad
-    stored = ctx.fixed, ctx.setting.groups, ctx.setting.block_size, ctx.setting.value_format
-    grad_x, sums = backward(grad_y, values, statistics, weight, ctx.strides, *stored, ctx.dtype)
+    values, statistics, weight = ctx.saved_tensors
+    grad_x, sums = backward(grad_y, values, statistics, weight, strides, *stored, of_x)
     grads = [
-        as_dtype(total, dtype) if wanted else None
-        for total, dtype, wanted in zip(sums, ctx.parameters, needed, strict=True)
+        as_dtype(total, dtype) if wanted and dtype is not None else None
+        for total, dtype, wanted in zip(sums, of_parameters, needed, strict=True)
     ]
     return (grad_x if needs_x else None, *grads)
+
+
+class PlannedBatchNormFunction(torch.autograd.Function):
+    """``FewBitLineNormFunction`` of a batch in plain eager mode, by a plan."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, plan: LinePlan, running: Running | None
+    ) -> Tensor:
+        """Compute the exact output, and move ``running`` on."""
+        y, values, statistics = plan.forward(x, weight, bias, running)
+        ctx.plan = plan
+        ctx.save_for_backward(values, statistics, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias."""
+        if not torch.is_grad_enabled():
+            return (*_planned_backward(ctx, grad_y), None, None)
+        return (*without_derivative(partial(_planned_backward, ctx, grad_y), _NO_SECOND), None, None)
+
+
+_apply_planned = eager_apply(PlannedBatchNormFunction)
+
+
+def _planned_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    plan: LinePlan = ctx.plan
+    if library.in_plain_eager_mode(grad_y):
+        grad_y = normalize_lines.as_laid_out(grad_y, plan.strides)
+        values, statistics, weight = ctx.saved_tensors
+        grads = plan.backward(grad_y, values, statistics, weight, ctx.needs_input_grad[:3])
+        if grads is not None:
+            return grads
+    return _gradients(ctx, grad_y, plan.strides, plan.stored, plan.types)
+
+
+def few_bit_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    setting: LineNormSetting,
+    dtype: torch.dtype,
+    running: Running | None = None,
+) -> Tensor:
+    """Return ``x [N, C, ...]`` normalised over all but the channels, in ``dtype``, and move ``running`` on."""
+    if library.in_plain_eager_mode(x):
+        plan = line_plan.plan_of(x, weight, bias, setting, dtype, running)
+        if plan is not None:
+            y: Tensor = _apply_planned(x, weight, bias, plan, running)
+            if running is not None:  # autograd would not notice what a kernel writes
+                torch.autograd.graph.increment_version([t for t in running[:3] if t is not None])
+            return y
+    y, statistics = few_bit_line_norm(x, weight, bias, setting, dtype)
+    if running is not None:
+        _move(running, statistics)
+    return y
+
+
+@torch.no_grad()
+def _move(running: Running, statistics: Tensor) -> None:
+    """Move the running statistics towards those of a batch."""
+    mean, var, batches, momentum = running
+    share: float | Tensor | None = momentum
+    if batches is not None:
+        batches.add_(1)
+        if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
+            share = batches.float().reciprocal()
+    share = 0.0 if share is None else share
+    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
+        if moved is None:
+            continue
+        if moved.dtype == torch.float32:
+            moved.lerp_(found, share)
+        else:
+            moved.copy_(moved.float().lerp_(found, share))
 
 
 class FrozenBatchNormFunction(torch.autograd.Function):

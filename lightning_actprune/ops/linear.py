@@ -9,7 +9,8 @@ With ``x [R, IN]``, ``W [OUT, IN]``, ``g = dL/dy`` and ``x_hat`` the pruned inpu
 
 Saved for backward: the packed input, and the weight as it is if ``dx`` is needed; never ``x`` and never the autocast
 copy of the weight (one cast in backward is cheaper than keeping both). Several layers that read one tensor save the
-same packed input (``ops.sharing``).
+same packed input (``ops.sharing``), and behind a norm that stores its output in few bits nothing is packed at all
+(``ops.derived``).
 
 Method: Barley & Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by Structured Activation
 Pruning", arXiv:2311.16883.
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_actprune.ops import library, sharing
+from lightning_actprune.ops import derived, library, sharing
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
 from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
@@ -53,46 +54,75 @@ class PrunedLinearFunction(torch.autograd.Function):
         parts: int,
         blocks: BlockSetting,
         eager: bool,
+        derives: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.samples_second = blocks.scope == "sample_second"
-        setting = Setting(parts, autocast_dtype(x), blocks)
+        autocast = autocast_dtype(x)
         parameters = weight, bias
-        if setting.autocast is not None:
-            parameters = cast(weight, setting.autocast), None if bias is None else cast(bias, setting.autocast)
-        key = sharing.key_of(x, setting) if eager else None
-        shared = None if key is None else sharing.find(x, key)
-        if shared is not None:
-            rows = cast_input(x, setting.autocast, blocks.block_size)
-            y = _dense(rows, rows, *parameters)
-        else:
-            y, shared = _dense_and_pack(x, parameters, setting, eager)
-            if key is not None:
-                sharing.remember(x, key, shared)
+        if autocast is not None:
+            parameters = cast(weight, autocast), None if bias is None else cast(bias, autocast)
+        kept_weight = weight if ctx.needs_input_grad[0] else None
+        found = derived.find(x, parts, blocks) if eager and derives else None
+        if found is not None:
+            kept, ctx.layout = found
+            ctx.save_for_backward(kept_weight, *kept)
+            rows = _rows_of(x, autocast)
+            return _dense(rows, rows, *parameters)
+        ctx.layout = None
+        ctx.samples_second = blocks.scope == "sample_second"
+        y, shared = _dense_and_share(x, parameters, Setting(parts, autocast, blocks), eager)
         ctx.transposed, ctx.stored_shape, ctx.block = shared.transposed, shared.shape, shared.block
         ctx.value_format = blocks.value_format
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
+        ctx.save_for_backward(kept_weight, *shared.packed)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None)
-        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None)
+            return (*_backward(ctx, grad_y), None, None, None, None)
+        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
 
 
 _apply_eagerly = eager_apply(PrunedLinearFunction)
 
 
-def pruned_linear(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward."""
+def pruned_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, blocks: BlockSetting, derives: bool = False
+) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, keeping ``x`` pruned at a sparsity of ``parts`` for backward.
+
+    ``derives``: whether ``x`` may be made again from what the layer before keeps, and from that layer's parameters.
+    """
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else PrunedLinearFunction.apply
-    y: Tensor = apply(x, weight, bias, parts, blocks, eager)
+    y: Tensor = apply(x, weight, bias, parts, blocks, eager, derives)
     return y
+
+
+def _dense_and_share(
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], setting: Setting, eager: bool
+) -> tuple[Tensor, Shared]:
+    """Return ``F.linear(x, *parameters)`` and what is kept of ``x``, by an earlier layer perhaps."""
+    key = sharing.key_of(x, setting) if eager else None
+    if key is None:
+        return _dense_and_pack(x, parameters, setting, eager)
+    shared = sharing.find(x, key)
+    if shared is not None:
+        rows = cast_input(x, setting.autocast, setting.blocks.block_size)
+        return _dense(rows, rows, *parameters), shared
+    y, shared = _dense_and_pack(x, parameters, setting, eager)
+    sharing.remember(x, key, shared)
+    return y, shared
+
+
+def _rows_of(x: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return ``x`` as autocast casts it; a cast that the product would turn in memory is made turned at once."""
+    if autocast is None or x.dtype == autocast:
+        return x
+    return x.to(dtype=autocast, memory_format=torch.contiguous_format)
 
 
 def _dense_and_pack(
@@ -132,7 +162,7 @@ def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    weight, *packed = ctx.saved_tensors
+    weight, *kept = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     eager = library.in_plain_eager_mode(grad_y)
     grad_x = grad_w = grad_b = None
@@ -143,13 +173,31 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         whole = grad_y.is_contiguous()
         grad_x = torch.matmul(grad_y, weight) if whole else torch.mm(flat, weight).view(*ctx.x_shape)
         grad_x = as_dtype(grad_x, ctx.x_dtype)
+    if ctx.layout is not None:
+        return grad_x, *_derived_gradients(ctx, grad_y, flat, kept, eager)
     if needs_weight:
         rows = _flat(grad_y.transpose(0, 1)) if ctx.samples_second else flat  # in the order of the packed samples
-        shared = Shared(tuple(packed), ctx.stored_shape, ctx.transposed, ctx.block)
+        shared = Shared(tuple(kept), ctx.stored_shape, ctx.transposed, ctx.block)
         grad_w = library.weight_grad(rows, shared, ctx.weight_dtype, ctx.value_format, eager)
     if needs_bias:
         grad_b = _column_sums(flat, ctx.bias_dtype, eager)
     return grad_x, grad_w, grad_b
+
+
+def _derived_gradients(
+    ctx: Any, grad_y: Tensor, flat: Tensor, kept: derived.Kept, eager: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias where the layer before keeps the input."""
+    layout: derived.Layout = ctx.layout
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    needs_sums = needs_weight and kept[2] is not None and layout.order != "turned"
+    dtype = torch.float32 if needs_sums else ctx.bias_dtype
+    sums = _column_sums(flat, dtype, eager) if needs_sums or needs_bias else None
+    grad_w = None
+    if needs_weight:
+        rows = _flat(grad_y.transpose(0, 1)) if layout.order == "samples_second" else flat
+        grad_w = derived.weight_grad(rows, sums, kept, layout, ctx.weight_dtype, eager)
+    return grad_w, as_dtype(sums, ctx.bias_dtype) if needs_bias and sums is not None else None
 
 
 def _flat(grad_y: Tensor) -> Tensor:

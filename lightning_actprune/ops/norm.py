@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.arguments import ValueFormatName
-from lightning_actprune.ops import library
+from lightning_actprune.ops import derived, library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
+from lightning_actprune.ops.dispatch import forced_backend
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.norm_plan import Layout, NormPlan, norm_plan
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.unseen import eager_apply
@@ -55,7 +57,7 @@ class NormSetting(NamedTuple):
         return NormSetting(centred, rounded, eps, max(1, min(block_size, length)), value_format, normed)
 
 
-_NO_SECOND = (
+NO_SECOND = (
     "Second derivatives through a normalisation or affine layer that keeps its input in few bits are not defined: the "
     "input is no longer there. HINT: exclude the layer (`exclude=[...]`) where you need create_graph=True."
 )
@@ -76,24 +78,18 @@ class FewBitNormFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
-        length = math.prod(shape)
-        rows = x.reshape(math.prod(x.shape[: x.dim() - len(shape)]), length)
-        setting = setting.cut_to(length)
-        blocks = ceil_div(rows.shape[0] * length, setting.block_size)
-        check_stored(x, blocks, setting.block_size, setting.value_format)
-        y, values, rstd = library.normalize(rows, _flat(weight), _flat(bias), setting, dtype, eager)
-        ctx.setting, ctx.shape, ctx.dtype, ctx.rows = setting, x.shape, x.dtype, rows.shape
-        ctx.parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
+        y, (values, rstd), ctx.plan, ctx.layout = normalized((x, weight, bias, None), shape, setting, dtype, eager)
         ctx.save_for_backward(values, rstd, weight)
-        # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
-        return torch.ops.aten._unsafe_view.default(y, x.shape)  # type: ignore[no-any-return]
+        if eager and len(shape) == 1:
+            derived.remember(y, values, weight, bias, ctx.layout.setting)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
-        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
+        return (*without_derivative(partial(_backward, ctx, grad_y), NO_SECOND), None, None, None, None)
 
 
 _apply_eagerly = eager_apply(FewBitNormFunction)
@@ -112,6 +108,48 @@ def few_bit_norm(
     apply = _apply_eagerly if eager else FewBitNormFunction.apply
     y: Tensor = apply(x, weight, bias, shape, setting, dtype, eager)
     return y
+
+
+def normalized(
+    given: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+    eager: bool,
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], NormPlan | None, Layout]:
+    """Return the output, values and ``rstd``, and what ``gradients`` has to know besides; arguments: ``norm_plan``."""
+    plan = norm_plan(given, shape, setting, dtype) if eager else None
+    if plan is not None:
+        y, values, rstd = plan.forward(*given)
+        return y, (values, rstd), plan, plan.layout
+    x, weight, bias, residual = given
+    length = math.prod(shape)
+    number = math.prod(x.shape[: x.dim() - len(shape)])
+    rows, setting = x.reshape(number, length), setting.cut_to(length)
+    check_stored(x, ceil_div(number * length, setting.block_size), setting.block_size, setting.value_format)
+    added = None if residual is None else residual.reshape(number, length)
+    y, values, rstd = library.normalize((rows, _flat(weight), _flat(bias), added), setting, dtype, eager)
+    parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
+    # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
+    y = torch.ops.aten._unsafe_view.default(y, x.shape)
+    return y, (values, rstd), None, Layout(setting, x.shape, (number, length), x.dtype, parameters)
+
+
+def gradients(ctx: Any, grad_y: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
+    """Return the gradients of the input and, as far as they are ``needed``, of weight and bias."""
+    values, rstd, weight = ctx.saved_tensors
+    eager, plan, layout = library.in_plain_eager_mode(grad_y), ctx.plan, ctx.layout
+    if plan is not None and eager and plan.forced == forced_backend():
+        return plan.backward(grad_y, (values, rstd, weight), needed)  # type: ignore[no-any-return]
+    if rstd is None:
+        rstd = values.new_empty(0, dtype=torch.float32)
+    kept = values, rstd, _flat(weight)
+    rows = grad_y.reshape(layout.rows)
+    grad_x, sums = library.normalize_grad(rows, kept, layout.setting, layout.dtype, any(needed), eager)
+    grads = [
+        _of_parameter(sums[place], *layout.parameters[place]) if wanted else None for place, wanted in enumerate(needed)
+    ]
+    return [grad_x.view(layout.shape), *grads]
 
 
 def output_dtype(x: Tensor, operator: str) -> torch.dtype:
@@ -143,16 +181,8 @@ def _flat(parameter: Tensor | None) -> Tensor | None:
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    values, rstd, weight = ctx.saved_tensors
-    needs_x, *needed = ctx.needs_input_grad[:3]
-    rows = grad_y.reshape(ctx.rows)
-    eager = library.in_plain_eager_mode(grad_y)
-    kept = values, rstd, _flat(weight)
-    grad_x, sums = library.normalize_grad(rows, kept, ctx.setting, ctx.dtype, any(needed), eager)
-    grads = [
-        _of_parameter(sums[place], *ctx.parameters[place]) if wanted else None for place, wanted in enumerate(needed)
-    ]
-    return (grad_x.view(ctx.shape) if needs_x else None, *grads)
+    _, of_weight, of_bias, *_ = ctx.needs_input_grad
+    return tuple(gradients(ctx, grad_y, (of_weight, of_bias)))
 
 
 def _of_parameter(total: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,8 @@ With ``x [R, L]``, per row::
 (the second term only if ``centred``). Without ``normed`` rows are only scaled and shifted, as in an affine layer: the
 mean is 0, rstd 1 and not stored, and ``grad_x = g w`` exact.
 
+A residual may be added to y; its gradient is g itself.
+
 Backward reads x~, which is what few bits hold of x^, in place of x^; output and ``grad_b`` are exact, ``rstd`` is kept
 in fp32. x~ = x^ + n with errors n of mean zero in the integer formats and of root mean square s, where that of x^ is 1
 (normal values in blocks of 32: int8 0.005, fp8 0.024, int4 0.09, int3 0.19, int2 0.44):
@@ -31,6 +33,8 @@ Statistics are in fp32, as torch's. Rows are cut into blocks and stored as ``pac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,6 +55,7 @@ def normalize(
     value_format: str,
     normed: bool,
     dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise the rows of ``x``, and store what backward needs.
 
@@ -65,6 +70,7 @@ def normalize(
         value_format: How values are stored, not ``"same"``.
         normed: Whether rows are normalised; if not, they are scaled and shifted.
         dtype: Type of the output.
+        residual: ``[R, L]`` to be added to the output, or ``None``.
 
     Returns:
         ``y [R, L]``, the bytes of all blocks and ``rstd [R]``, fp32, ``[0]`` without ``normed``.
@@ -72,10 +78,12 @@ def normalize(
     if x.stride(-1) != 1:
         x = x.contiguous()
     if _by_kernels(x, block_size):
-        from lightning_actprune.kernels import norm as kernels
+        from lightning_actprune.kernels import norm_launch as kernels
 
+        residual = None if residual is None else residual.contiguous()
+        stored = block_size, value_format
         with on_device_of(x):
-            return kernels.normalize(x, weight, bias, centred, rounded, eps, block_size, value_format, normed, dtype)
+            return kernels.normalize(x, weight, bias, centred, rounded, eps, *stored, normed, dtype, residual)
     wide, rstd = x.float(), x.new_empty(0, dtype=torch.float32)
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
@@ -87,6 +95,8 @@ def normalize(
         y = y * weight.float()
     if bias is not None:
         y = y + bias.float()
+    if residual is not None:
+        y = y + residual.float()
     values, *_ = pack(wide[None], block_size, ALL_BLOCKS, value_format)
     return y.to(dtype), values, rstd.view(-1)
 
@@ -123,7 +133,7 @@ def normalize_grad(
     if grad_y.stride(-1) != 1:
         grad_y = grad_y.contiguous()
     if _by_kernels(grad_y, block_size):
-        from lightning_actprune.kernels import norm as kernels
+        from lightning_actprune.kernels import norm_launch as kernels
 
         with on_device_of(grad_y):
             stored = block_size, value_format
@@ -143,11 +153,15 @@ def normalize_grad(
 
 
 def _by_kernels(x: Tensor, block_size: int) -> bool:
-    """Return whether the kernels of their own take ``x``; other rows are normalised by torch, and packed."""
-    if x.numel() == 0:
+    return takes(x.shape, x.dtype, x.device, block_size)
+
+
+def takes(shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
+    """Return whether the kernels of their own take rows ``[R, L]``; others are normalised by torch, and packed."""
+    rows, length = shape
+    if rows == 0 or length == 0:
         return False
-    length = x.shape[1]
-    if choose_backend(x.shape, x.dtype, x.device, block_size, ceil_div(length, block_size)) != "triton":
+    if choose_backend(shape, dtype, device, block_size, ceil_div(length, block_size)) != "triton":
         return False
     from lightning_actprune.kernels import norm as kernels
 

@@ -118,10 +118,10 @@ def normalize_lines(
 
         with on_device_of(x):
             statistics = line_statistics.statistics(x, sets, eps) if fixed is None else fixed.clone()
-            shared, cut = _spread(statistics[:2], weight, bias, cut, groups)
+            shared, cut = _spread(statistics, weight, bias, cut, groups)
             return *kernels.normalize(x, *shared, cut, block_size, value_format, dtype), statistics
     statistics = _statistics(in_memory(x).view(sets).float(), eps) if fixed is None else fixed.clone()
-    ((mean, rstd), weight, bias), cut = _spread(statistics[:2], weight, bias, cut, groups)
+    ((mean, rstd, _), weight, bias), cut = _spread(statistics, weight, bias, cut, groups)
     hat = (in_memory(x).view(cut).float() - mean[:, None]) * rstd[:, None]
     wide = hat if weight is None else hat * weight.float()[:, None]
     if bias is not None:
@@ -169,7 +169,7 @@ def normalize_lines_grad(
         stored = block_size, value_format
         with on_device_of(grad_y):
             if not groups:
-                sums, factors = kernels.sums_and_factors(grad_y, values, rstd, weight, fixed, cut, *stored)
+                sums, factors = kernels.sums_and_factors(grad_y, values, statistics, weight, fixed, cut, *stored)
             else:
                 cut = Lines(1, cut.images * cut.lines, cut.length)
                 each = kernels.line_sums(grad_y, values, cut, *stored).sum(1)
@@ -216,7 +216,7 @@ def _sets(cut: Lines, groups: int) -> Lines:
 def _spread(
     statistics: Tensor, weight: Tensor | None, bias: Tensor | None, cut: Lines, groups: int
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Lines]:
-    """Return numbers for each line, of statistics ``[2, sets]`` and of parameters, and these lines."""
+    """Return numbers for each line, of statistics ``[3, sets]`` and of parameters, and these lines."""
     if not groups:
         return (statistics, weight, bias), cut
     weight, bias = (None if p is None else p.repeat(cut.images) for p in (weight, bias))

@@ -63,14 +63,20 @@ def input_plan(x: Tensor, setting: Setting) -> InputPlan | None:
 
     Unless the plan has a ``new_cast``, its input is ``cast_input(x, setting.autocast, setting.blocks.block_size)``.
     """
-    if not x.is_cuda and forced_backend() is None:
-        return None  # and no address is asked for, which not every device has, and which ends a lazy copy
-    aligned = x.data_ptr() % 16 == 0
-    return _plan(x.shape, x.stride(), x.dtype, x.device, aligned, setting, forced_backend())
+    forced = forced_backend()
+    return plan_of_layout(x.shape, x.stride(), x.dtype, x.device, is_aligned(x, forced), setting, forced)
+
+
+def is_aligned(x: Tensor, forced: Backend | None) -> bool:
+    """Return whether ``x`` starts at a multiple of 16 bytes, as far as that matters to anybody.
+
+    Where no kernel can run no address is asked for, which not every device has, and which ends a lazy copy.
+    """
+    return not (x.is_cuda or forced is not None) or x.data_ptr() % 16 == 0
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(
+def plan_of_layout(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
@@ -79,6 +85,7 @@ def _plan(
     setting: Setting,
     forced: Backend | None,
 ) -> InputPlan | None:
+    """Return the plan of ``input_plan`` for inputs of this layout; ``forced`` is what ``choose_backend`` sees too."""
     parts, autocast, (block_size, scope, *choices) = setting
     given = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     x = cast_input(given, autocast, block_size)

@@ -28,6 +28,7 @@ from lightning_actprune.ops.dispatch import forced_backend
 from lightning_actprune.ops.plan import Setting
 
 Packed = tuple[Tensor, Tensor, Tensor]
+_NO_STREAM = 0, False
 
 
 class Shared(NamedTuple):
@@ -61,12 +62,15 @@ def key_of(x: Tensor, setting: Setting) -> tuple[Any, ...] | None:
     """Return what must be equal for a pack of ``x`` to be shared, ``None`` if changes of ``x`` are not counted."""
     if x.is_inference():
         return None
-    stream, recording = 0, False
-    if x.is_cuda:
-        # The number behind torch.cuda.current_stream(), which takes 2 us to wrap it.
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        recording = torch.cuda.is_current_stream_capturing()
-    return x._version, setting, stream, recording, forced_backend()
+    return x._version, setting, place_of(x), forced_backend()
+
+
+def place_of(x: Tensor) -> tuple[int, bool]:
+    """Return the number of the stream on which work for ``x`` is queued now, and whether it is being recorded."""
+    if not x.is_cuda:
+        return _NO_STREAM
+    # The number behind torch.cuda.current_stream(), which takes 2 us to wrap it.
+    return torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
 
 
 def find(x: Tensor, key: tuple[Any, ...]) -> Shared | None:

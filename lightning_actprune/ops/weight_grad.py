@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,10 +48,13 @@ def force_method(method: Method | None) -> Iterator[None]:
 
 def choose_method(grad_y: Tensor, values: Tensor, length: int, transposed: bool, block_size: int) -> Choice:
     """Return how the weight gradient of this packed input is computed: by which kernel, or by the reference."""
-    dtype = grad_y.dtype
-    exact = dtype != torch.float32 or fp32_is_exact()
     kept = values.shape[0], block_size
-    return _choose(grad_y.shape, kept, length, transposed, dtype, values.device, exact, _forced, forced_backend())
+    return _choose(grad_y.shape, kept, length, transposed, grad_y.dtype, values.device, *_settings(grad_y.dtype))
+
+
+def _settings(dtype: torch.dtype) -> tuple[bool, Method | None, Backend | None]:
+    """Return what a choice depends on besides the tensors, of which the gradient has this ``dtype``."""
+    return dtype != torch.float32 or fp32_is_exact(), _forced, forced_backend()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,6 +75,46 @@ def _choose(
     if transposed or values[1] > MAX_GATHER_BLOCK:
         return "unpack"
     return method or ("gather" if gather_is_faster(grad_y, values, length, dtype.itemsize, exact) else "unpack")
+
+
+class _Product(NamedTuple):
+    """How a weight gradient is computed.
+
+    Args:
+        method: By which kernel, or by the reference.
+        matrix: Sizes of the unpacked input as the product reads it, or turned.
+        launch: Writes it, given what is stored; ``None`` if that is for others to do.
+    """
+
+    method: Choice
+    matrix: tuple[int, int]
+    launch: Callable[..., None] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _product(
+    grad_y: tuple[int, int],
+    kept: int,
+    positions: tuple[int, int],
+    shape: tuple[int, int, int],
+    transposed: bool,
+    blocks: Blocks,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: tuple[bool, Method | None, Backend | None],
+) -> _Product:
+    """Return how the weight gradient of tensors that start at multiples of 16 bytes is computed."""
+    batch, rows, length = shape
+    # Without positions all blocks are there, which gathering only takes longer to multiply.
+    turned = transposed or positions[1] == 0
+    method = _choose(grad_y, (kept, blocks.block_size), length, turned, dtype, device, *settings)
+    matrix = (rows, batch * length) if transposed else (batch * rows, length)
+    if method != "unpack":
+        return _Product(method, matrix, None)
+    from lightning_actprune.kernels import unpack as kernels
+
+    samples, counted = positions[0] if positions[1] else 0, 0 if blocks.value_format == "same" else kept
+    return _Product(method, matrix, kernels.plan(samples, counted, shape, transposed, *blocks, device, (True,) * 3))
 
 
 class Blocks(NamedTuple):
@@ -157,18 +200,24 @@ def weight_grad(
         block_size: Values per block, cut to a row.
         value_format: How the values are stored; those of few bits are read as the type of ``grad_y``.
     """
-    # Without positions all blocks are there, which gathering only takes longer to multiply.
-    method = choose_method(grad_y, values, length, transposed or bitmap.shape[1] == 0, block_size)
+    blocks = Blocks(block_size, value_format, values.dtype if value_format == "same" else grad_y.dtype)
+    shape = batch, rows, length
+    stored = values.shape[0], bitmap.shape, shape, transposed, blocks
+    method, matrix, launch = _product(grad_y.shape, *stored, grad_y.dtype, values.device, _settings(grad_y.dtype))
     if method == "gather":
         from lightning_actprune.kernels import weight_grad
 
         with on_device_of(values):
             return weight_grad.weight_grad(grad_y, values, bitmap, offsets, length, dtype, block_size, value_format)
-    backend: Backend = "reference" if method == "reference" else "triton"
-    blocks = Blocks(block_size, value_format, values.dtype if value_format == "same" else grad_y.dtype)
-    dense = _unpack((values, bitmap, offsets), (batch, rows, length), transposed, backend, blocks)
-    # Transposed, the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN].
-    dense = dense.view(rows, batch * length).t() if transposed else dense.view(batch * rows, length)
+    if launch is not None and (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0:
+        dense = values.new_empty(matrix, dtype=blocks.dtype)
+        with on_device_of(values):
+            launch(values, bitmap, offsets, dense)
+    else:
+        backend: Backend = "reference" if method == "reference" else "triton"
+        dense = _unpack((values, bitmap, offsets), shape, transposed, backend, blocks).view(matrix)
+    if transposed:  # the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN]
+        dense = dense.t()
     if dtype != grad_y.dtype and dtype == torch.float32 and has_fp32_product(grad_y):
         return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
     grad = torch.mm(grad_y.t(), dense)

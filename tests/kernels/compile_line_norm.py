@@ -21,11 +21,14 @@ def specimens() -> list[Specimen]:
     found = [
         (
             "merge_statistics", line_statistics.merge_statistics_kernel,
-            dict(zip(("PARTS", "LINES"), line_statistics.merge_tile(528), strict=True)), "fp32", {"num_warps": 4},
+            dict(zip(("PARTS", "LINES"), line_statistics.merge_tile(528), strict=True))
+            | {"TRACKED": True, "COUNTED": True},
+            "fp32", {"num_warps": 4},
         ),
         (
             "add_sums", line_norm_grad.add_sums_kernel,
-            {"WEIGHTED": True, "FIXED": False, "ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES},
+            {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
+            | {"ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES},
             "fp32", {"num_warps": 4},
         ),
     ]  # fmt: skip

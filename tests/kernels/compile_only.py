@@ -43,11 +43,14 @@ POINTERS = {
     "work_ptr": "*i32", "partial_ptr": "*fp32", "counters_ptr": "*i32", "numbers_ptr": "*{v}", "weight_ptr": "*fp32",
     "bias_ptr": "*fp32", "y_ptr": "*{v}", "grad_x_ptr": "*{v}", "rstd_ptr": "*fp32", "eps": "fp32",
     "codes_ptr": "*u8", "mask_ptr": "*u8", "mean_ptr": "*fp32", "sums_ptr": "*fp32", "factors_ptr": "*fp32",
-    "slope_ptr": "*fp32", "scale_ptr": "*fp32", "shift_ptr": "*fp32", "each": "fp32",
+    "residual_ptr": "*fp32", "sets_ptr": "*fp32", "first_ptr": "*fp32", "second_ptr": "*bf16",
+    "each": "fp32",
+    "statistics_ptr": "*fp32", "var_ptr": "*fp32", "batches_ptr": "*i64", "momentum": "fp32",
+    "of_weight_ptr": "*fp32", "of_bias_ptr": "*fp32",
     "a_ptr": "*{v}", "u_ptr": "*{v}", "z_ptr": "*{v}", "grad_a_ptr": "*{v}", "grad_u_ptr": "*{v}",
 }  # fmt: skip
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
-ALIGNED += ("share", "size", "counts", "count")
+ALIGNED += ("share", "skipped", "size", "counts", "count")
 
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 """What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
@@ -121,6 +124,9 @@ def specimens(target: int) -> list[Specimen]:
         for parts in (0, column_sums.MOST_PARTS):
             constants = tile | {"PARTS": parts}
             found.append(("column_sums", column_sums.column_sums_kernel, constants, value, {"num_warps": 4}))
+            if value == "fp32":
+                constants = {name: constants[name] for name in constants if name != "WIDE"}
+                found.append(("add_sets", column_sums.add_sets_kernel, constants, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
@@ -176,6 +182,8 @@ def compile_kernel(
             attrs[(index,)] = [["tt.divisibility", 16]]
     if "out_ptr" in signature and "grad_ptr" in signature and "codes_ptr" not in signature:
         signature["out_ptr"] = "*fp32"
+    if constants.get("ADDED"):
+        signature["y_ptr"] = "*fp32"
     if constants.get("FORMAT"):
         signature |= {name: "*u8" for name in ("values_ptr", "scratch_ptr") if name in signature}
     for name in ("stride_sample", "stride_outer"):

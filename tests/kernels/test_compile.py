@@ -17,6 +17,7 @@ KERNELS = {
     "select_rows",
     "select_shared",
     "pack_sample",
+    "add_sets",
     "column_sums",
     "count_columns",
     "list_columns",
@@ -130,7 +131,7 @@ def test_memory_bound_kernels_read_and_write_16_bytes_at_a_time(compiled):
 
 
 def test_column_sums_are_copied_to_shared_memory_16_bytes_at_a_time(compiled):
-    for r in (r for r in compiled if r["kernel"] == "column_sums"):
+    for r in (r for r in compiled if r["kernel"] in ("column_sums", "add_sets")):
         assert r["ptx"]["async16"] > 0, r
         assert r["ptx"]["async_small"] == 0, r
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_actprune.kernels import norm
-from tests.kernels.compile_norm import AFFINE, CASES
+from lightning_actprune.kernels import norm_launch
+from tests.kernels.compile_norm import AFFINE, CASES, SCALED
 from tests.kernels.compile_only import SHARED_MEMORY
 from tests.kernels.compiled import compiled_by
 from tests.kernels.test_compile import TRITON, Version
@@ -14,7 +14,7 @@ TARGETS = (80, 90, 100, 120)
 KERNELS = {
     f"{kernel}_{name}_b{size}_{length}"
     for kernel in ("normalize", "normalize_grad")
-    for name, size, length, _ in [*CASES, AFFINE]
+    for name, size, length, _ in (*CASES, AFFINE, SCALED)
 }
 
 
@@ -45,7 +45,7 @@ def test_all_programs_of_backward_fit_a_multiprocessor(compiled):
     """65536 registers: for the wanted warps of backward, whose programs all have to run at once; forward for 20."""
     for r in compiled:
         backward = r["kernel"].startswith("normalize_grad")
-        assert r["registers"] * 32 * (norm.WARPS if backward else 20) <= 65536, r
+        assert r["registers"] * 32 * (norm_launch.WARPS if backward else 20) <= 65536, r
 
 
 def test_rows_are_read_and_written_16_bytes_at_a_time(compiled):

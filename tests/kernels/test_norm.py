@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_actprune.kernels import norm as kernels
+from lightning_actprune.kernels import norm_launch
 from lightning_actprune.ops import normalize as operators
 from lightning_actprune.ops.dispatch import force_backend
 from tests import oracle
@@ -27,19 +28,19 @@ def run(x: Tensor, grad_y: Tensor, weight: Tensor, centred: bool, value_format: 
 @pytest.mark.parametrize(("rows", "length"), [(1, 33), (29, 100), (300, 64), (7, 1500)])
 def test_sums_of_many_programs_are_those_of_the_reference(kernel_device, rows, length, monkeypatch):
     """Programs that have several tiles, one that is not full, or none."""
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(norm_launch, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(kernels, "TILE_VALUES", 512)
-    monkeypatch.setattr(kernels, "WARPS", 2)
-    for plan in (kernels._plan, kernels._grad_plan):
-        plan.cache_clear()
+    monkeypatch.setattr(norm_launch, "WARPS", 2)
+    for launch in (norm_launch.forward_launch, norm_launch.grad_launch):
+        launch.cache_clear()
     x, grad_y = torch.randn(2, rows, length, device=kernel_device)
     weight, found = torch.randn(length, device=kernel_device), []
     for backend in ("triton", "reference"):
         with force_backend(backend), launches() as names:
             found.append(run(x, grad_y, weight, True, "int8"))
         assert bool(names) == (backend == "triton")
-    for plan in (kernels._plan, kernels._grad_plan):
-        plan.cache_clear()
+    for launch in (norm_launch.forward_launch, norm_launch.grad_launch):
+        launch.cache_clear()
     (y, _, grad_x, sums), (right_y, _, right_x, right_sums) = found
     torch.testing.assert_close(y, right_y, rtol=0, atol=1e-5)
     # Codes may differ where a value was rounded differently: by a step of 1/255 of a block's range.
@@ -62,7 +63,7 @@ def test_one_launch_forward_and_two_backward(kernel_device):
     x, grad_y = torch.randn(2, 40, 64, device=kernel_device)
     with force_backend("triton"), launches() as names:
         run(x, grad_y, torch.ones(64, device=kernel_device), True, "int4")
-    assert names == ["normalize_kernel", "normalize_grad_kernel", "column_sums_kernel"]
+    assert names == ["normalize_kernel", "normalize_grad_kernel", "add_sets_kernel"]
 
 
 def test_rows_may_have_gaps_and_start_anywhere(kernel_device):

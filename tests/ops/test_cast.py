@@ -34,11 +34,11 @@ def plans(monkeypatch):
     def choose(one_launch):
         monkeypatch.setattr(kernels, "takes_one_launch", lambda *_: one_launch)
         kernels.plan.cache_clear()
-        plan._plan.cache_clear()
+        plan.plan_of_layout.cache_clear()
 
     yield choose
     kernels.plan.cache_clear()
-    plan._plan.cache_clear()
+    plan.plan_of_layout.cache_clear()
 
 
 def view(kind, dtype, device):

@@ -8,7 +8,8 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 
 from lightning_actprune import functional
-from lightning_actprune.ops.convolution import Windows, input_rows, pruned_convolution, without_gaps
+from lightning_actprune.ops.convolution import Windows, pruned_convolution
+from lightning_actprune.ops.convolution_plan import input_rows, without_gaps
 from lightning_actprune.ops.dispatch import MAX_COLUMNS
 from lightning_actprune.ops.geometry import BlockGeometry, sparsity_parts
 from lightning_actprune.ops.setting import BlockSetting

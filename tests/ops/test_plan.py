@@ -120,7 +120,7 @@ def test_a_plan_is_one_object_per_layout_and_setting():
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "cast"])
 def test_the_kernels_are_told_format_and_selection(autocast):
     x, blocks = torch.randn(2, 8, 48), BlockSetting(16, "sample", "int4", "unbiased")
-    plan._plan.cache_clear()
+    plan.plan_of_layout.cache_clear()
     with force_backend("triton"), mock.patch.object(packs, "plan", wraps=packs.plan) as asked:
         input_plan(x, Setting(HALF, autocast, blocks))
     arguments = inspect.signature(packs.plan.__wrapped__).bind(*asked.call_args.args, **asked.call_args.kwargs)
@@ -160,10 +160,10 @@ def test_symbolic_sizes_never_reach_the_plans():
     def loss(x):
         return functional.linear(x, weight, sparsity=0.5, block_size=8).square().sum()
 
-    before = plan._plan.cache_info()
+    before = plan.plan_of_layout.cache_info()
     for batch in (2, 3):
         loss(torch.randn(batch, 8, 32)).backward()
-    assert plan._plan.cache_info() == before
+    assert plan.plan_of_layout.cache_info() == before
 
 
 def test_tensor_that_a_transform_left_behind():
