@@ -1,7 +1,7 @@
 """How the kernel computes the gradients of one affine layer: worked out once per layout, as in ``ops.plan``.
 
-The result of one look-up allocates each gradient as the layer has it, and launches. What backward is given only decides
-which: how the gradient's rows lie, and where tensors begin, if not all at multiples of 16 bytes.
+The result of one look-up allocates each gradient as the layer has it, and launches. Where tensors begin decides which
+compiled kernels take them; that is asked last, of tensors that kernels take: not every device has addresses.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class Layout(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, Tensor, Tensor | None]
-Plan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Gradients]
-"""Returns the gradients for ``grad_y``, values, bitmap, offsets and the weight, or any tensor in its place."""
 
 
 def gradients(
@@ -61,17 +59,45 @@ def gradients(
         needs_bias: Whether one of the bias is.
     """
     *packed, weight = kept
-    if not grad_y.is_cuda and forced_backend() is None:
-        return None  # and no address is asked for, which not every device has
     rows, stride = grad_y, layout.rows[1]
     if not grad_y.is_contiguous():
         rows = grad_y.reshape(layout.rows)
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         stride = rows.stride(0)
-    given = rows, *packed, rows if weight is None else weight.contiguous()
-    places = tuple([tensor.data_ptr() & 15 for tensor in given])
-    plan = _plan(layout, stride, rows.dtype, rows.device, weight is not None, needs_bias, places, forced_backend())
-    return None if plan is None else plan(*given)
+    plan = _plan(layout, stride, rows.dtype, rows.device, weight is not None, needs_bias, forced_backend())
+    return None if plan is None else plan((rows, *packed, rows if weight is None else weight.contiguous()))
+
+
+class _Plan:
+    """What backward does with gradients of one layout; arguments: those of ``_plan``."""
+
+    def __init__(
+        self, layout: Layout, stride: int, dtype: torch.dtype, device: torch.device, needs_x: bool, needs_bias: bool
+    ) -> None:
+        from lightning_actprune.kernels import affine as kernels
+
+        stored, flags = (layout.block_size, layout.value_format), (needs_x, 1 + needs_bias)
+        arguments = layout.rows, stride, layout.stored, flags, *stored, device
+        types = layout.dtype, dtype, layout.weight, layout.bias
+        self._kernels, self._types, self._arguments = kernels, types, arguments
+        self._launch = kernels.grad_launch((types, True), *arguments)
+        self._new_x = _maker(layout.shape, layout.dtype, device) if needs_x else None
+        self._new_weight = _maker(*layout.weight, device)
+        self._new_bias = _maker(*layout.bias, device) if needs_bias and layout.bias is not None else None
+
+    def __call__(self, given: tuple[Tensor, ...]) -> Gradients:
+        """Return the gradients for ``grad_y``, values, bitmap, offsets and the weight, or any tensor in its place."""
+        first, second, third, fourth, fifth = [tensor.data_ptr() for tensor in given]
+        launch = self._launch
+        if (first | second | third | fourth | fifth) & 15:
+            aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in given])
+            launch = self._kernels.grad_launch((self._types, aligned), *self._arguments)
+        grad_x = None if self._new_x is None else self._new_x()
+        grad_w, grad_b = self._new_weight(), None if self._new_bias is None else self._new_bias()
+        sums = (grad_w,) if grad_b is None else (grad_w, grad_b)
+        with on_device_of(grad_w):
+            launch(given, grad_w if grad_x is None else grad_x, sums)
+        return grad_x, grad_w, grad_b
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,29 +108,12 @@ def _plan(
     device: torch.device,
     needs_x: bool,
     needs_bias: bool,
-    places: tuple[int, ...],
     forced: Backend | None,
-) -> Plan | None:
-    """Return the plan; ``places`` and ``forced`` are there because of the compiled kernels and the choice of them."""
+) -> _Plan | None:
+    """Return the plan; ``forced`` is there because the choice depends on it."""
     if not takes(layout.rows, dtype, device, layout.block_size):
         return None
-    from lightning_actprune.kernels import affine as kernels
-
-    flags, stored = (needs_x, 1 + needs_bias), (layout.block_size, layout.value_format)
-    key = layout.dtype, dtype, layout.weight, layout.bias, tuple([place == 0 for place in places])
-    launch = kernels.grad_launch(key, layout.rows, stride, layout.stored, flags, *stored, device)
-    new_weight, new_x = _maker(*layout.weight, device), _maker(layout.shape, layout.dtype, device)
-    new_bias = _maker(*layout.bias, device) if needs_bias and layout.bias is not None else None
-
-    def run(*given: Tensor) -> Gradients:
-        grad_w, grad_b = new_weight(), None if new_bias is None else new_bias()
-        grad_x = new_x() if needs_x else None
-        with on_device_of(grad_w):
-            sums = (grad_w,) if grad_b is None else (grad_w, grad_b)
-            launch(given, grad_w if grad_x is None else grad_x, sums)
-        return grad_x, grad_w, grad_b
-
-    return run
+    return _Plan(layout, stride, dtype, device, needs_x, needs_bias)
 
 
 def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
