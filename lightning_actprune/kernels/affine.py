@@ -3,7 +3,7 @@
 A program holds whole rows as blocks, ``[ROWS * COLS, BLOCK]``. Which of them are stored, and where, it finds from the
 words of the bitmap: the place of a block is the offset of its run of 128 blocks and as many more as bits are set before
 its own. A fixed number of programs go through the rows, each in the same order: every one writes the input gradient of
-its rows and keeps its sums for weight and bias in registers, which ``column_sums`` adds up. So nothing depends on which
+its rows and keeps its sums for weight and bias in registers, which ``AddSetsPlan`` adds up. So nothing depends on which
 program runs first, and the same input gives the same gradients.
 
 Bytes moved per value of fp32 with half of the blocks kept as they are: 4 + 2 + 4 (torch, with the whole input: 28,
@@ -13,13 +13,14 @@ since it writes and reads the product of gradient and input, and reads the gradi
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.column_sums import column_sums
+from lightning_actprune.kernels.column_sums import AddSetsPlan
 from lightning_actprune.kernels.columns import set_bits
 from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
 from lightning_actprune.kernels.keys import stride_unit
@@ -129,8 +130,8 @@ def _store_sums(
     tl.store(out_ptr + j * B + e, sums, mask=(j < columns) & ((e < B) & (j * B + e < length)))
 
 
-class AffineGradPlan:
-    """The launch for one kind of gradient and packed input.
+class AffineGradLaunch:
+    """The launches for one kind of gradient and packed input.
 
     Args:
         shape: ``(R, L)``.
@@ -146,30 +147,31 @@ class AffineGradPlan:
         self, shape: tuple[int, int], stride: int, stored: tuple[int, int, int, int], flags: tuple[bool, int],
         block_size: int, value_format: str, device: torch.device,
     ) -> None:  # fmt: skip
-        (rows, length), (samples, *places), (of_input, sums) = shape, stored, flags
+        (rows, length), (samples, *places) = shape, stored
         unit, (sizes, warps) = stride_unit(stride), tile_of(length, block_size)
         programs = min(ceil_div(rows, sizes["ROWS"]), multiprocessors(device) * max(1, WARPS // warps))
-        self.shape, self.partial, self.sums = shape if of_input else (0, length), (programs, sums * length), sums
         scalars = stride // unit, rows, rows // samples, *places
         constants = length, ceil_div(length, block_size), unit, *flags, *sizes.values()
         options = {"num_warps": warps, "maxnreg": REGISTERS}
         encoded = encode_format(value_format, block_size)
         self._run = Launch(affine_grad_kernel, (programs,), *scalars, *constants, encoded, **options)
+        self._add = AddSetsPlan(programs, flags[1], length, device)
 
-    def __call__(
-        self, grad_y: Tensor, packed: tuple[Tensor, Tensor, Tensor], weight: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return the input gradient in ``dtype``, or no rows of it, and the sums ``[SUMS, L]``."""
-        grad_x = grad_y.new_empty(self.shape, dtype=dtype)
-        partial = grad_y.new_empty(self.partial, dtype=torch.float32)
-        self._run(grad_y, *packed, grad_y if weight is None else weight, grad_x, partial)
-        return grad_x, column_sums(partial, torch.float32).view(self.sums, self.shape[1])
+    def __call__(self, given: tuple[Tensor, ...], grad_x: Tensor, sums: Sequence[Tensor]) -> None:
+        """Write the gradients of the input and, to ``sums``, of weight and bias, or of the weight alone.
+
+        ``given``: ``grad_y``, values, bitmap, offsets and weight. Without ``INPUT`` the weight and ``grad_x`` may be
+        any tensors.
+        """
+        scratch = grad_x.new_empty(self._add.scratch, dtype=torch.float32)
+        self._run(*given, grad_x, scratch)
+        self._add(scratch, sums[0], sums[-1])
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(key: object, *arguments: object) -> AffineGradPlan:
-    """Return the plan; ``key``: dtypes and alignment, which matter to the compiled kernel that it keeps."""
-    return AffineGradPlan(*arguments)  # type: ignore[arg-type]
+def grad_launch(key: object, *arguments: object) -> AffineGradLaunch:
+    """Return the launches; ``key``: types and alignment, which matter to the compiled kernels that they keep."""
+    return AffineGradLaunch(*arguments)  # type: ignore[arg-type]
 
 
 def affine_grad(
@@ -184,8 +186,12 @@ def affine_grad(
     biased: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(grad_x, sums)`` of ``grad_y [R, L]``, not empty; see ``ops.affine_grad``."""
-    given = [grad_y, values, bitmap, offsets, *([] if weight is None else [weight])]
-    key = dtype, grad_y.dtype, values.dtype, None if weight is None else weight.dtype, aligned(*given)
+    (rows, length), of_input = grad_y.shape, weight is not None
+    given = grad_y, values, bitmap, offsets, grad_y if weight is None else weight
+    totals = grad_y.new_empty(1 + biased, length, dtype=torch.float32)
+    key = dtype, *[tensor.dtype for tensor in given], aligned(*given, *totals)
     stored = *bitmap.shape, offsets.shape[1], values.shape[0]
-    layout = grad_y.shape, grad_y.stride(0), stored, (weight is not None, 1 + biased), block_size, value_format
-    return _plan(key, *layout, grad_y.device)(grad_y, (values, bitmap, offsets), weight, dtype)
+    layout = (rows, length), grad_y.stride(0), stored, (of_input, 1 + biased), block_size, value_format, grad_y.device
+    grad_x = grad_y.new_empty(rows if of_input else 0, length, dtype=dtype)
+    grad_launch(key, *layout)(given, grad_x, totals.unbind())
+    return grad_x, totals

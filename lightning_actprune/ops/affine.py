@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.affine_grad import affine_grad
+from lightning_actprune.ops.affine_plan import Layout, gradients
 from lightning_actprune.ops.autocast import as_dtype
 from lightning_actprune.ops.dispatch import on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
@@ -63,10 +64,12 @@ class PrunedAffineFunction(torch.autograd.Function):
             shared = _pack(rows, setting, eager)
             if key is not None:
                 sharing.remember(x, key, shared)
-        ctx.x_shape, ctx.x_dtype, ctx.rows = x.shape, x.dtype, shared.shape[1:]
-        ctx.block, ctx.value_format = shared.block, blocks.value_format
-        ctx.parameters = tuple([None if p is None else (p.shape, p.dtype) for p in (weight, bias)])
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *shared.packed)
+        values, bitmap, offsets = shared.packed
+        stored = *bitmap.shape, offsets.shape[1], values.shape[0]
+        of_bias = None if bias is None else (bias.shape, bias.dtype)
+        layout = x.shape, x.dtype, shared.shape[1:], stored, shared.block, blocks.value_format
+        ctx.layout = Layout(*layout, (weight.shape, weight.dtype), of_bias)
+        ctx.save_for_backward(*shared.packed, weight if ctx.needs_input_grad[0] else None)
         return scaled(x, weight, bias)
 
     @staticmethod
@@ -121,16 +124,19 @@ def _pack(rows: Tensor, setting: Setting, eager: bool) -> Shared:
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    weight, values, bitmap, offsets = ctx.saved_tensors
+    values, bitmap, offsets, weight = kept = ctx.saved_tensors
     needs_x, _, needs_bias, *_ = ctx.needs_input_grad  # what needs no gradient of the weight is not packed
-    of_weight, of_bias = ctx.parameters
-    rows = grad_y.reshape(ctx.rows)
+    eager = library.in_plain_eager_mode(grad_y)
+    found = gradients(ctx.layout, grad_y, kept, needs_bias) if eager else None
+    if found is not None:
+        return found
+    shape, dtype, rows, _, block, value_format, of_weight, of_bias = ctx.layout
+    operator = affine_grad if eager else torch.ops.actprune.affine_grad
     factors = weight if weight is None or weight.dim() == 1 else weight.reshape(-1)
-    gradients = affine_grad if library.in_plain_eager_mode(grad_y) else torch.ops.actprune.affine_grad
-    packed = values, bitmap, offsets
-    grad_x, sums = gradients(rows, *packed, factors, ctx.x_dtype, ctx.block, ctx.value_format, needs_bias)
+    given = grad_y.reshape(rows), values, bitmap, offsets, factors
+    grad_x, sums = operator(*given, dtype, block, value_format, needs_bias)
     grad_b = _of_parameter(sums[1], *of_bias) if needs_bias else None
-    return grad_x.view(ctx.x_shape) if needs_x else None, _of_parameter(sums[0], *of_weight), grad_b
+    return grad_x.view(shape) if needs_x else None, _of_parameter(sums[0], *of_weight), grad_b
 
 
 def _of_parameter(total: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -56,15 +56,16 @@ def affine_grad(
     """
     if grad_y.stride(-1) != 1:
         grad_y = grad_y.contiguous()
-    if _by_kernel(grad_y, values, block_size):
+    rows, length = grad_y.shape
+    if takes((rows, length), grad_y.dtype, grad_y.device, block_size):
         from lightning_actprune.kernels import affine as kernels
 
         with on_device_of(grad_y):
             stored = dtype, block_size, value_format
+            weight = None if weight is None else weight.contiguous()
             return kernels.affine_grad(grad_y, values, bitmap, offsets, weight, *stored, biased)
     wide = grad_y.dtype if grad_y.dtype == torch.float64 else torch.float32
     read = values.dtype if value_format == "same" else torch.float32
-    rows, length = grad_y.shape
     x = unpack(values, bitmap, offsets, rows, length, block_size, value_format, read)
     grad = grad_y.to(wide)
     sums = torch.stack([(grad * x).sum(0), *([grad.sum(0)] if biased else [])])
@@ -72,16 +73,15 @@ def affine_grad(
     return grad_x, sums
 
 
-def _by_kernel(grad_y: Tensor, values: Tensor, block_size: int) -> bool:
-    """Return whether the kernel takes the gradient; for other rows the input is unpacked."""
-    if grad_y.numel() == 0 or values.dtype == torch.float64:
+def takes(rows: tuple[int, int], dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
+    """Return whether the kernel takes gradients of this shape and type; for others the input is unpacked."""
+    if not rows[0] * rows[1]:
         return False
-    length = grad_y.shape[1]
-    if choose_backend(grad_y.shape, grad_y.dtype, grad_y.device, block_size, ceil_div(length, block_size)) != "triton":
+    if choose_backend(rows, dtype, device, block_size, ceil_div(rows[1], block_size)) != "triton":
         return False
     from lightning_actprune.kernels import affine as kernels
 
-    return kernels.takes_rows(length, block_size)
+    return kernels.takes_rows(rows[1], block_size)
 
 
 _library.impl("affine_grad", as_operator(affine_grad), "CompositeExplicitAutograd")

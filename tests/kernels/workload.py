@@ -23,6 +23,7 @@ from lightning_actprune.ops import activations, formats, reference
 from lightning_actprune.ops import library as library  # registers the operators
 from lightning_actprune.ops.activate import activate, activation_grad, pack_mask
 from lightning_actprune.ops.activations import Kept
+from lightning_actprune.ops.affine_grad import affine_grad as affine_grad  # registers the operator
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.gate import GATE_LAST, Stored, gate, gate_grad
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
@@ -209,6 +210,21 @@ def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     assert grad_x.cpu().isfinite().all(), (x.shape, block_size, value_format)
 
 
+def check_affine_grad(x: Tensor, block_size: int, value_format: str) -> None:
+    """Pack ``x [S, T, L]``, and compare the gradients that come from it with the reference's: sums of integers."""
+    samples, rows, length = x.shape
+    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
+    packed = torch.ops.actprune.pack(x, block_size, keep, value_format)
+    grad_y = oracle.integers(samples * rows, length, dtype=x.dtype)
+    weight, layout = oracle.integers(length), (torch.float32, block_size, value_format, True)
+    on_cpu = [t.cpu() for t in packed]
+    with force_backend("reference"):
+        right_x, right = torch.ops.actprune.affine_grad(grad_y, *on_cpu, weight, *layout)
+    grad_x, sums = torch.ops.actprune.affine_grad(grad_y.to(x.device), *packed, weight.to(x.device), *layout)
+    assert torch.equal(grad_x.cpu(), right_x), (x.shape, block_size, value_format)
+    assert torch.allclose(sums.cpu(), right, rtol=1e-4, atol=1e-4), (x.shape, block_size, value_format)
+
+
 def check_line_norm(x: Tensor, groups: int, value_format: str) -> None:
     """Normalise the channels of ``x [N, C, ...]``, or groups of them, and go back; compare with torch's own layer."""
     weight = oracle.integers(x.shape[1], device=x.device)
@@ -287,6 +303,9 @@ def run_all(device: torch.device) -> list[str]:
             check_line_norm(images.contiguous(memory_format=torch.channels_last), 0, value_format)
             check_line_relu(images.contiguous(memory_format=torch.channels_last), value_format)
             check_line_relu(images.contiguous(), value_format)
+        for dtype, value_format in itertools.product(DTYPES, ("same", "int3")):
+            check_affine_grad(oracle.integers(3, 42, 103, dtype=dtype, device=device)[:, 1:, 3:], 24, value_format)
+            check_affine_grad(oracle.integers(5, 3, 70, dtype=dtype, device=device), 16, value_format)
         # Rows with gaps between them, at a start that is not aligned.
         check_pack_and_unpack(oracle.integers(2, 37, 101, device=device)[:, 1:, 3:], 16)
     if device.type == "cuda":
