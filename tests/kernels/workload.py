@@ -204,6 +204,8 @@ def check_norm(x: Tensor, block_size: int, value_format: str) -> None:
     wide = x.float().cpu()
     right = torch.nn.functional.layer_norm(wide, (length,), weight.cpu())
     assert oracle.relative_error(y, right) < 2 * torch.finfo(x.dtype).eps, (x.shape, block_size, value_format)
+    added, *_ = torch.ops.actprune.normalize(x, weight, None, *layout, torch.float32, wide.to(x.device))
+    assert oracle.relative_error(added, right + wide) < 4 * torch.finfo(torch.float32).eps, (x.shape, block_size)
     layout = True, block_size, value_format, True, torch.float32, True
     grad_x, sums = torch.ops.actprune.normalize_grad(x, *kept, weight, *layout)
     assert torch.equal(sums[1].cpu(), wide.sum(0)), (x.shape, block_size, value_format)
