@@ -1,4 +1,4 @@
-"""A linear layer behind a norm or an affine layer in few bits keeps nothing of its own."""
+"""A linear layer behind a norm or an affine layer in few bits keeps nothing of its own: what its gradients are."""
 
 from __future__ import annotations
 
@@ -7,68 +7,36 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune import ActivationPrunedLinear, convert
-from lightning_actprune.nn.affine import Affine
+from lightning_actprune import convert
 from lightning_actprune.ops import derived
 from lightning_actprune.ops.weight_grad import unpack
 from tests import oracle
+from tests.derived import (
+    LENGTH,
+    NORMS,
+    OUTPUTS,
+    READS,
+    SAMPLES,
+    TOKENS,
+    activation,
+    derives,
+    few_bit,
+    kept_values,
+    linear,
+)
 
-SAMPLES, TOKENS, LENGTH, OUTPUTS = 3, 10, 72, 24
-"""Blocks of 32 end short in rows of 72."""
-NORMS = {
-    "layer": lambda: nn.LayerNorm(LENGTH),
-    "layer-plain": lambda: nn.LayerNorm(LENGTH, elementwise_affine=False),
-    "layer-unshifted": lambda: nn.LayerNorm(LENGTH, bias=False),
-    "rms": lambda: nn.RMSNorm(LENGTH),
-    "affine": lambda: Affine(LENGTH),
-    "affine-unshifted": lambda: Affine(LENGTH, bias=False),
-}
-READS = {
-    "rows": lambda y: y,
-    "flat": lambda y: y.view(-1, LENGTH),
-    "turned": lambda y: y.transpose(1, 2),
-}
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
     """After each test nothing is known of its tensors any more."""
-    gc.collect()
     before = set(derived._outputs)
     yield
-    gc.collect()
+    if set(derived._outputs) > before:
+        gc.collect()
     assert set(derived._outputs) <= before
-
-
-def few_bit(make=NORMS["layer"], value_format="int4", device="cpu", dtype=torch.float32, **settings) -> nn.Module:
-    """Return a norm or an affine layer with random parameters that keeps what it does in few bits."""
-    model = nn.Sequential(make()).to(device, dtype)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, mean=1.0)
-    convert(model, sparsity=0.0, others={"norm": value_format, "affine": value_format}, **settings)
-    return model[0]
-
-
-def linear(features=LENGTH, value_format="int2", device="cpu", dtype=torch.float32, **settings) -> nn.Module:
-    given = {"sparsity": 0.0, "value_format": value_format, "device": device, "dtype": dtype} | settings
-    return ActivationPrunedLinear(features, OUTPUTS, **given)
-
-
-def activation(device="cpu", dtype=torch.float32) -> Tensor:
-    return torch.randn(SAMPLES, TOKENS, LENGTH, device=device, dtype=dtype).requires_grad_()
-
-
-def kept_values(y: Tensor) -> Tensor:
-    """Return the bytes that the few-bit layer whose output ``y`` is keeps."""
-    return y.grad_fn.saved_tensors[0]
-
-
-def derives(z: Tensor, y: Tensor) -> bool:
-    """Return whether the layer whose output ``z`` is keeps what that of ``y`` does, and no copy of it."""
-    return any(t is not None and t.data_ptr() == kept_values(y).data_ptr() for t in z.grad_fn.saved_tensors)
 
 
 def as_known(y: Tensor, norm: nn.Module, block_size: int = 32) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,120 +171,6 @@ def test_frozen_parameters():
     assert x.grad is not None
     layer.weight.requires_grad_(False)
     assert type(layer(norm(x)).grad_fn).__name__ != "PrunedLinearFunctionBackward"
-
-
-def other_tensor(norm, x):
-    return norm(x).clone()
-
-
-def some_rows(norm, x):
-    return norm(x)[:, 1:]
-
-
-def modified(norm, x):
-    return norm(x).mul_(2)
-
-
-def modified_through_a_view(norm, x):
-    y = norm(x)
-    y[:, 0].zero_()
-    return y
-
-
-def after_a_change_of_the_scale(norm, x):
-    y = norm(x)
-    with torch.no_grad():
-        norm.weight.mul_(2)
-    return y
-
-
-def after_a_change_of_the_shift(norm, x):
-    y = norm(x)
-    with torch.no_grad():
-        norm.bias.add_(1)
-    return y
-
-
-READ_OTHERWISE = [
-    other_tensor,
-    some_rows,
-    modified,
-    modified_through_a_view,
-    after_a_change_of_the_scale,
-    after_a_change_of_the_shift,
-]
-
-
-def own_pack(z: Tensor) -> bool:
-    """Return whether a layer keeps a pack with positions of its own, even if these are empty."""
-    return sum(t is not None and t.dtype == torch.int32 for t in z.grad_fn.saved_tensors) == 2
-
-
-@pytest.mark.parametrize("read", READ_OTHERWISE)
-def test_other_tensors_are_packed(read):
-    norm, layer, x = few_bit(), linear(value_format="int8"), activation()
-    norm._few_bit = type(norm._few_bit)("int8")
-    y = read(norm, x)
-    z = layer(y)
-    assert own_pack(z)
-    g = torch.randn_like(z)
-    (grad,) = torch.autograd.grad(z, layer.weight, g)
-    expected = g.flatten(0, 1).t() @ y.detach().flatten(0, 1)
-    assert oracle.relative_error(grad, expected) < 0.02  # int8: 0.005 of normal values
-
-
-SETTINGS = {
-    "fewer bits there": ("int2", {"value_format": "int3"}, True),
-    "as many bits": ("int3", {"value_format": "int3"}, False),
-    "more bits there": ("int8", {"value_format": "fp8"}, False),
-    "errors with a mean there": ("fp8", {"value_format": "int4"}, True),
-    "larger blocks there": ("int4", {"value_format": "int4", "block_size": 16}, True),
-    "smaller blocks there": ("int4", {"value_format": "int4", "block_size": 64}, False),
-    "dropped blocks": ("int4", {"value_format": "int4", "sparsity": 0.5}, True),
-    "values as they are": ("int4", {"value_format": "same", "sparsity": 0.5}, True),
-}
-
-
-@pytest.mark.parametrize("case", SETTINGS)
-def test_a_layer_that_asks_for_more_or_drops_blocks_packs_its_own(case):
-    there, asked, packs = SETTINGS[case]
-    y = few_bit(value_format=there)(activation())
-    assert own_pack(linear(**asked)(y)) is packs
-
-
-def test_backward_finds_out_that_parameters_were_modified():
-    norm, layer = few_bit(), linear()
-    z = layer(norm(activation()))
-    with torch.no_grad():
-        norm.bias.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(z.sum(), layer.weight)
-
-
-def test_hooks_that_say_what_is_kept_end_it():
-    norm, layer, x = few_bit(), linear(), activation()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        z = layer(norm(x))
-    assert own_pack(z)
-    z.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("whole", [False, True], ids=["linear layer", "both"])
-def test_an_activation_checkpoint_finds_the_same_when_it_runs_again(reentrant, whole):
-    norm, layer, x = few_bit(value_format="int8"), linear(), activation()
-    z = checkpoint(nn.Sequential(norm, layer), x, use_reentrant=reentrant) if whole else None
-    z = checkpoint(layer, norm(x), use_reentrant=reentrant) if z is None else z
-    g = torch.randn_like(z)
-    z.backward(g)
-    expected = g.flatten(0, 1).t() @ norm(x).detach().flatten(0, 1)
-    assert oracle.relative_error(layer.weight.grad, expected) < 0.5  # int2: 0.44 of normal values, int8 far less
-
-
-def test_layers_whose_parameters_fsdp_gathers_pack_their_own():
-    norm, layer = few_bit(), linear()
-    layer._is_fsdp_managed_module = True  # as `fully_shard` marks them
-    assert own_pack(layer(norm(activation())))
 
 
 def test_without_gradients_nothing_is_known():
