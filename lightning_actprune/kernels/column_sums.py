@@ -4,7 +4,7 @@ A program adds up one part of the rows for 64 columns, in fp32 and in a fixed or
 its columns adds the parts, in their order: the result does not depend on which program that is. It knows by a counter
 that each program raises once its part is in memory, and sets it back to zero for the next launch; launches on one
 stream follow each other, so a few counters per stream do for all. What a CUDA graph records has its own, zeroed at each
-replay: graphs recorded on one stream may be replayed on several at once.
+replay: graphs recorded on one stream may be replayed on several at once. So have operators (``dispatch.as_operator``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.launch import Launch, multiprocessors
+from lightning_actprune.ops.dispatch import may_keep_memory
 from lightning_actprune.ops.geometry import ceil_div
 
 COLS = 64
@@ -127,12 +128,10 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def _zeroed_counters(x: Tensor, groups: int) -> Tensor:
-    """Return at least ``groups`` counters for the current stream, new ones while a CUDA graph is recorded."""
-    stream = 0
-    if x.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(groups, dtype=torch.int32, device=x.device)
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    """Return at least ``groups`` counters for the current stream, new ones where none may be kept."""
+    if not may_keep_memory(x):
+        return torch.zeros(groups, dtype=torch.int32, device=x.device)
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     counters = _counters.get((x.device, stream))
     if counters is None or counters.numel() < groups:
         counters = torch.zeros(max(COUNTERS, triton.next_power_of_2(groups)), dtype=torch.int32, device=x.device)

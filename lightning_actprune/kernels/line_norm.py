@@ -4,7 +4,8 @@ After ``line_statistics``, one pass over the flat memory normalises, writes the 
 block follow from its place alone; where lengths and blocks fit, it has one, or one for each value, side by side.
 
 Bytes moved per value of 16 bits with int4 in blocks of 32: 2 for the statistics, 2 + 2 + 0.56 after them (torch: 2 and
-2 + 2).
+2 + 2). A ReLU that follows costs the same pass 0.125 more, its bits: behind what is stored of the values, whole bytes
+for each block (a pass of its own: 2 + 2 + 0.125).
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_actprune.ops.geometry import ceil_div
 @triton.jit
 def normalize_lines_kernel(
     x_ptr, statistics_ptr, weight_ptr, bias_ptr, y_ptr, values_ptr, count, nnz, lines, WEIGHTED: tl.constexpr,
-    BIASED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr, EXACT: tl.constexpr, B: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    BIASED: tl.constexpr, RELU: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr, EXACT: tl.constexpr,
+    B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write ``y`` and the normalised values in few bits of ``TILE`` of ``nnz`` blocks of ``count`` values.
 
     Of the statistics ``[2 or more, lines]``, mean and rstd are read. ``LINES`` is 0 for one image, whose lines the
-    compiler need not know. ``EXACT``: the last block is whole.
+    compiler need not know. ``EXACT``: the last block is whole. ``RELU``: negative values of ``y`` are zero.
     """
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
     exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
@@ -46,6 +47,10 @@ def normalize_lines_kernel(
         y *= per_line(weight_ptr, line, exist, inside)
     if BIASED:
         y += per_line(bias_ptr, line, exist, inside)
+    if RELU:
+        higher = (y.to(y_ptr.dtype.element_ty).to(tl.float32) <= 0.0) == 0  # NaN stays NaN
+        y = tl.where(higher, y, 0.0)
+        store_bits(values_ptr, nnz, place, higher, exist, B, BLOCK, FORMAT)
     store_flat(y_ptr, y, place, inside, B, BLOCK)
     quantize_tile(x, values_ptr, nnz, place, exist, B, BLOCK, FORMAT)
 
@@ -114,6 +119,47 @@ def store_flat(y_ptr, y, place, inside, B: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _bits_of(values_ptr, nnz, place, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Return pointers ``[R, units]`` to the bits of blocks, in units of 16 where these are whole, and which there are.
+
+    They start at the first multiple of 16 bytes behind what is stored of ``nnz`` blocks, see ``bits_start``.
+    """
+    EACH: tl.constexpr = 16 if B % 16 == 0 else 8
+    UNITS: tl.constexpr = (B + EACH - 1) // EACH
+    start = (tl.cast(nnz, tl.int64) * (FORMAT >> 24) + 15) // 16
+    bits_ptr = values_ptr + start * 16
+    if EACH == 16:
+        bits_ptr = bits_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    k = tl.arange(0, BLOCK // EACH)
+    return bits_ptr + place.to(tl.int64)[:, None] * UNITS + k[None, :], (k < UNITS)[None, :]
+
+
+@triton.jit
+def store_bits(values_ptr, nnz, place, bits, exist, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Write a bit for each value of blocks, ``[R, BLOCK]``."""
+    EACH: tl.constexpr = 16 if B % 16 == 0 else 8
+    bits_ptr, inside = _bits_of(values_ptr, nnz, place, B, BLOCK, FORMAT)
+    parts = tl.reshape(bits.to(tl.int32), [place.shape[0], BLOCK // EACH, EACH])
+    joined = tl.sum(parts << tl.arange(0, EACH)[None, None, :], axis=2)
+    tl.store(bits_ptr, joined.to(bits_ptr.dtype.element_ty), mask=inside & exist[:, None])
+
+
+@triton.jit
+def load_bits(values_ptr, nnz, place, exist, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr):
+    """Return the bits ``[R, BLOCK]`` of blocks as booleans."""
+    EACH: tl.constexpr = 16 if B % 16 == 0 else 8
+    bits_ptr, inside = _bits_of(values_ptr, nnz, place, B, BLOCK, FORMAT)
+    joined = tl.load(bits_ptr, mask=inside & exist[:, None], other=0).to(tl.int32)
+    bits = (joined[:, :, None] >> tl.arange(0, EACH)[None, None, :]) & 1
+    return tl.reshape(bits, [place.shape[0], BLOCK]) != 0
+
+
+def bits_start(blocks: int, row_bytes: int) -> int:
+    """Return where the bits of a ReLU start, behind so many blocks."""
+    return ceil_div(blocks * row_bytes, 16) * 16
+
+
 def flat_constants(cut: tuple[int, int, int], block_size: int, value_format: str) -> dict[str, int | bool]:
     """Return the last compile-time constants of a kernel that goes through the flat memory."""
     images, lines, length = cut
@@ -159,7 +205,7 @@ def normalize(
     values = x.new_empty(shape, dtype=kind)
     given = [x, statistics, *[p for p in (weight, bias) if p is not None]]
     key = x.device, dtype, *[tensor.dtype for tensor in given], *aligned(*given)
-    flags = weight is not None, bias is not None
+    flags = weight is not None, bias is not None, False
     launch = _normalize_launch(key, tuple(cut), flags, block_size, value_format)
     launch(x, statistics, x if weight is None else weight, x if bias is None else bias, y, values)
     return y, values

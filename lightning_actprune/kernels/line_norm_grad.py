@@ -9,6 +9,7 @@ together: a program keeps its columns and goes through the rows. Longer lines ar
 and the last may be shared with the next line, and are read for each of the two.
 
 Bytes moved per value of 16 bits with int4 in blocks of 32: 2 + 0.56, then 2 + 0.56 + 2 (torch: 2 + 2, then 2 + 2 + 2).
+After a ReLU of the same pass, each reads 0.125 more (a pass of its own: 2 + 0.125 + 2).
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from torch import Tensor
 
 from lightning_actprune.kernels.formats import dequantize_tile, encode_format, whole_blocks
 from lightning_actprune.kernels.launch import Launch, aligned
+from lightning_actprune.kernels.line_factors import add_launch
 from lightning_actprune.kernels.line_norm import (
     flat_launch,
     inside_flat,
     lines_at,
+    load_bits,
     load_flat,
     per_line,
     row_of,
@@ -37,18 +40,17 @@ from lightning_actprune.ops.geometry import ceil_div
 
 MOST_COLS = 32
 """Most blocks side by side in a tile of the sums."""
-ADDED_ROWS, ADDED_LINES = 256, 8
-"""Parts and lines that are added at once: there are hundreds of parts where there are few lines."""
 
 
 @triton.jit
 def pixel_sums_kernel(
     grad_ptr, values_ptr, partial_ptr, count, nnz, rows, tiles, share, columns: tl.constexpr, EXACT: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of ``g x~`` and ``g`` over ``share`` tiles of rows of ``columns`` blocks: ``[2, parts, row]``.
 
-    Grid ``(columns / COLS, parts)``; the last row may be cut off.
+    Grid ``(columns / COLS, parts)``; the last row may be cut off. ``RELU``: ``g`` is zero where the bit of one is.
     """
     n = tl.arange(0, ROWS * COLS)
     j = tl.program_id(0) * COLS + n % COLS
@@ -61,6 +63,8 @@ def pixel_sums_kernel(
         exist = (r < rows) & (j < columns) & (place >= 0) & (place < nnz)
         inside = inside_flat(place, exist, count, EXACT, B, BLOCK)
         grad = load_flat(grad_ptr, place, exist, inside, EXACT, B, BLOCK).to(tl.float32)
+        if RELU:
+            inside &= load_bits(values_ptr, nnz, place, exist, B, BLOCK, FORMAT)
         grad = tl.where(inside, grad, 0.0)
         x = dequantize_tile(values_ptr, nnz, place, exist, 0, B, BLOCK, FORMAT)
         along += grad * x
@@ -77,6 +81,7 @@ def pixel_sums_kernel(
 def line_sums_kernel(
     grad_ptr, values_ptr, partial_ptr, nnz, lines, units, share, LENGTH: tl.constexpr, PIECES: tl.constexpr,
     LINES: tl.constexpr, COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     """Write the sums of ``g x~`` and ``g`` over ``share`` units of each line: ``[2, parts, lines]``.
 
@@ -100,6 +105,8 @@ def line_sums_kernel(
             e = at[:, None] + tl.arange(0, BLOCK)[None, :]
             inside = inside_flat(place, exist, 0, True, B, BLOCK) & (e >= 0) & (e < LENGTH)
             grad = load_flat(grad_ptr, place, exist, inside, False, B, BLOCK).to(tl.float32)
+        if RELU:
+            inside &= load_bits(values_ptr, nnz, place, exist, B, BLOCK, FORMAT)
         grad = tl.where(inside, grad, 0.0)
         x = dequantize_tile(values_ptr, nnz, place, exist, 0, B, BLOCK, FORMAT)
         along += grad * x
@@ -117,47 +124,11 @@ def _of_lines(x, LINES: tl.constexpr, COLS: tl.constexpr):
     return tl.sum(tl.reshape(tl.sum(x, axis=1), [LINES, COLS]), axis=1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["of_weight_ptr", "of_bias_ptr"])
-def add_sums_kernel(
-    partial_ptr, statistics_ptr, weight_ptr, of_weight_ptr, of_bias_ptr, factors_ptr, rows, lines, each,
-    WEIGHTED: tl.constexpr, FIXED: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    LINES: tl.constexpr,
-):  # fmt: skip
-    """Add ``rows`` sums of each line, ``[2, rows, lines]``, and write the factors ``[3, lines]``.
-
-    ``each``: values of a line. ``FIXED``: mean and rstd were given, and depend on nothing. ``OF_WEIGHT``, ``OF_BIAS``:
-    whether the sums, gradients of the parameters, are written.
-    """
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    along = tl.zeros([ROWS, LINES], tl.float32)
-    sums = tl.zeros([ROWS, LINES], tl.float32)
-    size = tl.cast(rows, tl.int64) * lines
-    for start in range(0, rows, ROWS):
-        r = start + tl.arange(0, ROWS)
-        inside = (r < rows)[:, None] & (line < lines)[None, :]
-        at_ptr = partial_ptr + r.to(tl.int64)[:, None] * lines + line[None, :]
-        along += tl.load(at_ptr, mask=inside, other=0.0)
-        sums += tl.load(at_ptr + size, mask=inside, other=0.0)
-    of_weight, of_bias = tl.sum(along, axis=0), tl.sum(sums, axis=0)
-    if OF_WEIGHT:
-        tl.store(of_weight_ptr + line, of_weight.to(of_weight_ptr.dtype.element_ty), mask=line < lines)
-    if OF_BIAS:
-        tl.store(of_bias_ptr + line, of_bias.to(of_bias_ptr.dtype.element_ty), mask=line < lines)
-    scale = tl.load(statistics_ptr + lines + line, mask=line < lines, other=0.0)
-    if WEIGHTED:
-        scale *= tl.load(weight_ptr + line, mask=line < lines, other=0.0).to(tl.float32)
-    tl.store(factors_ptr + line, scale, mask=line < lines)
-    slope, shift = -scale * of_weight / each, -scale * of_bias / each
-    if FIXED:
-        slope, shift = tl.zeros_like(slope), tl.zeros_like(shift)
-    tl.store(factors_ptr + lines + line, slope, mask=line < lines)
-    tl.store(factors_ptr + 2 * lines + line, shift, mask=line < lines)
-
-
 @triton.jit
 def line_grad_kernel(
-    grad_ptr, values_ptr, factors_ptr, grad_x_ptr, count, nnz, lines, LINES: tl.constexpr, LENGTH: tl.constexpr,
-    EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
+    grad_ptr, values_ptr, factors_ptr, grad_x_ptr, count, nnz, lines, RELU: tl.constexpr, LINES: tl.constexpr,
+    LENGTH: tl.constexpr, EXACT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write ``grad_x = scale g + slope x~ + shift`` of ``TILE`` blocks; as ``normalize_lines_kernel``."""
     place = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -165,6 +136,8 @@ def line_grad_kernel(
     inside = inside_flat(place, exist, count, EXACT, B, BLOCK)
     line = lines_at(place, LINES, LENGTH, B, BLOCK)
     grad = load_flat(grad_ptr, place, exist, inside, EXACT, B, BLOCK).to(tl.float32)
+    if RELU:
+        grad = tl.where(load_bits(values_ptr, nnz, place, exist, B, BLOCK, FORMAT), grad, 0.0)
     x = dequantize_tile(values_ptr, nnz, place, exist, 0, B, BLOCK, FORMAT)
     slope = per_line(row_of(factors_ptr, 1, lines, LINES), line, exist, inside)
     rest = x * slope + per_line(row_of(factors_ptr, 2, lines, LINES), line, exist, inside)
@@ -198,9 +171,12 @@ class SumsPlan:
         block_size: Values per block.
         value_format: How values are stored.
         device: Where the kernel runs.
+        relu: Whether gradients are those of a ReLU, whose bits are with the values.
     """
 
-    def __init__(self, cut: tuple[int, int, int], block_size: int, value_format: str, device: torch.device) -> None:
+    def __init__(
+        self, cut: tuple[int, int, int], block_size: int, value_format: str, device: torch.device, relu: bool = False
+    ) -> None:
         images, lines, length = cut
         count, stored = images * lines * length, encode_format(value_format, block_size)
         blocks = ceil_div(count, block_size)
@@ -219,7 +195,7 @@ class SumsPlan:
             scalars = blocks, lines, units, share, *sizes.values()
             kernel, folded = line_sums_kernel, parts
         self.shape = 2, folded, lines
-        self._sum = Launch(kernel, (groups, parts), *scalars, stored, num_warps=4)
+        self._sum = Launch(kernel, (groups, parts), *scalars, stored, relu, num_warps=4)
 
     def __call__(self, grad_y: Tensor, values: Tensor) -> Tensor:
         """Return the sums of ``g x~`` and of ``g``, in parts."""
@@ -232,13 +208,6 @@ class SumsPlan:
 def _sums_plan(key: object, *arguments: object) -> SumsPlan:
     """Return the plan; ``key``: dtypes and alignment, which matter to the compiled kernel that it keeps."""
     return SumsPlan(*arguments)  # type: ignore[arg-type]
-
-
-def add_launch(rows: int, cut: tuple[int, int, int], weighted: bool, fixed: bool, wanted: tuple[bool, bool]) -> Launch:
-    """Return the launch that adds ``rows`` sums of each line; ``wanted``: of the gradients of weight and bias."""
-    images, lines, length = cut
-    constants = rows, lines, float(images * length), weighted, fixed, *wanted, ADDED_ROWS, ADDED_LINES
-    return Launch(add_sums_kernel, (ceil_div(lines, ADDED_LINES),), *constants, num_warps=4)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -289,5 +258,5 @@ def input_grad(
     """Return ``grad_x`` in ``dtype``, laid out as the dense ``grad_y``."""
     grad_x = torch.empty_like(grad_y, dtype=dtype)
     key = grad_y.device, grad_y.dtype, dtype, *aligned(grad_y, values, factors)
-    _grad_launch(key, tuple(cut), (), block_size, value_format)(grad_y, values, factors, grad_x)
+    _grad_launch(key, tuple(cut), (False,), block_size, value_format)(grad_y, values, factors, grad_x)
     return grad_x

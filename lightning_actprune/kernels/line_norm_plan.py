@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, values_layout
-from lightning_actprune.kernels.line_norm import flat_launch, normalize_lines_kernel
-from lightning_actprune.kernels.line_norm_grad import SumsPlan, add_launch, line_grad_kernel
+from lightning_actprune.kernels.formats import encode_format
+from lightning_actprune.kernels.line_factors import add_launch
+from lightning_actprune.kernels.line_norm import bits_start, flat_launch, normalize_lines_kernel
+from lightning_actprune.kernels.line_norm_grad import SumsPlan, line_grad_kernel
 from lightning_actprune.kernels.line_statistics import RunningTensors, StatisticsPlan
 from lightning_actprune.ops.geometry import ceil_div
 
@@ -26,12 +27,32 @@ class Stored(NamedTuple):
         block_size: Values per block, in [1, values].
         value_format: How values are stored.
         device: Where the kernels run.
+        relu: Whether the output is that of a ReLU, whose bits are stored with the values.
     """
 
     cut: tuple[int, int, int]
     block_size: int
     value_format: str
     device: torch.device
+    relu: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all."""
+        return ceil_div(self.cut[0] * self.cut[1] * self.cut[2], self.block_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored block, without the bits of the ReLU."""
+        return encode_format(self.value_format, self.block_size) >> 24
+
+    def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values ``[blocks, bytes]``, and of each value, in the order of memory, whether its bit is set."""
+        blocks, row, count = self.blocks, self.row_bytes, self.cut[0] * self.cut[1] * self.cut[2]
+        start = bits_start(blocks, row)
+        bits = stored[start:].view(blocks, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1
+        places = bits.view(blocks, -1)[:, : self.block_size].reshape(-1)[:count]
+        return stored[: blocks * row].view(blocks, row), places != 0
 
 
 class ForwardPlan:
@@ -50,11 +71,11 @@ class ForwardPlan:
     def __init__(
         self, stored: Stored, eps: float, parameters: tuple[bool, bool], momentum: float | None, counted: bool
     ) -> None:
-        cut, block_size, value_format, device = stored
-        blocks = ceil_div(cut[0] * cut[1] * cut[2], block_size)
-        self._values, _ = values_layout(blocks, block_size, encode_format(value_format, block_size))
+        cut, block_size, value_format, device, relu = stored
+        blocks, row = stored.blocks, stored.row_bytes
+        self._values = (bits_start(blocks, row) + blocks * ceil_div(block_size, 8),) if relu else (blocks, row)
         self._statistics = StatisticsPlan(cut, eps, device, momentum, counted)
-        self._normalize = flat_launch(normalize_lines_kernel, cut, parameters, block_size, value_format)
+        self._normalize = flat_launch(normalize_lines_kernel, cut, (*parameters, relu), block_size, value_format)
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningTensors | None, y: Tensor
@@ -78,11 +99,11 @@ class BackwardPlan:
     __slots__ = ("_add", "_factors", "_grad", "_sums")
 
     def __init__(self, stored: Stored, weighted: bool, wanted: tuple[bool, bool, bool]) -> None:
-        cut, block_size, value_format, device = stored
-        self._sums = SumsPlan(cut, block_size, value_format, device)
+        cut, block_size, value_format, device, relu = stored
+        self._sums = SumsPlan(cut, block_size, value_format, device, relu)
         self._add = add_launch(self._sums.shape[1], cut, weighted, False, wanted[1:])
         self._factors = 3, cut[1]
-        self._grad = flat_launch(line_grad_kernel, cut, (), block_size, value_format) if wanted[0] else None
+        self._grad = flat_launch(line_grad_kernel, cut, (relu,), block_size, value_format) if wanted[0] else None
 
     def __call__(
         self,

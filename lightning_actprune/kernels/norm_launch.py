@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,14 +41,8 @@ class NormLaunch:
         sizes, warps = tile_of(length, block_size)
         constants = length, columns, unit, *flags, *sizes.values(), stored
         grid = (ceil_div(rows, sizes["ROWS"]),)
-        self._run = Launch(normalize_kernel, grid, stride // unit, rows, eps, *constants, num_warps=warps)
-
-    def __call__(self, given: tuple[Tensor, ...], y: Tensor, values: Tensor, rstd: Tensor) -> None:
-        """Write ``y``, values and ``rstd``, any tensor if there is none.
-
-        ``given``: ``x``, weight, bias and residual, of which those that are absent are ``x`` again.
-        """
-        self._run(*given, y, values, rstd)
+        self.run = Launch(normalize_kernel, grid, stride // unit, rows, eps, *constants, num_warps=warps)
+        """Takes ``x``, weight, bias and residual, those that are absent ``x`` again, ``y``, values and ``rstd``."""
 
 
 class NormGradLaunch:
@@ -77,17 +70,22 @@ class NormGradLaunch:
         options = {"num_warps": warps, "maxnreg": REGISTERS}
         self._run = Launch(normalize_grad_kernel, (programs,), stride // unit, rows, *constants, **options)
 
-    def __call__(self, given: tuple[Tensor, ...], grad_x: Tensor, sums: Sequence[Tensor]) -> None:
-        """Write the gradients of the input and, to ``sums``, of the parameters that are to get one.
+    def __call__(
+        self, given: tuple[Tensor, ...], grad_x: Tensor, of_weight: Tensor | None, of_bias: Tensor | None
+    ) -> None:
+        """Write the gradients of the input and of those parameters that are to get one.
 
         ``given``: ``grad_y``, values, ``rstd`` and weight, of which the last two may be any tensors if there are none.
         """
-        if self._add is None:
+        add = self._add
+        if add is None:
             self._run(*given, grad_x, grad_x)
             return
-        scratch = grad_x.new_empty(self._add.scratch, dtype=torch.float32)
+        scratch = grad_x.new_empty(add.scratch, dtype=torch.float32)
         self._run(*given, grad_x, scratch)
-        self._add(scratch, sums[0], sums[-1])
+        first = of_bias if of_weight is None else of_weight
+        assert first is not None
+        add(scratch, first, first if of_bias is None else of_bias)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -133,7 +131,7 @@ def normalize(
     launch = forward_launch(forward_key(given, dtype), *layout)
     y, values = x.new_empty(x.shape, dtype=dtype), x.new_empty(launch.values, dtype=torch.uint8)
     rstd = x.new_empty(x.shape[0] if normed else 0, dtype=torch.float32)
-    launch(given, y, values, rstd)
+    launch.run(*given, y, values, rstd)
     return y, values, rstd
 
 
@@ -156,5 +154,6 @@ def normalize_grad(
     given = grad_y, values, rstd, grad_y if weight is None else weight
     key = grad_key((*given, *totals), (dtype,))
     layout = grad_y.shape, grad_y.stride(0), flags, block_size, value_format, grad_y.device
-    grad_launch(key, *layout)(given, grad_x, tuple(totals))
+    of_weight, of_bias = totals if sums else (None, None)
+    grad_launch(key, *layout)(given, grad_x, of_weight, of_bias)
     return grad_x, totals

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.nn.norms import FewBitNorm
-from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_batch_norm, few_bit_line_norm, frozen_batch_norm
+from lightning_actprune.ops.line_norm import (
+    LineNormSetting,
+    few_bit_batch_norm,
+    few_bit_batch_norm_relu,
+    few_bit_line_norm,
+    frozen_batch_norm,
+)
 from lightning_actprune.ops.line_plan import Running
 from lightning_actprune.ops.norm import output_dtype
 
@@ -57,19 +63,35 @@ class FewBitBatchNorm(FewBitNorm):
 
     def normalized(self, x: Tensor) -> Tensor:
         """Return ``x`` normalised, and update the running statistics, or, in eval mode, use them if there are any."""
-        mean, var, running = self.running_mean, self.running_var, None
-        weight, bias, settings = self.weight, self.bias, self._few_bit
-        setting = LineNormSetting(0, self.eps, settings.block_size, settings.value_format)
-        dtype = output_dtype(x, "batch_norm")
-        if self.training:
-            if self.track_running_stats:
-                running = Running(mean, var, self.num_batches_tracked, self.momentum)
-        elif mean is not None and var is not None:
+        weight, bias, setting, dtype = self._arguments(x)
+        mean, var = self.running_mean, self.running_var
+        if not self.training and mean is not None and var is not None:
             if weight is None or not weight.requires_grad:
                 return frozen_batch_norm(x, weight, bias, (mean, var), self.eps)
             fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
             return few_bit_line_norm(x, weight, bias, setting, dtype, fixed)[0]
-        return few_bit_batch_norm(x, weight, bias, setting, dtype, running)
+        return few_bit_batch_norm(x, weight, bias, setting, dtype, self._running())
+
+    def rectified(self, x: Tensor) -> Tensor | None:
+        """Return the ReLU of the normalised ``x`` from the same pass, or ``None``, and do nothing, where there is none.
+
+        There is one in training, where kernels normalise ``x``.
+        """
+        if not self.training or not self.keeps_batch(x):
+            return None
+        return few_bit_batch_norm_relu(x, *self._arguments(x), self._running())
+
+    def _arguments(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, LineNormSetting, torch.dtype]:
+        """Return weight, bias, setting and output type."""
+        settings = self._few_bit
+        setting = LineNormSetting(0, self.eps, settings.block_size, settings.value_format)
+        return self.weight, self.bias, setting, output_dtype(x, "batch_norm")
+
+    def _running(self) -> Running | None:
+        """Return the running statistics that this batch moves."""
+        if not self.training or not self.track_running_stats:
+            return None
+        return Running(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
 
 
 class FewBitBatchNorm1d(FewBitBatchNorm, nn.BatchNorm1d):

@@ -39,6 +39,7 @@ from lightning_actprune.nn.norms import (
     FewBitTimmLayerNorm,
     FewBitTimmLayerNorm2d,
 )
+from lightning_actprune.nn.residual import FewBitResNetBasicBlock, FewBitResNetBottleneck
 
 TORCH_KINDS: dict[type[nn.Module], type[FewBitLayer]] = {
     **{cls.dense_class: cls for cls in ACTIVATION_CLASSES},
@@ -123,6 +124,8 @@ FOREIGN_KINDS: dict[ForeignName, type[FewBitLayer]] = {
     ("timm.layers.norm_act", "BatchNormAct2d"): FewBitTimmBatchNormAct2d,
     ("timm.layers.norm_act", "GroupNormAct"): FewBitTimmGroupNormAct,
     ("timm.models.mlp_mixer", "ResBlock"): FewBitTimmResBlock,
+    ("torchvision.models.resnet", "BasicBlock"): FewBitResNetBasicBlock,
+    ("torchvision.models.resnet", "Bottleneck"): FewBitResNetBottleneck,
     **{
         (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): FewBitLlamaRMSNorm
         for model, name in LLAMA_NORMS.items()

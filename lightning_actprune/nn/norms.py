@@ -50,11 +50,11 @@ class FewBitLayerNorm(FewBitNorm, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
-        shape = self.normalized_shape
-        if not self.keeps(input, self.weight, shape):
+        shape, weight = self.normalized_shape, self.weight  # asked for once: a module's parameter takes a while to find
+        if not self.keeps(input, weight, shape):
             return super().forward(input)
         setting, dtype = self.setting(True, self.eps), output_dtype(input, "layer_norm")
-        return few_bit_norm(input, self.weight, self.bias, shape, setting, dtype)
+        return few_bit_norm(input, weight, self.bias, shape, setting, dtype)
 
 
 class FewBitRMSNorm(FewBitNorm, nn.RMSNorm):
@@ -64,10 +64,10 @@ class FewBitRMSNorm(FewBitNorm, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
-        shape = self.normalized_shape
-        if not self.keeps(x, self.weight, shape):
+        shape, weight = self.normalized_shape, self.weight
+        if not self.keeps(x, weight, shape):
             return super().forward(x)
-        return few_bit_norm(x, self.weight, None, shape, self.setting(False, self.eps), output_dtype(x, "rms_norm"))
+        return few_bit_norm(x, weight, None, shape, self.setting(False, self.eps), output_dtype(x, "rms_norm"))
 
 
 class FewBitTimmLayerNorm(FewBitLayerNorm):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_actprune.ops.dispatch import choose_backend, on_device_of
+from lightning_actprune.ops.dispatch import as_operator, choose_backend, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
 from lightning_actprune.ops.weight_grad import unpack
 
@@ -84,7 +84,7 @@ def takes(rows: tuple[int, int], dtype: torch.dtype, device: torch.device, block
     return kernels.takes_rows(rows[1], block_size)
 
 
-_library.impl("affine_grad", affine_grad, "CompositeExplicitAutograd")
+_library.impl("affine_grad", as_operator(affine_grad), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::affine_grad", lib=_library)

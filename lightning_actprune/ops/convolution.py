@@ -148,7 +148,7 @@ def _cast_and_pack(x: Tensor, setting: Setting, eager: bool) -> tuple[Tensor, Sh
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     weight, *packed = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    x_hat = _unpack(ctx.plan, ctx.layout, tuple(packed), needed[1], library.in_plain_eager_mode(grad_y))
+    x_hat = _unpack(ctx.plan, ctx.layout, tuple(packed), library.in_plain_eager_mode(grad_y))
     stride, padding, dilation, groups = ctx.windows
     moves = stride, padding, dilation, False, (0,) * len(stride), groups
     weight = as_dtype(weight, ctx.layout.dtype)
@@ -158,10 +158,10 @@ def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _unpack(plan: ConvolutionPlan | None, layout: InputLayout, packed: Packed, wanted: bool, eager: bool) -> Tensor:
-    """Return the pruned input laid out as the convolution read it; its values only if they are ``wanted``."""
+def _unpack(plan: ConvolutionPlan | None, layout: InputLayout, packed: Packed, eager: bool) -> Tensor:
+    """Return the pruned input laid out as the convolution read it."""
     if plan is not None and eager and plan.unpacks(*packed):
-        return plan.unpack(packed, wanted)
+        return plan.unpack(packed)
     _, rows, length = layout.rows
     stored = packed, layout.block, layout.value_format, layout.dtype
     return library.unpack(rows, length, *stored, eager=eager).as_strided(layout.shape, layout.strides)

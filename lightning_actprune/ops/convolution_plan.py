@@ -77,12 +77,11 @@ class ConvolutionPlan(NamedTuple):
         aligned = (values.data_ptr() | bitmap.data_ptr() | offsets.data_ptr()) % 16 == 0
         return aligned and self.forced is forced_backend()
 
-    def unpack(self, packed: Packed, wanted: bool) -> Tensor:
-        """Return the pruned input, or, if its values are not ``wanted``, memory of its layout."""
+    def unpack(self, packed: Packed) -> Tensor:
+        """Return the pruned input."""
         x_hat = self.new()
-        if wanted:
-            with on_device_of(x_hat):
-                self.launch_unpack(*packed, x_hat)
+        with on_device_of(x_hat):
+            self.launch_unpack(*packed, x_hat)
         return x_hat
 
 

@@ -31,6 +31,7 @@ from torch.compiler import is_compiling
 from lightning_actprune.ops import normalize as _normalize
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
+from lightning_actprune.ops.dispatch import as_operator
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
 from lightning_actprune.ops.sharing import Shared
@@ -71,7 +72,7 @@ _library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
 _library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
 _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
 _library.impl("normalize", _normalize.normalize, "CompositeExplicitAutograd")
-_library.impl("normalize_grad", _normalize.normalize_grad, "CompositeExplicitAutograd")
+_library.impl("normalize_grad", as_operator(_normalize.normalize_grad), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::pack", lib=_library)

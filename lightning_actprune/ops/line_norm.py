@@ -113,12 +113,13 @@ def few_bit_line_norm(
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     stored = ctx.fixed, ctx.setting.groups, ctx.setting.block_size, ctx.setting.value_format
-    return _gradients(ctx, grad_y, ctx.strides, stored, (ctx.dtype, *ctx.parameters))
+    return _gradients(ctx, grad_y, ctx.saved_tensors, ctx.strides, stored, (ctx.dtype, *ctx.parameters))
 
 
 def _gradients(
     ctx: Any,
     grad_y: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor | None],
     strides: tuple[int, ...],
     stored: tuple[bool, int, int, str],
     types: tuple[torch.dtype, torch.dtype | None, torch.dtype | None],
@@ -128,7 +129,7 @@ def _gradients(
     of_x, *of_parameters = types
     eager = library.in_plain_eager_mode(grad_y)
     backward = normalize_lines.normalize_lines_grad if eager else torch.ops.actprune.normalize_lines_grad
-    values, statistics, weight = ctx.saved_tensors
+    values, statistics, weight = saved
     grad_x, sums = backward(grad_y, values, statistics, weight, strides, *stored, of_x)
     grads = [
         as_dtype(total, dtype) if wanted and dtype is not None else None
@@ -163,13 +164,14 @@ _apply_planned = eager_apply(PlannedBatchNormFunction)
 
 def _planned_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     plan: LinePlan = ctx.plan
+    values, statistics, weight = ctx.saved_tensors
     if library.in_plain_eager_mode(grad_y):
         grad_y = normalize_lines.as_laid_out(grad_y, plan.strides)
-        values, statistics, weight = ctx.saved_tensors
         grads = plan.backward(grad_y, values, statistics, weight, ctx.needs_input_grad[:3])
         if grads is not None:
             return grads
-    return _gradients(ctx, grad_y, plan.strides, plan.stored, plan.types)
+    grad_y, values = plan.without_relu(grad_y, values)
+    return _gradients(ctx, grad_y, (values, statistics, weight), plan.strides, plan.stored, plan.types)
 
 
 def few_bit_batch_norm(
@@ -181,16 +183,47 @@ def few_bit_batch_norm(
     running: Running | None = None,
 ) -> Tensor:
     """Return ``x [N, C, ...]`` normalised over all but the channels, in ``dtype``, and move ``running`` on."""
-    if library.in_plain_eager_mode(x):
-        plan = line_plan.plan_of(x, weight, bias, setting, dtype, running)
-        if plan is not None:
-            y: Tensor = _apply_planned(x, weight, bias, plan, running)
-            if running is not None:  # autograd would not notice what a kernel writes
-                torch.autograd.graph.increment_version([t for t in running[:3] if t is not None])
-            return y
+    planned = _planned(x, weight, bias, setting, dtype, running, False)
+    if planned is not None:
+        return planned
     y, statistics = few_bit_line_norm(x, weight, bias, setting, dtype)
     if running is not None:
         _move(running, statistics)
+    return y
+
+
+def few_bit_batch_norm_relu(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    setting: LineNormSetting,
+    dtype: torch.dtype,
+    running: Running | None = None,
+) -> Tensor | None:
+    """Return the ReLU of what ``few_bit_batch_norm`` returns, from the same passes, or ``None`` where there are none.
+
+    Then nothing has been done.
+    """
+    return _planned(x, weight, bias, setting, dtype, running, True)
+
+
+def _planned(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    setting: LineNormSetting,
+    dtype: torch.dtype,
+    running: Running | None,
+    relu: bool,
+) -> Tensor | None:
+    plan = None
+    if library.in_plain_eager_mode(x):
+        plan = line_plan.plan_of(x, weight, bias, setting, dtype, running, relu)
+    if plan is None:
+        return None
+    y: Tensor = _apply_planned(x, weight, bias, plan, running)
+    if running is not None:  # autograd would not notice what a kernel writes
+        torch.autograd.graph.increment_version([t for t in running[:3] if t is not None])
     return y
 
 

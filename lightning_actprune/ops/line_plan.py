@@ -4,7 +4,8 @@ As ``ops.plan`` for linear layers: what follows from shapes, strides, types, ali
 in plain eager mode, which backward is handed with it. A gradient that is laid out, or typed, in another way than the
 output was copied, or looked up anew.
 
-Running statistics in fp32 move on in the launch that merges the statistics of the batch.
+Running statistics in fp32 move on in the launch that merges the statistics of the batch. A ReLU that follows is part of
+the passes that there are: its bits are stored with the values.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.ops import normalize_lines
+from lightning_actprune.ops.activate import in_memory
 from lightning_actprune.ops.dispatch import Backend, choose_backend, forced_backend, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
@@ -74,6 +76,15 @@ class LinePlan:
         """What the operator of backward gets told: statistics of the input, of no groups, and how it is stored."""
         return False, 0, self._stored.block_size, self._stored.value_format
 
+    def without_relu(self, grad_y: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of what a ReLU was given, if there is one, and the values without its bits."""
+        if not self._stored.relu:
+            return grad_y, values
+        values, bits = self._stored.split(values)
+        passed = torch.empty_strided(grad_y.shape, self.strides, dtype=torch.bool, device=grad_y.device)
+        in_memory(passed).copy_(bits)
+        return torch.where(passed, grad_y, 0), values
+
     def forward(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,10 +131,12 @@ def plan_of(
     setting: LineNormSetting,
     dtype: torch.dtype,
     running: Running | None,
+    relu: bool = False,
 ) -> LinePlan | None:
     """Return how the kernels normalise the channels of ``x``, or ``None`` if that is not for them, or not for a plan.
 
-    That is: they take it as it lies in memory, and all of ``running`` that there is.
+    That is: they take it as it lies in memory, and all of ``running`` that there is. ``relu``: negative outputs are
+    zero.
     """
     if not x.is_cuda and choose_backend(x.shape, x.dtype, x.device, 1, 1) == "reference":
         return None  # and no address is asked for, which not every device has, and which ends a lazy copy
@@ -141,7 +154,7 @@ def plan_of(
     if addresses % 16:
         return None
     types = x.dtype, weight_type, bias_type
-    return _plan(x.shape, x.stride(), types, device, setting, dtype, momentum, counted, forced_backend())
+    return _plan(x.shape, x.stride(), types, device, setting, dtype, momentum, counted, relu, forced_backend())
 
 
 def _movable(running: Running, channels: int, device: torch.device) -> bool:
@@ -168,6 +181,7 @@ def _plan(
     dtype: torch.dtype,
     momentum: float | None,
     counted: bool,
+    relu: bool,
     forced: Backend | None,
 ) -> LinePlan | None:
     groups, eps, block_size, value_format = setting
@@ -181,6 +195,6 @@ def _plan(
     from lightning_actprune.kernels.line_norm_plan import ForwardPlan, Stored
 
     images, lines, length = normalize_lines.lines_of(x)
-    stored = Stored((images, lines, length), block, value_format, device)
+    stored = Stored((images, lines, length), block, value_format, device, relu)
     forward = ForwardPlan(stored, eps, (types[1] is not None, types[2] is not None), momentum, counted)
     return LinePlan(forward, stored, torch.empty_like(x).stride(), dtype, types)

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_actprune.arguments import ValueFormatName
 from lightning_actprune.ops import derived, library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
-from lightning_actprune.ops.dispatch import forced_backend
 from lightning_actprune.ops.geometry import ceil_div
 from lightning_actprune.ops.norm_plan import Layout, NormPlan, norm_plan
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
@@ -78,7 +77,12 @@ class FewBitNormFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
-        y, (values, rstd), ctx.plan, ctx.layout = normalized((x, weight, bias, None), shape, setting, dtype, eager)
+        given = x, weight, bias, None
+        ctx.plan = plan = norm_plan(given, shape, setting, dtype) if eager else None
+        if plan is None:
+            y, values, rstd, ctx.layout = normalized(given, shape, setting, dtype, eager)
+        else:
+            y, values, rstd = plan.forward(*given)
         ctx.save_for_backward(values, rstd, weight)
         if eager and len(shape) == 1:
             derived.remember(y, values, weight, bias, ctx.layout.setting)
@@ -88,8 +92,10 @@ class FewBitNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None, None)
-        return (*without_derivative(partial(_backward, ctx, grad_y), NO_SECOND), None, None, None, None)
+            needs = ctx.needs_input_grad
+            return *gradients(ctx, grad_y, needs[1], needs[2]), None, None, None, None
+        compute = partial(gradients, ctx, grad_y, *ctx.needs_input_grad[1:3])
+        return (*without_derivative(compute, NO_SECOND), None, None, None, None)
 
 
 _apply_eagerly = eager_apply(FewBitNormFunction)
@@ -116,12 +122,8 @@ def normalized(
     setting: NormSetting,
     dtype: torch.dtype,
     eager: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor | None], NormPlan | None, Layout]:
-    """Return the output, values and ``rstd``, and what ``gradients`` has to know besides; arguments: ``norm_plan``."""
-    plan = norm_plan(given, shape, setting, dtype) if eager else None
-    if plan is not None:
-        y, values, rstd = plan.forward(*given)
-        return y, (values, rstd), plan, plan.layout
+) -> tuple[Tensor, Tensor, Tensor | None, Layout]:
+    """Return output, values, ``rstd``, and what backward has to know besides, without a plan; see ``norm_plan``."""
     x, weight, bias, residual = given
     length = math.prod(shape)
     number = math.prod(x.shape[: x.dim() - len(shape)])
@@ -132,24 +134,29 @@ def normalized(
     parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
     # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
     y = torch.ops.aten._unsafe_view.default(y, x.shape)
-    return y, (values, rstd), None, Layout(setting, x.shape, (number, length), x.dtype, parameters)
+    return y, values, rstd, Layout(setting, x.shape, (number, length), x.dtype, parameters)
 
 
-def gradients(ctx: Any, grad_y: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-    """Return the gradients of the input and, as far as they are ``needed``, of weight and bias."""
+def gradients(
+    ctx: Any, grad_y: Tensor, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the input and, as far as they are needed, of weight and bias."""
+    plan: NormPlan | None = ctx.plan
+    if plan is not None and plan.takes(grad_y):
+        return plan.backward(grad_y, ctx.saved_tensors, needs_weight, needs_bias)
+    layout: Layout = ctx.layout if plan is None else plan.layout
     values, rstd, weight = ctx.saved_tensors
-    eager, plan, layout = library.in_plain_eager_mode(grad_y), ctx.plan, ctx.layout
-    if plan is not None and eager and plan.forced == forced_backend():
-        return plan.backward(grad_y, (values, rstd, weight), needed)  # type: ignore[no-any-return]
-    if rstd is None:
+    if rstd is None:  # as a plan has it
         rstd = values.new_empty(0, dtype=torch.float32)
-    kept = values, rstd, _flat(weight)
-    rows = grad_y.reshape(layout.rows)
-    grad_x, sums = library.normalize_grad(rows, kept, layout.setting, layout.dtype, any(needed), eager)
-    grads = [
-        _of_parameter(sums[place], *layout.parameters[place]) if wanted else None for place, wanted in enumerate(needed)
-    ]
-    return [grad_x.view(layout.shape), *grads]
+    kept, wanted = (values, rstd, _flat(weight)), needs_weight or needs_bias
+    rows, eager = grad_y.reshape(layout.rows), library.in_plain_eager_mode(grad_y)
+    grad_x, sums = library.normalize_grad(rows, kept, layout.setting, layout.dtype, wanted, eager)
+    of_weight, of_bias = layout.parameters
+    return (
+        grad_x.view(layout.shape),
+        _of_parameter(sums[0], *of_weight) if of_weight and needs_weight else None,
+        _of_parameter(sums[1], *of_bias) if of_bias and needs_bias else None,
+    )
 
 
 def output_dtype(x: Tensor, operator: str) -> torch.dtype:
@@ -157,9 +164,10 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
 
     A kernel reads ``x`` as it is, and writes fp32 where autocast asks for it: no copy is made.
     """
-    if x.dtype == torch.float64 or autocast_dtype(x) is None:
-        return x.dtype
-    return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else x.dtype
+    dtype = x.dtype
+    if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
+        return dtype
+    return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else dtype
 
 
 def check_stored(x: Tensor, blocks: int, block_size: int, value_format: str) -> None:
@@ -178,11 +186,6 @@ def check_stored(x: Tensor, blocks: int, block_size: int, value_format: str) -> 
 
 def _flat(parameter: Tensor | None) -> Tensor | None:
     return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
-
-
-def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-    _, of_weight, of_bias, *_ = ctx.needs_input_grad
-    return tuple(gradients(ctx, grad_y, (of_weight, of_bias)))
 
 
 def _of_parameter(total: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

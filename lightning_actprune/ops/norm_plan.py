@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_actprune.ops.dispatch import Backend, forced_backend, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.library import in_plain_eager_mode
 from lightning_actprune.ops.normalize import takes
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 
@@ -66,18 +67,18 @@ class NormPlan:
 
         self._kernels, self.layout, self.forced, self._dtype = kernels, layout, forced_backend(), dtype
         setting, stride = layout.setting, _row_stride(layout, strides)
-        self._copied = stride is None
+        self._copied, self._length = stride is None, layout.rows[1]
         present = *[given is not None for given in layout.parameters], residual is not None
         flags = *present, setting.centred, setting.rounded, setting.normed
         stored = setting.block_size, setting.value_format
-        self._forward = layout.rows, layout.rows[1] if stride is None else stride, flags, setting.eps, *stored
+        self._forward = layout.rows, self._length if stride is None else stride, flags, setting.eps, *stored
         parameters = [layout.dtype if given is None else given[1] for given in layout.parameters]
         key = device, dtype, layout.dtype, *parameters, residual or layout.dtype, *[True] * 4
         self._launch = kernels.forward_launch(key, *self._forward)
         self._new_y, self._new_x = (_maker(layout.shape, kind, device) for kind in (dtype, layout.dtype))
         self._new_values = _maker(self._launch.values, torch.uint8, device)
         self._new_rstd = _maker(layout.rows[:1], torch.float32, device) if setting.normed else None
-        self._new_sums = [given and _maker(*given, device) for given in layout.parameters]
+        self._new_weight, self._new_bias = (given and _maker(*given, device) for given in layout.parameters)
         self._backward = (present[0], setting.centred, setting.normed), stored, device
         self._grad_launches: dict[tuple[bool, ...], NormGradLaunch] = {}
 
@@ -90,41 +91,46 @@ class NormPlan:
         w, b, r = x if weight is None else weight, x if bias is None else bias, x
         if residual is not None:
             r = residual.contiguous()
-        given, launch = (x, w, b, r), self._launch
+        launch = self._launch
         if (x.data_ptr() | w.data_ptr() | b.data_ptr() | r.data_ptr()) & 15:
-            launch = self._kernels.forward_launch(self._kernels.forward_key(given, self._dtype), *self._forward)
+            key = self._kernels.forward_key((x, w, b, r), self._dtype)
+            launch = self._kernels.forward_launch(key, *self._forward)
         y, values = self._new_y(), self._new_values()
         rstd = None if self._new_rstd is None else self._new_rstd()
         with on_device_of(x):
-            launch(given, y, values, values if rstd is None else rstd)
+            launch.run(x, w, b, r, y, values, values if rstd is None else rstd)
         return y, values, rstd
 
+    def takes(self, grad_y: Tensor) -> bool:
+        """Return whether this is how to go back from ``grad_y``, too."""
+        return self.forced == forced_backend() and in_plain_eager_mode(grad_y)
+
     def backward(
-        self, grad_y: Tensor, kept: tuple[Tensor, Tensor | None, Tensor | None], needed: tuple[bool, ...]
-    ) -> list[Tensor | None]:
-        """Return the gradients of the input and, as far as they are ``needed``, of weight and bias.
+        self, grad_y: Tensor, kept: Sequence[Tensor | None], needs_weight: bool, needs_bias: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of the input and, as far as they are needed, of weight and bias.
 
         ``kept``: values, ``rstd`` and weight.
         """
         values, rstd, weight = kept
-        stride = self.layout.rows[1]
+        stride, needed = self._length, (needs_weight, needs_bias)
         if not grad_y.is_contiguous():
-            grad_y = grad_y.reshape(self.layout.rows)
-            grad_y = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
-            stride = grad_y.stride(0)
+            grad_y, stride = _rows(grad_y, self.layout.rows)
+        assert values is not None
         r, w = values if rstd is None else rstd, grad_y if weight is None else weight
         addresses = grad_y.data_ptr() | values.data_ptr() | r.data_ptr() | w.data_ptr()
-        usual = not addresses & 15 and stride == self.layout.rows[1] and grad_y.dtype == self._dtype
+        usual = not addresses & 15 and stride == self._length and grad_y.dtype == self._dtype
         launch = self._grad_launches.get(needed) if usual else None
         if launch is None:
             launch = self._grad_launch((grad_y, values, r, w), stride, needed)
             if usual:
                 self._grad_launches[needed] = launch
-        grads = [new() if new and wanted else None for new, wanted in zip(self._new_sums, needed, strict=True)]
         grad_x = self._new_x()
+        of_weight = self._new_weight() if needs_weight and self._new_weight else None
+        of_bias = self._new_bias() if needs_bias and self._new_bias else None
         with on_device_of(grad_y):
-            launch((grad_y, values, r, w), grad_x, [grad for grad in grads if grad is not None])
-        return [grad_x, *grads]
+            launch((grad_y, values, r, w), grad_x, of_weight, of_bias)
+        return grad_x, of_weight, of_bias
 
     def _grad_launch(self, given: tuple[Tensor, ...], stride: int, needed: tuple[bool, ...]) -> NormGradLaunch:
         flags, stored, device = self._backward
@@ -191,6 +197,13 @@ def _plan(
         return None
     kept = tuple(None if given is None else (given[0], given[2]) for given in parameters)
     return NormPlan(Layout(setting, x_shape, rows, x_dtype, kept), strides, device, residual, dtype)
+
+
+def _rows(grad_y: Tensor, rows: tuple[int, int]) -> tuple[Tensor, int]:
+    """Return ``grad_y`` as rows whose values lie side by side, and their stride."""
+    grad_y = grad_y.reshape(rows)
+    grad_y = grad_y if grad_y.stride(1) == 1 else grad_y.contiguous()
+    return grad_y, grad_y.stride(0)
 
 
 def _row_stride(layout: Layout, strides: tuple[int, ...]) -> int | None:

@@ -80,7 +80,7 @@ def normalize(
     if _by_kernels(x, block_size):
         from lightning_actprune.kernels import norm_launch as kernels
 
-        residual = None if residual is None else residual.contiguous()
+        weight, bias, residual = (None if t is None else t.contiguous() for t in (weight, bias, residual))
         stored = block_size, value_format
         with on_device_of(x):
             return kernels.normalize(x, weight, bias, centred, rounded, eps, *stored, normed, dtype, residual)
@@ -135,6 +135,7 @@ def normalize_grad(
     if _by_kernels(grad_y, block_size):
         from lightning_actprune.kernels import norm_launch as kernels
 
+        weight = None if weight is None else weight.contiguous()
         with on_device_of(grad_y):
             stored = block_size, value_format
             return kernels.normalize_grad(grad_y, values, rstd, weight, centred, *stored, normed, dtype, sums)

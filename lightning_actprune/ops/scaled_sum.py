@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_actprune.ops import library
 from lightning_actprune.ops.autocast import as_dtype
 from lightning_actprune.ops.norm import NO_SECOND, NormSetting, gradients, normalized
+from lightning_actprune.ops.norm_plan import norm_plan
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.unseen import eager_apply
 
@@ -34,7 +35,11 @@ class ScaledSumFunction(torch.autograd.Function):
     ) -> Tensor:
         """Compute the exact output in ``dtype``."""
         given, shape = (x, weight, None, residual), (weight.numel(),)
-        y, (values, rstd), ctx.plan, ctx.layout = normalized(given, shape, setting, dtype, eager)
+        ctx.plan = plan = norm_plan(given, shape, setting, dtype) if eager else None
+        if plan is None:
+            y, values, rstd, ctx.layout = normalized(given, shape, setting, dtype, eager)
+        else:
+            y, values, rstd = plan.forward(*given)
         ctx.residual = residual.dtype
         ctx.save_for_backward(values, rstd, weight)
         return y
@@ -63,7 +68,7 @@ def scaled_sum(x: Tensor, weight: Tensor, residual: Tensor, setting: NormSetting
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, needs_residual, *_ = ctx.needs_input_grad
-    grads: list[Tensor | None] = [None, None]
+    of_x = of_weight = None
     if needs_x or needs_weight:
-        grads = gradients(ctx, grad_y, (needs_weight, False))
-    return *grads[:2], as_dtype(grad_y, ctx.residual) if needs_residual else None
+        of_x, of_weight, _ = gradients(ctx, grad_y, needs_weight, False)
+    return of_x, of_weight, as_dtype(grad_y, ctx.residual) if needs_residual else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_actprune.kernels import line_norm, line_norm_grad, line_statistics
+from lightning_actprune.kernels import line_factors, line_norm, line_norm_grad, line_statistics
 from lightning_actprune.kernels.formats import encode_format
 from tests.kernels.compile_only import Specimen, print_records
 
@@ -13,6 +13,8 @@ CUTS = {
 """Images, lines and length: channels last, of them some that blocks do not divide, and contiguous."""
 CASES = [("nhwc64", "int4", "bf16"), ("nhwc64", "int4", "fp32"), ("nhwc40", "fp8", "fp16"), ("nchw56", "int4", "bf16")]
 CASES += [("nchw7", "int4", "bf16"), ("groups", "int3", "bf16")]
+RELUS = [("nhwc64", "int4", "bf16"), ("nhwc40", "fp8", "fp32"), ("nchw56", "int4", "bf16"), ("nchw7", "int4", "bf16")]
+"""Those of a batch normalisation with the ReLU after it."""
 BLOCK_SIZE = 32
 
 
@@ -26,18 +28,20 @@ def specimens() -> list[Specimen]:
             "fp32", {"num_warps": 4},
         ),
         (
-            "add_sums", line_norm_grad.add_sums_kernel,
+            "add_sums", line_factors.add_sums_kernel,
             {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
-            | {"ROWS": line_norm_grad.ADDED_ROWS, "LINES": line_norm_grad.ADDED_LINES},
+            | {"ROWS": line_factors.ADDED_ROWS, "LINES": line_factors.ADDED_LINES},
             "fp32", {"num_warps": 4},
         ),
     ]  # fmt: skip
     for name, value_format, value in CASES:
         found.extend(of_cut(name, value_format, value))
+    for name, value_format, value in RELUS:
+        found.extend(of_cut(name, value_format, value, relu=True)[1:])  # all but the statistics
     return found
 
 
-def of_cut(name: str, value_format: str, value: str) -> list[Specimen]:
+def of_cut(name: str, value_format: str, value: str, relu: bool = False) -> list[Specimen]:
     """Return the kernels that read the tensor."""
     _, lines, length = cut = CUTS[name]
     group, values = line_statistics.statistics_tile(lines, length)
@@ -50,11 +54,11 @@ def of_cut(name: str, value_format: str, value: str) -> list[Specimen]:
     read["STAGES"] = line_statistics.STAGES
     made = [
         ("statistics", line_statistics.line_statistics_kernel, read),
-        ("normalize", line_norm.normalize_lines_kernel, flat | {"WEIGHTED": True, "BIASED": True}),
-        ("sums", sums, tile | {"FORMAT": encode_format(value_format, BLOCK_SIZE)}),
-        ("grad", line_norm_grad.line_grad_kernel, flat),
+        ("normalize", line_norm.normalize_lines_kernel, flat | {"WEIGHTED": True, "BIASED": True, "RELU": relu}),
+        ("sums", sums, tile | {"FORMAT": encode_format(value_format, BLOCK_SIZE), "RELU": relu}),
+        ("grad", line_norm_grad.line_grad_kernel, flat | {"RELU": relu}),
     ]
-    label = f"{name}_{value_format}"
+    label = f"{name}_{value_format}" + "_relu" * relu
     return [(f"{kind}_{label}", kernel, constants, value, {"num_warps": 4}) for kind, kernel, constants in made]
 
 

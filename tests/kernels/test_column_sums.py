@@ -7,6 +7,7 @@ import torch
 
 from lightning_actprune.kernels import column_sums as kernels
 from lightning_actprune.kernels.column_sums import ColumnSumsPlan, column_sums
+from lightning_actprune.ops.dispatch import as_operator
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,17 @@ def test_counters_serve_launches_of_any_shape_one_after_another(kernel_device, m
             (counters,) = kernels._counters.values()
             assert not counters.any()
     assert counters.numel() == 8  # 300 columns in groups of 64, in place of 2
+
+
+def test_operators_keep_no_counters(kernel_device, monkeypatch):
+    monkeypatch.setattr(kernels, "_counters", {})
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    kernels._plan.cache_clear()
+    grad_y = oracle.integers(1031, 64, device=kernel_device)
+    assert torch.equal(as_operator(column_sums)(grad_y, torch.float32), grad_y.sum(0))
+    assert not kernels._counters  # memory that a compiler with CUDA graphs takes back
+    column_sums(grad_y, torch.float32)
+    assert kernels._counters
 
 
 @pytest.mark.gpu
@@ -109,3 +121,36 @@ def test_addresses_beyond_32_bits():
     grad_y = x.as_strided((3, 256), (2**30, 1))
     grad_y.copy_(oracle.integers(3, 256, dtype=torch.bfloat16, device="cuda"))
     assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+@pytest.mark.parametrize(("rows", "outputs", "programs"), [(1, 33, 1), (40, 70, 1), (300, 130, 100)])
+def test_sets_are_added_each_to_its_own_result(kernel_device, rows, outputs, programs, sets, monkeypatch):
+    """Of other types; in one part or several, whose counters are zero again for the next launch."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: programs)
+    monkeypatch.setattr(kernels, "_counters", {})
+    plan = kernels.AddSetsPlan(rows, sets, outputs, kernel_device)
+    assert (plan.scratch > rows * sets * outputs) == (programs > 1)
+    for _ in range(2):
+        values = oracle.integers(rows, sets, outputs, device=kernel_device)
+        scratch = torch.full((plan.scratch,), float("nan"), device=kernel_device)
+        scratch[: values.numel()] = values.flatten()
+        first = torch.empty(outputs, device=kernel_device)
+        second = torch.empty(outputs, dtype=torch.bfloat16, device=kernel_device) if sets == 2 else first
+        plan(scratch, first, second)
+        assert torch.equal(first, values[:, 0].sum(0))
+        assert torch.equal(second, values[:, -1].sum(0).to(second.dtype))
+    assert not any(counters.any() for counters in kernels._counters.values())
+
+
+def test_the_sum_of_a_set_does_not_depend_on_the_other(kernel_device, monkeypatch):
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 5)
+    values, found = torch.randn(300, 2, 130, device=kernel_device), []
+    for sets in (values, values[:, :1]):
+        plan = kernels.AddSetsPlan(300, sets.shape[1], 130, kernel_device)
+        scratch = torch.empty(plan.scratch, device=kernel_device)
+        scratch[: sets.numel()] = sets.flatten()
+        first, second = torch.empty(2, 130, device=kernel_device).unbind()
+        plan(scratch, first, second if sets is values else first)
+        found.append(first)
+    assert torch.equal(*found)

@@ -27,6 +27,8 @@ from lightning_actprune.ops.affine_grad import affine_grad as affine_grad  # reg
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.gate import GATE_LAST, Stored, gate, gate_grad
 from lightning_actprune.ops.geometry import ALL_BLOCKS, BlockGeometry
+from lightning_actprune.ops.line_norm import LineNormSetting, few_bit_batch_norm_relu
+from lightning_actprune.ops.line_plan import Running
 from lightning_actprune.ops.weight_grad import force_method
 from tests import oracle
 
@@ -239,6 +241,21 @@ def check_line_norm(x: Tensor, groups: int, value_format: str) -> None:
     assert grad_x.cpu().isfinite().all(), (x.shape, groups, value_format)
 
 
+def check_line_relu(x: Tensor, value_format: str) -> None:
+    """Normalise the channels of ``x [N, C, ...]`` and apply a ReLU by a plan, with running statistics, and go back."""
+    x, weight = x.detach().requires_grad_(), oracle.integers(x.shape[1], device=x.device).requires_grad_()
+    mean, var = torch.zeros(x.shape[1], device=x.device), torch.ones(x.shape[1], device=x.device)
+    running = Running(mean, var, torch.zeros((), dtype=torch.int64, device=x.device), 0.5)
+    y = few_bit_batch_norm_relu(x, weight, None, LineNormSetting(0, 1e-5, 24, value_format), x.dtype, running)
+    wide, others = x.detach().float().cpu(), [0, *range(2, x.dim())]
+    right = torch.nn.functional.batch_norm(wide, None, None, weight.detach().cpu(), training=True).relu()
+    assert oracle.relative_error(y.detach(), right) < 2 * torch.finfo(x.dtype).eps, (x.shape, value_format)
+    torch.testing.assert_close(mean.cpu(), wide.mean(others) / 2, rtol=1e-5, atol=1e-5)
+    assert running.batches == 1
+    for grad in torch.autograd.grad(y, (x, weight), torch.ones_like(y)):
+        assert grad.cpu().isfinite().all(), (x.shape, value_format)
+
+
 def run_all(device: torch.device) -> list[str]:
     """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
     torch.manual_seed(0)
@@ -284,6 +301,8 @@ def run_all(device: torch.device) -> list[str]:
             check_line_norm(images, 0, value_format)
             check_line_norm(images, 5, value_format)
             check_line_norm(images.contiguous(memory_format=torch.channels_last), 0, value_format)
+            check_line_relu(images.contiguous(memory_format=torch.channels_last), value_format)
+            check_line_relu(images.contiguous(), value_format)
         for dtype, value_format in itertools.product(DTYPES, ("same", "int3")):
             check_affine_grad(oracle.integers(3, 42, 103, dtype=dtype, device=device)[:, 1:, 3:], 24, value_format)
             check_affine_grad(oracle.integers(5, 3, 70, dtype=dtype, device=device), 16, value_format)

@@ -127,6 +127,73 @@ def test_a_block_scales_its_branches(device, dtype):
         assert torch.equal(ours(x), dense(x))
 
 
+class Doubled(nn.Module):
+    """In place of a path that is dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("path", ["plain", "hook", "module", "wide"])
+def test_a_block_adds_its_branches_on_the_way_if_nothing_is_between(path, device):
+    dense = TimmResBlock(70).to(device)
+    if path == "module":
+        dense.drop_path = Doubled()
+    for factors in (dense.ls1, dense.ls2):
+        nn.init.normal_(factors)
+    ours = nn.Sequential(copy.deepcopy(dense))
+    convert(ours, others={"affine": "int8"}, min_features=1000)
+    seen = []
+    if path == "hook":
+        ours[0].drop_path.register_forward_hook(lambda module, args, y: seen.append(y))
+    x = torch.randn(3, 5, 70, device=device)
+    if path == "wide":
+        for module in (dense, ours):
+            module.register_forward_pre_hook(lambda module, args: args[0].double())
+            module.to(torch.float32)
+        dense.linear_tokens, ours[0].linear_tokens = (Single(m) for m in (dense.linear_tokens, ours[0].linear_tokens))
+        dense.mlp_channels, ours[0].mlp_channels = (Single(m) for m in (dense.mlp_channels, ours[0].mlp_channels))
+    right, y = dense(x), ours(x)
+    names = {node.name() for node in nodes(y.grad_fn)}
+    assert ("ScaledSumFunctionBackward" in names) == (path == "plain")
+    assert len(seen) == (2 if path == "hook" else 0)
+    assert y.dtype == right.dtype
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-5)
+
+
+class Single(nn.Module):
+    """A branch that computes in fp32 whatever it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float())
+
+
+def nodes(root) -> set:
+    """Return all nodes of a graph of gradients."""
+    found, left = set(), [root]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left.extend(parent for parent, _ in node.next_functions)
+    return found
+
+
+def test_a_compiled_block_is_one_graph_and_equal(device):
+    dense = TimmResBlock(70).to(device)
+    ours = nn.Sequential(dense)
+    convert(ours, others={"affine": "int4"}, min_features=1000)
+    x = torch.randn(3, 5, 70, device=device)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(model(x).square().sum(), list(ours.parameters())) for model in (ours, compiled)]
+    for eager, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
 @each_kind
 @pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
 @pytest.mark.parametrize("why", ["frozen", "no_grad", "eval and no_grad", "nothing to store"])
