@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
