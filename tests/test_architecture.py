@@ -58,6 +58,7 @@ ALLOWED = {
         "ops.autocast",
         "ops.convolution",
         "ops.convolution_plan",
+        "ops.derived",
         "ops.dropout",
         "ops.gated",
         "ops.geometry",

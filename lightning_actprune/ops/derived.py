@@ -103,8 +103,10 @@ def remember(y: Tensor, values: Tensor, weight: Tensor | None, bias: Tensor | No
         bias: ``L`` values or ``None``.
         setting: How x^ is stored; blocks cut to ``L``.
     """
-    if not y.numel() or y.dtype == torch.float64 or any(t is not None and t.is_inference() for t in (y, weight, bias)):
+    if not y.numel() or y.dtype == torch.float64 or y.is_inference():
         return
+    if (weight is not None and weight.is_inference()) or (bias is not None and bias.is_inference()):
+        return  # changes of it are not counted
     versions = y._version, _version(weight), _version(bias)
     given = _reference(y), TensorWeakRef(values), (weight, bias), versions, place_of(y)
     _outputs[id(y)] = _Output(*given, "alike", y.shape, y.dtype, setting.block_size, setting.value_format)
@@ -227,7 +229,7 @@ def _known(x: Tensor) -> _Output | None:
 
 
 def _is_current(found: _Output, x: Tensor) -> bool:
-    """Return whether tensors are as they were, and ``x`` is read where and when ``y`` was made; views share versions."""
+    """Return whether nothing was modified since, and ``x`` is read where ``y`` was made; views share versions."""
     weight, bias = found.parameters
     return found.versions == (x._version, _version(weight), _version(bias)) and found.place == place_of(x)
 
