@@ -43,7 +43,8 @@ BELOW_CALLBACKS |= {"few_bit_saving", "pictures", "presets", "recomputed", "sele
 ALLOWED = {
     "arguments": set(),
     "schedules": {"arguments"},
-    "kernels": {"ops.activations", "ops.block_selection", "ops.formats", "ops.geometry"},
+    "kernels": {"ops.activations", "ops.block_selection", "ops.formats", "ops.geometry", "ops.operators"},
+    "ops.operators": set(),
     "ops.block_selection": {"arguments", "ops.formats"},
     "ops.formats": set(),
     "ops.activations": {"ops.formats"},

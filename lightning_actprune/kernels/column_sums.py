@@ -4,7 +4,7 @@ A program adds up one part of the rows for 64 columns, in fp32 and in a fixed or
 its columns adds the parts, in their order: the result does not depend on which program that is. It knows by a counter
 that each program raises once its part is in memory, and sets it back to zero for the next launch; launches on one
 stream follow each other, so a few counters per stream do for all. What a CUDA graph records has its own, zeroed at each
-replay: graphs recorded on one stream may be replayed on several at once. So have operators (``dispatch.as_operator``).
+replay: graphs recorded on one stream may be replayed on several at once. So have operators (``ops.operators``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_actprune.kernels.launch import Launch, multiprocessors
-from lightning_actprune.ops.dispatch import may_keep_memory
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.operators import may_keep_memory
 
 COLS = 64
 """Columns of a program."""

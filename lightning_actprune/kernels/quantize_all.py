@@ -16,6 +16,7 @@ from lightning_actprune.kernels.keys import stride_unit
 from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.kernels.quantize import load_rows, quantize_tile
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.operators import in_operator
 
 
 @triton.jit
@@ -75,7 +76,12 @@ class QuantizePlan:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
         values = x.new_empty(*self.values, dtype=self.dtype)
         self._store(x, x if copy is None else copy, values)
+        if in_operator():
+            return values, self._no_positions(x), self._no_positions(x)
         if self._positions is None:
             with torch.inference_mode(False):  # else nothing could save it for backward
-                self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
+                self._positions = self._no_positions(x)
         return values, self._positions, self._positions
+
+    def _no_positions(self, x: Tensor) -> Tensor:
+        return x.new_empty(self._samples, 0, dtype=torch.int32)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_actprune.ops.dispatch import as_operator, choose_backend, on_device_of
+from lightning_actprune.ops.dispatch import choose_backend, on_device_of
 from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.operators import as_operator
 from lightning_actprune.ops.weight_grad import unpack
 
 _library = torch.library.Library("actprune", "FRAGMENT")

@@ -11,18 +11,15 @@ import contextlib
 import functools
 import importlib.util
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 0)
@@ -131,36 +128,6 @@ def has_fp32_product(x: Tensor) -> bool:
     if x.dtype == torch.float16:
         return not torch.backends.cuda.matmul.allow_fp16_accumulation
     return x.dtype == torch.bfloat16
-
-
-class _Running(threading.local):
-    operators: int = 0
-
-
-_running = _Running()
-
-
-def as_operator(implementation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return ``implementation`` as the dispatcher is to call it: one that keeps no memory from call to call.
-
-    A compiler with CUDA graphs (``mode="reduce-overhead"``) runs operators in memory that it takes back, and raises if
-    somebody holds on to some.
-    """
-
-    @functools.wraps(implementation)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        _running.operators += 1
-        try:
-            return implementation(*args, **kwargs)
-        finally:
-            _running.operators -= 1
-
-    return called
-
-
-def may_keep_memory(x: Tensor) -> bool:
-    """Return whether a buffer where ``x`` is may be kept for the next call on the same stream; see ``as_operator``."""
-    return not _running.operators and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @contextlib.contextmanager

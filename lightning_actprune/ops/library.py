@@ -31,9 +31,9 @@ from torch.compiler import is_compiling
 from lightning_actprune.ops import normalize as _normalize
 from lightning_actprune.ops import pack as _pack
 from lightning_actprune.ops import weight_grad as _weight_grad
-from lightning_actprune.ops.dispatch import as_operator
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
+from lightning_actprune.ops.operators import as_operator
 from lightning_actprune.ops.sharing import Shared
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _library.define(
     tags=_TAGS,
 )
 # One implementation for every device: it chooses between kernels and reference itself.
-_library.impl("pack", _pack.pack, "CompositeExplicitAutograd")
+_library.impl("pack", as_operator(_pack.pack), "CompositeExplicitAutograd")
 _library.impl("unpack", _weight_grad.unpack, "CompositeExplicitAutograd")
 _library.impl("weight_grad", _weight_grad.weight_grad, "CompositeExplicitAutograd")
 _library.impl("normalize", _normalize.normalize, "CompositeExplicitAutograd")

@@ -85,7 +85,7 @@ class FewBitNormFunction(torch.autograd.Function):
             y, values, rstd = plan.forward(*given)
         ctx.save_for_backward(values, rstd, weight)
         if eager and len(shape) == 1:
-            derived.remember(y, values, weight, bias, ctx.layout.setting)
+            derived.remember(y, values, weight, bias, (ctx.layout if plan is None else plan.layout).setting)
         return y
 
     @staticmethod

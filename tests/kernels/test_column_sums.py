@@ -7,7 +7,7 @@ import torch
 
 from lightning_actprune.kernels import column_sums as kernels
 from lightning_actprune.kernels.column_sums import ColumnSumsPlan, column_sums
-from lightning_actprune.ops.dispatch import as_operator
+from lightning_actprune.ops.operators import as_operator
 from tests import oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -161,7 +161,8 @@ def test_gradients_of_any_kind(kernel_device, kind):
     right = torch.autograd.grad(y, (x, weight, bias), dense, retain_graph=True)
     for name, grad in given.items():
         found = torch.autograd.grad(y, (x, weight, bias), grad, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True)), name
+        assert name == "shifted" or all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+        torch.testing.assert_close(found, right)  # values that are not aligned are added in another order
     batched = torch.autograd.grad(
         y, (x, weight, bias), torch.stack([dense, 2 * dense]), retain_graph=True, is_grads_batched=True
     )
