@@ -70,9 +70,10 @@ def add_lora(model: nn.Module, trained: str) -> nn.Module:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Let every block of a model of timm, GPT-2, Llama or ResNet keep only its input, and run again in backward."""
+    """Let every block of a model of timm or torchvision, of GPT-2 or Llama keep only its input, and run it again."""
     names = {name for name, _ in model.named_modules()}
-    known = ("blocks",), ("transformer.h",), ("model.layers",), ("layer1", "layer2", "layer3", "layer4")
+    known = ("blocks",), ("transformer.h",), ("model.layers",), ("encoder.layers",)
+    known += (("layer1", "layer2", "layer3", "layer4"),)
     for part in next(parts for parts in known if names.issuperset(parts)):
         for block in model.get_submodule(part):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

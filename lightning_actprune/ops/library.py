@@ -34,6 +34,7 @@ from lightning_actprune.ops import weight_grad as _weight_grad
 from lightning_actprune.ops.formats import FORMATS
 from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
 from lightning_actprune.ops.operators import as_operator
+from lightning_actprune.ops.scaling import scaled, scaled_grad
 from lightning_actprune.ops.sharing import Shared
 
 if TYPE_CHECKING:
@@ -238,6 +239,8 @@ def normalize(
     x, weight, bias, residual = given
     if eager:
         return _normalize.normalize(x, weight, bias, *setting, dtype, residual)
+    if torch.compiler.is_compiling() and not setting.normed:
+        return scaled(given, setting.block_size, setting.value_format, dtype)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.actprune.normalize(x, weight, bias, *setting, dtype, residual)
     return found
 
@@ -255,5 +258,8 @@ def normalize_grad(
     arguments = grad_y, *kept, setting.centred, *stored, dtype, sums
     if eager:
         return _normalize.normalize_grad(*arguments)
+    if torch.compiler.is_compiling() and not setting.normed:
+        values, _, weight = kept
+        return scaled_grad(grad_y, values, weight, setting.block_size, setting.value_format, dtype, sums)
     grads: tuple[Tensor, Tensor] = torch.ops.actprune.normalize_grad(*arguments)
     return grads
