@@ -130,15 +130,19 @@ def steps(records: Records) -> Summary:
 
 
 def presets(records: Records) -> Summary:
-    """Steps of real models, one row per model and method: memory and time with their ratio to dense in that mode."""
+    """Steps of real models, one row per model and method: memory and time with their ratio to dense in that mode.
+
+    The last column is how long the host takes to issue a step; an eager step takes no less.
+    """
     rows = []
     for (model, batch, _), group in groups(records, "model", "batch", "mode").items():
         dense = next(r for r in group if r["method"].startswith("dense"))
         for r in group:
             memory = [beside(r, dense, name, 0) for name in ("activations_mib", "peak_mib")]
             layers = f"{r['dropping']} of {r['converted']}" if r["converted"] else "-"
-            rows.append([f"{model}, batch {batch}", r["method"], layers, *memory, _time(r, dense)])
-    header = ("model", "method", "layers that drop blocks", "activations MiB", "peak MiB", "ms a step")
+            host = f"{r['host_ms']:.1f}"
+            rows.append([f"{model}, batch {batch}", r["method"], layers, *memory, _time(r, dense), host])
+    header = ("model", "method", "layers that drop blocks", "activations MiB", "peak MiB", "ms a step", "host ms")
     return Summary("Presets on real models; in brackets the ratio to dense", header, rows)
 
 

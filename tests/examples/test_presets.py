@@ -125,7 +125,7 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
             presets.serve(*command[-2:], steps=2, device=CPU)
             facts, *answers = map(json.loads, capsys.readouterr().out.splitlines())
             assert [len(times) for times, _ in answers] == [2] * rounds
-            figures.append({**facts, "ms_median": answers[0][0][0]})
+            figures.append({**facts, "ms_median": answers[0][0][0], "host_ms": answers[0][1]})
         return figures
 
     for name in ("GROUP", "ISSUED"):
@@ -173,10 +173,14 @@ def test_table_compares_with_dense_of_the_same_model():
     def record(method, scale, **more):
         mode = "compiled" if "compiled" in method else "eager"
         head = {"model": "net", "batch": 8, "mode": mode, "method": method, "converted": 0, "dropping": 0}
-        return head | {"activations_mib": 400 * scale, "peak_mib": 800 * scale, "ms_median": 10 * scale} | more
+        return (
+            head
+            | {"activations_mib": 400 * scale, "peak_mib": 800 * scale, "ms_median": 10 * scale, "host_ms": 4.25}
+            | more
+        )
 
     compiled = [record("dense, compiled", 0.8), record("max, others, compiled", 0.2, peak_mib=None)]
     rows = summaries.presets([record("dense", 1), record("max", 0.5, converted=9, dropping=4), *compiled]).rows
-    assert rows[0] == ["net, batch 8", "dense", "-", "400", "800", "10.00"]
-    assert rows[1] == ["net, batch 8", "max", "4 of 9", "200 (0.50)", "400 (0.50)", "5.00 (0.50)"]
-    assert rows[3][3:] == ["80 (0.25)", "-", "2.00 (0.25)"]
+    assert rows[0] == ["net, batch 8", "dense", "-", "400", "800", "10.00", "4.2"]
+    assert rows[1] == ["net, batch 8", "max", "4 of 9", "200 (0.50)", "400 (0.50)", "5.00 (0.50)", "4.2"]
+    assert rows[3][3:] == ["80 (0.25)", "-", "2.00 (0.25)", "4.2"]

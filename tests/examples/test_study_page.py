@@ -119,9 +119,10 @@ def test_readme_shows_presets_once_records_are_there(tmp_path):
         "dropping": 0,
         "activations_mib": 400.4,
     }
-    step |= {"peak_mib": 800.0, "ms_median": 10.0, "gpu": "GPU", "torch": "2", "triton": "3", "command": "measured"}
+    step |= {"peak_mib": 800.0, "ms_median": 10.0, "host_ms": 4.0}
+    step |= {"gpu": "GPU", "torch": "2", "triton": "3", "command": "measured"}
     (tmp_path / "presets.json").write_text(json.dumps([step]))
     text = tables.rendered(readme, tmp_path)
     assert "| dense | - | - | - | 16.00 | 71.00 ± 1.41 |" in text
-    assert "| net, batch 8 | dense | - | 400 | 800 | 10.00 |" in text
+    assert "| net, batch 8 | dense | - | 400 | 800 | 10.00 | 4.0 |" in text
     assert "`measured`" in text

@@ -141,7 +141,7 @@ def test_compiled_equals_eager(device):
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     first, second = (function(x, weight, residual) for function in (step, compiled))
-    assert torch.equal(first, second)
+    torch.testing.assert_close(first, second)  # kernels round product and sum once
     grad_y = torch.randn_like(first)
     of_x, of_weight, of_residual = torch.autograd.grad(first, (x, weight, residual), grad_y)
     found = torch.autograd.grad(second, (x, weight, residual), grad_y)
