@@ -22,37 +22,14 @@ from torch import Tensor
 
 from lightning_actprune.kernels.column_sums import AddSetsPlan
 from lightning_actprune.kernels.columns import set_bits
-from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
+from lightning_actprune.kernels.formats import dequantize_tile, encode_format
 from lightning_actprune.kernels.keys import stride_unit
-from lightning_actprune.kernels.launch import INTERPRETED, Launch, aligned, multiprocessors
+from lightning_actprune.kernels.launch import Launch, aligned, multiprocessors
+from lightning_actprune.kernels.norm import tile_of
+from lightning_actprune.kernels.norm_launch import REGISTERS, WARPS
 from lightning_actprune.kernels.quantize import load_rows
 from lightning_actprune.kernels.select import RUN, WORD
 from lightning_actprune.ops.geometry import ceil_div
-
-MOST_VALUES = 8192
-"""Most values of a row, filled up to a power of two of blocks: 16 a thread of 16 warps, as in ``kernels.norm``."""
-TILE_VALUES = 8192 if INTERPRETED else 2048
-"""Values of a tile of rows that are shorter: 16 a thread of 4 warps."""
-WARPS, REGISTERS = 16, 128
-"""Warps per multiprocessor, whose programs stay until all rows are done, and registers of a thread."""
-
-
-def takes_rows(length: int, block_size: int) -> bool:
-    """Return whether a program can hold a row."""
-    return _padded(length, block_size) <= MOST_VALUES
-
-
-@functools.cache  # Triton's own function of powers of two is slow on the host
-def _padded(length: int, block_size: int) -> int:
-    return int(triton.next_power_of_2(ceil_div(length, block_size))) * tile_width(block_size)
-
-
-def tile_of(length: int, block_size: int) -> tuple[dict[str, int], int]:
-    """Return the sizes of a tile of whole rows at compile time, and its warps."""
-    block, padded = tile_width(block_size), _padded(length, block_size)
-    rows = max(1, TILE_VALUES // padded)
-    sizes = {"ROWS": rows, "COLS": padded // block, "B": block_size, "BLOCK": block}
-    return sizes, max(1, min(16, rows * padded // 512))
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_actprune.ops.dispatch import choose_backend, on_device_of
-from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.ops.dispatch import on_device_of
+from lightning_actprune.ops.normalize import takes
 from lightning_actprune.ops.operators import as_operator
 from lightning_actprune.ops.weight_grad import unpack
 
@@ -72,17 +72,6 @@ def affine_grad(
     sums = torch.stack([(grad * x).sum(0), *([grad.sum(0)] if biased else [])])
     grad_x = grad_y.new_empty(0, length, dtype=dtype) if weight is None else (grad * weight).to(dtype)
     return grad_x, sums
-
-
-def takes(rows: tuple[int, int], dtype: torch.dtype, device: torch.device, block_size: int) -> bool:
-    """Return whether the kernel takes gradients of this shape and type; for others the input is unpacked."""
-    if not rows[0] * rows[1]:
-        return False
-    if choose_backend(rows, dtype, device, block_size, ceil_div(rows[1], block_size)) != "triton":
-        return False
-    from lightning_actprune.kernels import affine as kernels
-
-    return kernels.takes_rows(rows[1], block_size)
 
 
 _library.impl("affine_grad", as_operator(affine_grad), "CompositeExplicitAutograd")

@@ -7,14 +7,14 @@ compiled kernels take them; that is asked last, of tensors that kernels take: no
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_actprune.ops.affine_grad import takes
 from lightning_actprune.ops.dispatch import Backend, forced_backend, on_device_of
+from lightning_actprune.ops.norm_plan import maker
+from lightning_actprune.ops.normalize import takes
 
 Parameter = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a parameter."""
@@ -81,9 +81,9 @@ class _Plan:
         types = layout.dtype, dtype, layout.weight, layout.bias
         self._kernels, self._types, self._arguments = kernels, types, arguments
         self._launch = kernels.grad_launch((types, True), *arguments)
-        self._new_x = _maker(layout.shape, layout.dtype, device) if needs_x else None
-        self._new_weight = _maker(*layout.weight, device)
-        self._new_bias = _maker(*layout.bias, device) if needs_bias and layout.bias is not None else None
+        self._new_x = maker(layout.shape, layout.dtype, device) if needs_x else None
+        self._new_weight = maker(*layout.weight, device)
+        self._new_bias = maker(*layout.bias, device) if needs_bias and layout.bias is not None else None
 
     def __call__(self, given: tuple[Tensor, ...]) -> Gradients:
         """Return the gradients for ``grad_y``, values, bitmap, offsets and the weight, or any tensor in its place."""
@@ -114,9 +114,3 @@ def _plan(
     if not takes(layout.rows, dtype, device, layout.block_size):
         return None
     return _Plan(layout, stride, dtype, device, needs_x, needs_bias)
-
-
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that allocates a contiguous tensor; asked for strides, torch takes half the time."""
-    strides = torch.empty(shape, device="meta").stride()
-    return functools.partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)

@@ -75,10 +75,10 @@ class NormPlan:
         parameters = [layout.dtype if given is None else given[1] for given in layout.parameters]
         key = device, dtype, layout.dtype, *parameters, residual or layout.dtype, *[True] * 4
         self._launch = kernels.forward_launch(key, *self._forward)
-        self._new_y, self._new_x = (_maker(layout.shape, kind, device) for kind in (dtype, layout.dtype))
-        self._new_values = _maker(self._launch.values, torch.uint8, device)
-        self._new_rstd = _maker(layout.rows[:1], torch.float32, device) if setting.normed else None
-        self._new_weight, self._new_bias = (given and _maker(*given, device) for given in layout.parameters)
+        self._new_y, self._new_x = (maker(layout.shape, kind, device) for kind in (dtype, layout.dtype))
+        self._new_values = maker(self._launch.values, torch.uint8, device)
+        self._new_rstd = maker(layout.rows[:1], torch.float32, device) if setting.normed else None
+        self._new_weight, self._new_bias = (given and maker(*given, device) for given in layout.parameters)
         self._backward = (present[0], setting.centred, setting.normed), stored, device
         self._grad_launches: dict[tuple[bool, ...], NormGradLaunch] = {}
 
@@ -218,6 +218,6 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
     """Return a function that allocates a contiguous tensor; asked for strides, torch takes half the time."""
     return functools.partial(torch.empty_strided, tuple(shape), _contiguous_strides(shape), dtype=dtype, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_actprune.kernels import affine
 from lightning_actprune.kernels.formats import encode_format
+from lightning_actprune.kernels.norm import tile_of
 from tests.kernels.compile_only import Specimen, print_records, rows
 
 CASES = [
@@ -28,7 +29,7 @@ def specimens() -> list[Specimen]:
     """Return the kernel as the launch function uses it."""
     found = []
     for name, size, length, value, sums in CASES:
-        sizes, warps = affine.tile_of(length, size)
+        sizes, warps = tile_of(length, size)
         constants = rows(length, size) | sizes | {"INPUT": True, "SUMS": sums}
         constants["FORMAT"] = encode_format(name, size)
         options = {"num_warps": warps, "maxnreg": affine.REGISTERS}

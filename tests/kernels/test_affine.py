@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.kernels import affine as kernels
+from lightning_actprune.kernels import norm
 from lightning_actprune.ops import affine_grad as operators
 from lightning_actprune.ops.dispatch import force_backend
 from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts
@@ -36,7 +37,7 @@ def test_sums_of_many_programs_are_those_of_the_reference(
 ):
     """Programs that have several tiles, one that is not full, or none; samples of many runs of blocks, and of one."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(kernels, "TILE_VALUES", 512)
+    monkeypatch.setattr(norm, "TILE_VALUES", 512)
     monkeypatch.setattr(kernels, "WARPS", 2)
     kernels.grad_launch.cache_clear()
     x = torch.randn(shape, device=kernel_device)
@@ -55,7 +56,7 @@ def test_sums_of_many_programs_are_those_of_the_reference(
 
 
 def test_rows_that_no_program_holds_are_unpacked(kernel_device, monkeypatch):
-    monkeypatch.setattr(kernels, "MOST_VALUES", 64)
+    monkeypatch.setattr(norm, "MOST_VALUES", 64)
     x = torch.randn(2, 5, 100, device=kernel_device)
     grad_y, weight = torch.randn(10, 100, device=kernel_device), torch.randn(100, device=kernel_device)
     with force_backend("triton"), launches() as names:
