@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_actprune.arguments import BlockSelection, OtherOperator, Scope, ValueFormatName, check_sparsity
 from lightning_actprune.functional import check_input, prunes
-from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings
+from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings, hooked
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings
 from lightning_actprune.ops.affine import pruned_affine
 from lightning_actprune.ops.autocast import autocast_dtype
@@ -104,6 +104,8 @@ class PrunedAffine(PrunedLayer):
             return False
         if isinstance(x, DTensor) or isinstance(weight, DTensor):
             check_input(x, weight)  # raises
+        if x.device != weight.device:
+            return False  # torch says so
         return x.is_floating_point() and x.layout == torch.strided and x.shape[-1:] == (weight.numel(),)
 
     def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,7 +115,9 @@ class PrunedAffine(PrunedLayer):
         if parts != 0:
             return pruned_affine(x, weight, bias, parts, blocks)
         setting = NormSetting(False, False, 0.0, blocks.block_size, blocks.value_format, normed=False)
-        return few_bit_norm(x, weight, bias, (weight.numel(),), setting, torch.promote_types(x.dtype, weight.dtype))
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        dtype = dtype if bias is None else torch.promote_types(dtype, bias.dtype)
+        return few_bit_norm(x, weight, bias, (weight.numel(),), setting, dtype)
 
     def extra_repr(self) -> str:
         """Show what the dense module prints, and the settings."""
@@ -271,7 +275,4 @@ def _scaling(settings: FewBitSettings) -> NormSetting:
 
 def _does_nothing(module: nn.Module) -> bool:
     """Return whether calling ``module`` returns what it is given, and nobody looks on."""
-    if type(module) is not nn.Identity or "forward" in module.__dict__:
-        return False
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return not any(hooks)
+    return type(module) is nn.Identity and not hooked(module)

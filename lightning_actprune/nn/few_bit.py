@@ -64,6 +64,8 @@ class FewBitLayer(Converted):
     def takes(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
         """Return whether ``x`` ends in dimensions of ``shape`` and can be stored; what torch refuses is left to torch.
 
+        Kernels are given addresses, and would take those of a weight that is elsewhere for their own.
+
         Raises:
             TypeError: If a tensor is a DTensor.
         """
@@ -72,9 +74,27 @@ class FewBitLayer(Converted):
                 "A layer that keeps its input in few bits cannot take DTensors: blocks would be those of one shard. "
                 "HINT: exclude tensor-parallel layers (`exclude=[...]`)."
             )
+        if weight is not None and weight.device != x.device:
+            return False
         return x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape
 
     @property
     def owner(self) -> str | None:
         """Who converted the layer from its dense class; ``None`` if it was built as it is."""
         return self._few_bit.owner
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether anything but the forward of its class runs when ``module`` is called."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or "forward" in module.__dict__ or _any_global_hook()
+
+
+def _any_global_hook() -> bool:
+    modules = torch.nn.modules.module
+    return bool(
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )

@@ -16,8 +16,9 @@ class ActivationPrunedLinear(PrunedLayer, nn.Linear):
     """A linear layer with dense, exact forward and a block-pruned saved input.
 
     Same parameters, ``state_dict`` and output as ``nn.Linear``; input and bias gradients are exact, the weight gradient
-    is computed from the kept blocks (arXiv:2311.16883). In no-grad mode, with a frozen weight or at ``sparsity=0`` it
-    is ``nn.Linear`` in every respect.
+    is computed from the kept blocks (arXiv:2311.16883), or from what a norm before it keeps (``ops.derived``). In
+    no-grad mode, with a frozen weight or at ``sparsity=0`` with values stored as they are, it is ``nn.Linear`` in every
+    respect.
 
     Args:
         in_features: Size of each input row.

@@ -51,7 +51,7 @@ class FewBitLayerNorm(FewBitNorm, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
         shape, weight = self.normalized_shape, self.weight  # asked for once: a module's parameter takes a while to find
-        if not self.keeps(input, weight, shape):
+        if (weight is not None and weight.shape != shape) or not self.keeps(input, weight, shape):
             return super().forward(input)
         setting, dtype = self.setting(True, self.eps), output_dtype(input, "layer_norm")
         return few_bit_norm(input, weight, self.bias, shape, setting, dtype)
@@ -65,7 +65,7 @@ class FewBitRMSNorm(FewBitNorm, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
         shape, weight = self.normalized_shape, self.weight
-        if not self.keeps(x, weight, shape):
+        if (weight is not None and weight.shape != shape) or not self.keeps(x, weight, shape):
             return super().forward(x)
         return few_bit_norm(x, weight, None, shape, self.setting(False, self.eps), output_dtype(x, "rms_norm"))
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from typing import ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from lightning_actprune.arguments import OtherOperator
 from lightning_actprune.nn.activations import FewBitReLU
 from lightning_actprune.nn.batch_norms import FewBitBatchNorm2d
-from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.few_bit import FewBitLayer, hooked
 
 
 class FewBitResNetBlock(FewBitLayer):
@@ -45,7 +44,7 @@ class FewBitResNetBlock(FewBitLayer):
     def rectified(self, norm: nn.Module, x: Tensor) -> Tensor:
         """Return the ReLU of the normalised ``x``."""
         relu = self.relu
-        if type(norm) is FewBitBatchNorm2d and type(relu) is FewBitReLU and not _hooked(norm) and not _hooked(relu):
+        if type(norm) is FewBitBatchNorm2d and type(relu) is FewBitReLU and not hooked(norm) and not hooked(relu):
             y = norm.rectified(x)
             if y is not None:
                 return y
@@ -71,19 +70,3 @@ class FewBitResNetBottleneck(FewBitResNetBlock):
         y = self.rectified(self.bn1, self.conv1(x))
         y = self.rectified(self.bn2, self.conv2(y))
         return self.added(self.bn3(self.conv3(y)), x)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Return whether anything but the forward of its class runs when ``module`` is called."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or "forward" in module.__dict__ or _any_global_hook()
-
-
-def _any_global_hook() -> bool:
-    modules = torch.nn.modules.module
-    return bool(
-        modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-        or modules._global_backward_hooks
-        or modules._global_backward_pre_hooks
-    )

@@ -9,12 +9,15 @@ Both terms are made in fp32 after the product, of the size of the weight. If the
 ``y.transpose(1, 2)``, so that tokens are its features, w and b run along what is summed, and scale x~ before the
 product instead, while it is turned. An affine layer keeps x~ of its input itself, and ``y = x w + b``.
 
-Errors n = x~ - x^ of mean zero give ``dW`` the error ``(g^T n) w``: as if ``y`` had been stored with errors n w.
+Errors n = x~ - x^ of mean zero give ``dW`` the error ``(g^T n) w``: as if ``y`` had been stored with errors n w. A
+block of ``y`` itself would have errors in proportion to its own largest value, though. Where w makes the largest values
+of x^ small, as it may of outlier features, n w is larger than that, by up to the ratio of the weights in a block. So
+only what is kept in more bits than the layer asks for will do.
 
 That ``y`` is the output of such a layer shows in the tensor *object* as in ``ops.sharing``, and under the same
 conditions: not modified since, neither are w and b, same stream, same recording. Views that only turn or flatten ``y``
-know it as their base. Weak references keep nothing alive. A layer that asks for more bits, or for smaller blocks, than
-``y`` is known in packs its own.
+know it as their base. Weak references keep nothing alive. A layer that asks for as many bits, or for smaller blocks,
+than ``y`` is known in packs its own, and so does one that computes in fp16, where x~ or ``g^T x~`` might be too large.
 
 w and b are saved as they are, which takes no memory, and autograd checks that backward finds them unmodified. Inside
 an activation checkpoint, or where other saved-tensor hooks say what is kept, each layer packs its own.
@@ -43,14 +46,14 @@ Order = Literal["alike", "turned", "samples_second"]
 """How the rows of a layer's input lie in ``y``: as they are; as its columns, sample by sample; or as those of
 ``y.transpose(0, 1)``."""
 
-_SERVES = {
-    "int8": ("int8", "fp8", "int4", "int3", "int2"),
-    "fp8": ("fp8",),  # whose errors have no mean of zero, which integers promise
-    "int4": ("int4", "int3", "int2"),
-    "int3": ("int3", "int2"),
-    "int2": ("int2",),
+_SERVES: dict[str, tuple[str, ...]] = {
+    "int8": ("fp8", "int4", "int3", "int2"),
+    "fp8": (),  # whose errors have no mean of zero, which integers promise
+    "int4": ("int3", "int2"),
+    "int3": ("int2",),
+    "int2": (),
 }
-"""What a layer may have asked for, by what there is."""
+"""What a layer may have asked for, by what there is: fewer bits, since errors may exceed its own (see above)."""
 
 
 _PACKAGE = __name__.partition(".")[0]
@@ -80,7 +83,7 @@ class _Output(NamedTuple):
     y: weakref.ref[Tensor]
     values: TensorWeakRef
     parameters: tuple[Tensor | None, Tensor | None]
-    versions: tuple[int, int, int]
+    versions: tuple[int, ...]
     place: tuple[int, bool]
     order: Order
     shape: torch.Size
@@ -107,7 +110,7 @@ def remember(y: Tensor, values: Tensor, weight: Tensor | None, bias: Tensor | No
         return
     if (weight is not None and weight.is_inference()) or (bias is not None and bias.is_inference()):
         return  # changes of it are not counted
-    versions = y._version, _version(weight), _version(bias)
+    versions = *_state(y), *_state(weight), *_state(bias)
     given = _reference(y), TensorWeakRef(values), (weight, bias), versions, place_of(y)
     _outputs[id(y)] = _Output(*given, "alike", y.shape, y.dtype, setting.block_size, setting.value_format)
 
@@ -120,13 +123,16 @@ def remember_copy(copy: Tensor, x: Tensor) -> None:
     samples, rows, length = found.shape
     if x.shape != (rows, samples, length) or x.stride() != _swapped(found.shape, 0, 1) or not _is_current(found, x):
         return
-    versions = copy._version, *found.versions[1:]
+    versions = *_state(copy), *found.versions[2:]
     _outputs[id(copy)] = found._replace(y=_reference(copy), order="samples_second", versions=versions)
 
 
-def find(x: Tensor, parts: int, blocks: BlockSetting) -> tuple[Kept, Layout] | None:
-    """Return what the layer before keeps of ``x``, if that will do for a layer of these settings."""
-    if parts or not _outputs:
+def find(x: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> tuple[Kept, Layout] | None:
+    """Return what the layer before keeps of ``x``, if that will do for a layer of these settings.
+
+    ``dtype``: in which that computes.
+    """
+    if parts or not _outputs or dtype == torch.float16:
         return None
     found = _known(x)
     if found is None or blocks.value_format not in _SERVES[found.value_format] or found.block > blocks.block_size:
@@ -231,7 +237,7 @@ def _known(x: Tensor) -> _Output | None:
 def _is_current(found: _Output, x: Tensor) -> bool:
     """Return whether nothing was modified since, and ``x`` is read where ``y`` was made; views share versions."""
     weight, bias = found.parameters
-    return found.versions == (x._version, _version(weight), _version(bias)) and found.place == place_of(x)
+    return found.versions == (*_state(x), *_state(weight), *_state(bias)) and found.place == place_of(x)
 
 
 def _kept_by_others() -> bool:
@@ -243,8 +249,9 @@ def _kept_by_others() -> bool:
     return hooks is not None and getattr(hooks[1], "__module__", "").partition(".")[0] != _PACKAGE
 
 
-def _version(parameter: Tensor | None) -> int:
-    return 0 if parameter is None else parameter._version
+def _state(x: Tensor | None) -> tuple[int, int]:
+    """Return what changes if ``x`` is written to, or gets other memory; what is written to ``x.data`` nobody sees."""
+    return (0, 0) if x is None else (x._version, x.data_ptr())
 
 
 def _order(x: Tensor, found: _Output) -> Order | None:

@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.actprune.*``: schema, shape function and implementation of each.
+"""Operators ``torch.ops.actprune.*``: schema, shape function and implementation of each.
 
 ======================  ==============================================================================================
 ``pack``                ``x [S, T, L]`` -> kept values, bitmap, offsets (see ``ops.geometry`` for the storage)
@@ -9,9 +9,9 @@
 ======================  ==============================================================================================
 
 They are opaque to the compiler on purpose: a partitioner then saves what ``pack`` returns instead of the dense input,
-and nothing can be fused into a form that needs the dense input again. None of them is differentiable; autograd lives
-in ``ops.linear``, ``ops.convolution`` and ``ops.norm``. All output shapes follow from the input shapes and the
-integers, so nothing waits for the device.
+and nothing can be fused into a form that needs the dense input again. Other modules define operators beside what they
+compute. None is differentiable; autograd lives in ``ops.linear``, ``ops.norm`` and the like. All output shapes follow
+from the input shapes and the integers, so nothing waits for the device.
 
 The functions of this module call the operators, or, told that the mode is plain eager, their implementations: the way
 through the dispatcher to Python costs the host 3 to 20 us a call (machines of an H200, torch 2.11; ``host.json``: 4 and

@@ -66,6 +66,7 @@ class FewBitLineNormFunction(torch.autograd.Function):
         setting: LineNormSetting,
         dtype: torch.dtype,
         eager: bool,
+        running: Running | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the exact output in ``dtype``, and the statistics."""
         setting = setting.cut_to(x.numel())
@@ -74,6 +75,8 @@ class FewBitLineNormFunction(torch.autograd.Function):
         y, values, statistics = forward(x, weight, bias, fixed, *setting, dtype)
         ctx.setting, ctx.dtype, ctx.strides, ctx.fixed = setting, x.dtype, y.stride(), fixed is not None
         ctx.parameters = tuple(None if p is None else p.dtype for p in (weight, bias))
+        if running is not None:  # before anything is saved: there a checkpoint that runs again may stop
+            _move(running, statistics)
         ctx.save_for_backward(values, statistics, weight)
         ctx.mark_non_differentiable(statistics)
         if eager:
@@ -84,10 +87,10 @@ class FewBitLineNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         if grad_y is None:
-            return (None,) * 7
+            return (None,) * 8
         if not torch.is_grad_enabled():
-            return (*_backward(ctx, grad_y), None, None, None, None)
-        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)
+            return (*_backward(ctx, grad_y), *[None] * 5)
+        return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), *[None] * 5)
 
 
 _apply_eagerly = eager_apply(FewBitLineNormFunction)
@@ -100,14 +103,17 @@ def few_bit_line_norm(
     setting: LineNormSetting,
     dtype: torch.dtype,
     fixed: Tensor | None = None,
+    running: Running | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and ``statistics [3, sets]``.
+    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and ``statistics [3, sets]``; ``running`` are moved on.
 
     These are mean, rstd and unbiased variance, in fp32 and without a derivative; ``fixed``: those to be used.
     """
     eager = library.in_plain_eager_mode(x)
     apply = _apply_eagerly if eager else FewBitLineNormFunction.apply
-    found: tuple[Tensor, Tensor] = apply(x, weight, bias, fixed, setting, dtype, eager)
+    found: tuple[Tensor, Tensor] = apply(x, weight, bias, fixed, setting, dtype, eager, running if eager else None)
+    if running is not None and not eager:
+        _move(running, found[1])
     return found
 
 
@@ -186,9 +192,7 @@ def few_bit_batch_norm(
     planned = _planned(x, weight, bias, setting, dtype, running, False)
     if planned is not None:
         return planned
-    y, statistics = few_bit_line_norm(x, weight, bias, setting, dtype)
-    if running is not None:
-        _move(running, statistics)
+    y, _ = few_bit_line_norm(x, weight, bias, setting, dtype, running=running)
     return y
 
 

@@ -64,7 +64,7 @@ class PrunedLinearFunction(torch.autograd.Function):
         if autocast is not None:
             parameters = cast(weight, autocast), None if bias is None else cast(bias, autocast)
         kept_weight = weight if ctx.needs_input_grad[0] else None
-        found = derived.find(x, parts, blocks) if eager and derives else None
+        found = derived.find(x, parts, blocks, autocast or x.dtype) if eager and derives else None
         if found is not None:
             kept, ctx.layout = found
             ctx.save_for_backward(kept_weight, *kept)

@@ -427,3 +427,10 @@ def test_a_captured_step_is_the_eager_one(value_format):
         captured = step()
     graph.replay()
     assert all(torch.equal(mine, right) for mine, right in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
+def test_the_output_has_the_widest_type(sparsity):
+    layer = ActivationPrunedAffine(FEATURES, sparsity=sparsity, block_size=BLOCK, value_format="int8").bfloat16()
+    layer.bias = nn.Parameter(torch.zeros(FEATURES))
+    assert layer(torch.randn(2, 3, FEATURES, dtype=torch.bfloat16)).dtype == torch.float32

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_actprune import convert
 from lightning_actprune.nn import few_bit_kinds
 from lightning_actprune.nn.few_bit import FewBitSettings
 from lightning_actprune.nn.few_bit_kinds import LLAMA_NORMS, few_bit_class, operator_of
@@ -213,3 +214,12 @@ def test_every_foreign_class_is_named_once():
     mixins = set(few_bit_kinds.FOREIGN_KINDS.values())
     assert {FewBitLlamaRMSNorm, FewBitTimmLayerNorm, FewBitTimmLayerNorm2d} <= mixins
     assert ("transformers.models.llama.modeling_llama", "LlamaRMSNorm") in few_bit_kinds.FOREIGN_KINDS
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_a_weight_of_another_shape_is_left_to_torch(make):
+    layer = make(64)
+    convert(nn.Sequential(layer), 0.0, value_format="int8", others={"norm": "int8"})
+    layer.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="weight"):
+        layer(torch.randn(4, 64))

@@ -68,21 +68,39 @@ def test_other_tensors_are_packed(read):
 
 SETTINGS = {
     "fewer bits there": ("int2", {"value_format": "int3"}, True),
-    "as many bits": ("int3", {"value_format": "int3"}, False),
+    "as many bits": ("int3", {"value_format": "int3"}, True),
     "more bits there": ("int8", {"value_format": "fp8"}, False),
     "errors with a mean there": ("fp8", {"value_format": "int4"}, True),
-    "larger blocks there": ("int4", {"value_format": "int4", "block_size": 16}, True),
-    "smaller blocks there": ("int4", {"value_format": "int4", "block_size": 64}, False),
-    "dropped blocks": ("int4", {"value_format": "int4", "sparsity": 0.5}, True),
+    "larger blocks there": ("int4", {"value_format": "int3", "block_size": 16}, True),
+    "smaller blocks there": ("int4", {"value_format": "int3", "block_size": 64}, False),
+    "dropped blocks": ("int4", {"value_format": "int3", "sparsity": 0.5}, True),
     "values as they are": ("int4", {"value_format": "same", "sparsity": 0.5}, True),
 }
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_a_layer_that_asks_for_more_or_drops_blocks_packs_its_own(case):
+def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own(case):
     there, asked, packs = SETTINGS[case]
     y = few_bit(value_format=there)(activation())
     assert own_pack(linear(**asked)(y)) is packs
+
+
+def test_what_computes_in_fp16_packs_its_own():
+    """Values of the input that y makes small, or products before these are scaled, may be too large for fp16."""
+    y = few_bit(dtype=torch.float16)(activation().half())
+    assert own_pack(linear(dtype=torch.float16)(y))
+    y = few_bit()(activation())
+    with torch.autocast("cpu", torch.float16):
+        assert own_pack(linear()(y))
+
+
+@pytest.mark.parametrize("changed", ["output", "weight", "bias"])
+def test_other_memory_by_way_of_data_is_noticed(changed):
+    norm, x = few_bit(), activation()
+    y = norm(x)
+    replaced = {"output": y, "weight": norm.weight, "bias": norm.bias}[changed]
+    replaced.data = torch.ones_like(replaced)
+    assert own_pack(linear()(y))
 
 
 def test_backward_finds_out_that_parameters_were_modified():
