@@ -24,6 +24,7 @@ from lightning_actprune.arguments import BlockSelection, OtherOperator, Others, 
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.few_bit import FewBitLayer
+from lightning_actprune.nn.few_bit_kinds import stores
 from lightning_actprune.nn.kinds import operator_kind, pruned_class
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, dense_class, torch_class
 from lightning_actprune.other_layers import (
@@ -167,7 +168,9 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
         settings = options.sparsity, options.block_size, options.scope, value_format, options.block_selection
         pruned = ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings, operator_kind(candidate.layer))
         report.converted.append(pruned)
-    report.few_bit.extend(convert_other(fqns[0], layer, options, owner) for fqns, layer in others)
+    for fqns, layer in others:
+        made = convert_other(fqns[0], layer, options, owner)
+        report.few_bit += [made] if stores(layer) else []
     attach_rest(model, options, owner)
     report.rest = options.other_formats.get("rest")
     return report

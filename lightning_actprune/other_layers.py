@@ -14,7 +14,7 @@ from torch import nn
 from lightning_actprune.conversion_report import ConversionReport, FewBitConversion, SkippedLayer
 from lightning_actprune.few_bit_saving import FewBitSaving
 from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings
-from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of
+from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of, stores
 from lightning_actprune.nn.settings import dense_class, torch_class
 from lightning_actprune.selection import ConversionOptions, LayerClaimedError, other_layers, other_refusal
 
@@ -85,12 +85,12 @@ def chosen_others(
             continue
         if operator not in options.other_formats:
             if not isinstance(layer, FewBitLayer):  # nor is one claimed that somebody else has converted
-                report.left[operator] += other_refusal(fqns, layer, options, owner) is None
+                report.left[operator] += stores(layer) and other_refusal(fqns, layer, options, owner) is None
             continue
         reason = other_refusal(fqns, layer, options, owner)
         if reason is None:
             chosen.append((fqns, layer))
-        else:
+        elif stores(layer):
             report.skipped.append(SkippedLayer(fqns[0], type(layer).__name__, reason))
     return chosen
 

@@ -35,6 +35,8 @@ class FewBitLayer(Converted):
     """What the module is: an ``"activation"`` function, an ``"affine"`` layer or a ``"norm"``."""
     replaced: ClassVar[str | None] = None
     """Name of a child that the converted layer computes itself, and does not call."""
+    stores: ClassVar[bool] = True
+    """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
     _few_bit: FewBitSettings
 
     @property

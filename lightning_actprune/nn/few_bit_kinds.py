@@ -155,12 +155,22 @@ def few_bit_class(cls: type[nn.Module]) -> type[FewBitLayer] | None:
 
 def operator_of(module: nn.Module) -> OtherOperator | None:
     """Return what kind of operator ``module`` is, also as a subclass of a known one, ``None`` if none of them."""
-    if isinstance(module, FewBitLayer):
-        return module.operator
     if type(module) in LEFT_DENSE:
         return LEFT_DENSE[type(module)][0]
-    found = next(filter(None, map(few_bit_class, type(module).__mro__)), None)
+    found = _known(type(module))
     return None if found is None else found.operator
+
+
+def stores(module: nn.Module) -> bool:
+    """Return whether ``module``, of a known class or a subclass of one, keeps anything itself."""
+    found = _known(type(module))
+    return found is None or found.stores
+
+
+def _known(cls: type[nn.Module]) -> type[FewBitLayer] | None:
+    if issubclass(cls, FewBitLayer):
+        return cls
+    return next(filter(None, map(few_bit_class, cls.__mro__)), None)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ class FewBitResNetBlock(FewBitLayer):
     """Mixin of the blocks."""
 
     operator: ClassVar[OtherOperator] = "norm"
+    stores = False
 
     conv1: nn.Module
     bn1: nn.Module

@@ -160,3 +160,17 @@ def test_a_block_used_twice(block):
     found = (torch.autograd.grad(b(b(x)).square().sum(), (x, *b.parameters())) for b in (ours, two))
     for actual, right in zip(*found, strict=True):
         assert torch.equal(actual, right)
+
+
+def test_blocks_are_not_listed_and_count_for_nothing():
+    frozen = pytest.importorskip("torchvision.ops").FrozenBatchNorm2d
+
+    def model() -> nn.Module:
+        return resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], norm_layer=frozen)
+
+    with pytest.raises(ValueError, match="No layer was converted"):
+        convert(model(), 0.0, value_format="int4", others={"norm": "int4"}, exclude=["fc"])
+    made = resnet.resnet18()
+    norms = sum(isinstance(m, nn.BatchNorm2d) for m in made.modules())
+    assert convert(made, 0.5).left["norm"] == norms == 20
+    assert len(convert(resnet.resnet18(), 0.5, others={"norm": "int4"}).few_bit) == norms
