@@ -15,14 +15,15 @@ from typing import Any, Literal, TypeAlias, get_args
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
 BlockSelection = Literal["largest", "swap", "unbiased"]
-OtherOperator = Literal["activation", "affine", "convolution", "norm", "rest"]
-PrunedOperator = Literal["affine", "convolution", "linear"]
+OtherOperator = Literal["activation", "affine", "convolution", "norm", "rest", "scale"]
+PrunedOperator = Literal["affine", "convolution", "linear", "scale"]
 OTHERS: dict[OtherOperator, ValueFormatName] = {
     "activation": "int4",
     "affine": "int4",
     "convolution": "int4",
     "norm": "int4",
     "rest": "int8",
+    "scale": "int4",
 }
 """What operators other than linear layers keep, and in which format if none is given."""
 Others: TypeAlias = bool | Mapping[OtherOperator, ValueFormatName]

@@ -76,9 +76,9 @@ def convert(
         others: Whether other layers keep in few bits what they need: none, all that are known, or those of a mapping,
             such as ``{"activation": "int4", "norm": "int4", "rest": "int8"}``, in the formats it names. ``include`` and
             ``exclude`` hold for activation functions and norms too; the rest is whatever else autograd saves while a
-            module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"`` and an ``"affine"``
-            layer are pruned as a linear layer is, and store what they keep in the format named here, ``"same"``
-            included.
+            module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"``, an ``"affine"``
+            layer and a layer ``"scale"`` are pruned as a linear layer is, and store what they keep in the format named
+            here, ``"same"`` included.
 
     Returns:
         Converted and skipped layers; the latter with reasons.

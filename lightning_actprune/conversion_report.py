@@ -10,7 +10,7 @@ from lightning_actprune.arguments import BlockSelection, OtherOperator, PrunedOp
 CONVOLUTIONS = ("Conv1d", "Conv2d", "Conv3d")
 """Kinds of convolutions."""
 AFFINE_LAYERS = ("Affine", "LayerScale")
-"""Kinds of affine layers."""
+"""Kinds of affine layers and layer scales."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ConversionReport:
     """What a conversion did: every linear layer, and every other one that was to be converted, is in one list.
 
     Args:
-        converted: Linear layers, and convolutions and affine layers if asked for, that are pruned.
+        converted: Linear layers, and convolutions, affine layers and layer scales if asked for, that are pruned.
         skipped: Layers left as they are.
         few_bit: Layers of other operators that keep in few bits what they need.
         rest: Format of what else autograd saves while the model runs, ``None`` if that is left as it is.

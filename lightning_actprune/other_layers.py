@@ -37,13 +37,13 @@ def attach_rest(model: nn.Module, options: ConversionOptions, owner: str) -> Non
     value_format = options.other_formats.get("rest")
     if value_format is not None:
         savings = model.__dict__.setdefault(_SAVINGS, _Savings())
-        affine, loss_inside = options.other_formats.get("affine"), hasattr(model, "training_step")
+        scale, loss_inside = options.other_formats.get("scale"), hasattr(model, "training_step")
         savings[owner] = FewBitSaving(
             model,
             value_format,
             options.block_size,
             exclude=options.exclude,
-            parameter_format=None if affine == "same" else affine,
+            parameter_format=None if scale == "same" else scale,
             loss_inside=loss_inside,
         ).attach()
 

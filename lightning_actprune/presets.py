@@ -9,9 +9,11 @@
 ``max``
     Half of the blocks are dropped where these hold at most a fifth of the input's energy, and none elsewhere (see
     ``energy``); the rest is kept in two bits. 1.3 stored bits per value where blocks are dropped, 2.5 elsewhere. With
-    ``others=True``, activation functions keep three bits, and two what only the gradient of a parameter needs.
+    ``others=True``, activation functions keep three bits, and two what only the gradient of a parameter needs; affine
+    layers keep three, so that linear layers that read their output need none of their own (see ``ops.derived``).
 
-With ``others=True``, convolutions and affine layers drop as many blocks as linear layers do, under the same conditions.
+With ``others=True``, convolutions, affine layers and layer scales drop as many blocks as linear layers do, under the
+same conditions.
 """
 
 from __future__ import annotations
@@ -53,7 +55,14 @@ PRESETS: dict[PresetName, Preset] = {
         sparsity=0.5,
         value_format="int2",
         max_dropped_energy=0.2,
-        others={"activation": "int3", "affine": "int2", "convolution": "int2", "norm": "int4", "rest": "int8"},
+        others={
+            "activation": "int3",
+            "affine": "int3",
+            "convolution": "int2",
+            "norm": "int4",
+            "rest": "int8",
+            "scale": "int2",
+        },
     ),
 }
 

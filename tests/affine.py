@@ -69,6 +69,11 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def scaling(value_format: str) -> dict[str, str]:
+    """Return what stores inputs of affine layers and of layer scales in this format."""
+    return dict.fromkeys(("affine", "scale"), value_format)
+
+
 def pruned(x: Tensor, block_size: int = BLOCK, sparsity: float = SPARSITY, scope: str = "sample") -> Tensor:
     """Return ``x`` with the dropped blocks set to zero."""
     return oracle.pruned(oracle.as_samples(x.detach(), scope), block_size, sparsity).view(x.shape)

@@ -30,7 +30,7 @@ def few_bit(make=NORMS["layer"], value_format="int4", device="cpu", dtype=torch.
     model = nn.Sequential(make()).to(device, dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=1.0)
-    convert(model, sparsity=0.0, others={"norm": value_format, "affine": value_format}, **settings)
+    convert(model, sparsity=0.0, others=dict.fromkeys(("norm", "affine", "scale"), value_format), **settings)
     return model[0]
 
 

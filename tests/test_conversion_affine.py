@@ -26,10 +26,10 @@ from lightning_actprune import (
 from lightning_actprune.footprint import SavedTensorMeter
 from lightning_actprune.nn import ActivationPrunedAffine, Affine
 from lightning_actprune.nn.settings import PrunedLayer
-from tests.affine import TimmAffine, TimmLayerScale, TimmResBlock
+from tests.affine import TimmAffine, TimmLayerScale, TimmResBlock, scaling
 from tests.helpers import Net, trainer
 
-ASKED = {"affine": "int4", "activation": "int4"}
+ASKED = scaling("int4") | {"activation": "int4"}
 FEATURES, TOKENS = 96, 8
 
 
@@ -67,16 +67,17 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
 def test_affine_layers_are_left_unless_asked_for():
     report = convert(module := model(), min_features=64)
     assert [layer.fqn for layer in report.converted] == ["block.fc1", "block.fc2", "head"]
-    assert report.left == {"affine": 4, "activation": 1}
+    assert report.left == {"affine": 2, "scale": 2, "activation": 1}
     assert not any(isinstance(m, ActivationPrunedAffine) for m in module.modules())
 
 
 def test_affine_layers_are_pruned_with_the_main_settings_in_a_format_of_their_own():
     report = convert(
-        module := model(), 0.5, 16, scope="token", include="*a*", block_selection="swap", others={"affine": "int8"}
+        module := model(), 0.5, 16, scope="token", include="*a*", block_selection="swap", others=scaling("int8")
     )
     found = {layer.fqn: (layer.kind, layer.operator, layer.value_format) for layer in report.converted}
-    assert found == dict.fromkeys(AFFINE, ("Affine", "affine", "int8")) | {"head": ("Linear", "linear", "same")}
+    shift = {name: ("Affine", "affine" if "affine" in name else "scale", "int8") for name in AFFINE}
+    assert found == shift | {"head": ("Linear", "linear", "same")}
     assert report.few_bit == []
     layer = module.block.affine1
     assert type(layer) is ActivationPrunedAffine
@@ -86,16 +87,16 @@ def test_affine_layers_are_pruned_with_the_main_settings_in_a_format_of_their_ow
 
 
 def test_values_may_be_kept_as_they_are():
-    convert(module := model(), 0.5, others={"affine": "same"})
+    convert(module := model(), 0.5, others=scaling("same"))
     assert module.block.affine1.value_format == "same"
     converted = convert(model(), 0.5, others=True).converted
-    assert {layer.value_format for layer in converted if layer.operator == "affine"} == {"int4"}
+    assert {layer.value_format for layer in converted if layer.operator in ("affine", "scale")} == {"int4"}
     # Bare factors have no blocks to drop: they are stored as all else is.
-    convert(model(), 0.5, others={"affine": "same", "rest": "int8"})
+    convert(model(), 0.5, others=scaling("same") | {"rest": "int8"})
 
 
 def test_few_features_are_no_reason_to_leave_an_affine_layer_dense():
-    report = convert(nn.Sequential(Affine(5), Affine(33)), min_features=64, others={"affine": "int4"})
+    report = convert(nn.Sequential(Affine(5), Affine(33)), min_features=64, others=scaling("int4"))
     assert [(layer.fqn, layer.in_features) for layer in report.converted] == [("0", 5), ("1", 33)]
 
 
@@ -117,22 +118,22 @@ def test_what_is_not_converted_is_listed_with_its_reason():
         "scale": TimmLayerScale(8),
     }
     layers["replaced"].forward = torch.relu
-    report = convert(nn.ModuleDict(layers), include="*", exclude="out", others={"affine": "same"})
+    report = convert(nn.ModuleDict(layers), include="*", exclude="out", others=scaling("same"))
     reasons = {layer.fqn: layer.reason for layer in report.skipped}
     assert reasons["own"].endswith("Own, whose forward is not known to be an affine layer's")
     assert reasons["out"] == "matches the `exclude` pattern 'out'"
     assert reasons["built"] == "was built as ActivationPrunedAffine and keeps its own settings"
     assert reasons["replaced"].startswith("its forward was replaced on the instance")
     assert reasons["block"] == "drops no blocks, so that 'same' would store all of its input as it is"
-    made = [(layer.fqn, layer.kind) for layer in report.converted if layer.operator == "affine"]
-    assert made == [("timm", "Affine"), ("scale", "LayerScale")]
+    made = [(layer.fqn, layer.kind, layer.operator) for layer in report.converted if layer.operator != "linear"]
+    assert made == [("timm", "Affine", "affine"), ("scale", "LayerScale", "scale")]
 
 
 def test_a_model_of_affine_layers_alone_has_to_ask_for_them():
     with pytest.raises(ValueError, match="has no linear layers"):
         convert(nn.Sequential(Affine(8)))
     with pytest.raises(ValueError, match="`include` pattern 'x' matches no convertible layer"):
-        convert(nn.Sequential(Affine(8)), include="x", others={"affine": "int4"})
+        convert(nn.Sequential(Affine(8)), include="x", others=scaling("int4"))
 
 
 def test_reverting_leaves_nothing():
@@ -146,9 +147,9 @@ def test_reverting_leaves_nothing():
 
 def test_another_owner_is_told():
     module = model()
-    convert(module, others={"affine": "int4"})
+    convert(module, others=scaling("int4"))
     with pytest.raises(ValueError, match=r"'block.affine1' is already converted by .*HINT"):
-        convert(module, include="*affine*", others={"affine": "int4"})
+        convert(module, include="*affine*", others=scaling("int4"))
     assert [layer.fqn for layer in convert(module, min_features=0, include="stem").converted] == ["stem"]
 
 
@@ -168,7 +169,7 @@ def test_timms_own_layers_survive_a_pickle():
     mixer = pytest.importorskip("timm.models.mlp_mixer")
     scales = pytest.importorskip("timm.layers.layer_scale")
     module = nn.Sequential(mixer.Affine(16), scales.LayerScale(16))
-    convert(module, 0.5, 8, others={"affine": "int4"})
+    convert(module, 0.5, 8, others=scaling("int4"))
     copied = pickle.loads(pickle.dumps(module))
     assert [type(layer).__name__ for layer in copied] == ["PrunedAffine", "PrunedLayerScale"]
     assert [type(layer) for layer in copied] == [type(layer) for layer in module]
@@ -187,7 +188,7 @@ def test_what_is_accounted_is_what_is_kept(sparsity, value_format, autocast):
     dense, x = model(), tokens()
     ours = copy.deepcopy(dense)
     convert(dense, 0.0, min_features=0, others={"activation": "int4"})
-    convert(ours, sparsity, 16, min_features=0, value_format="int4", others=ASKED | {"affine": value_format})
+    convert(ours, sparsity, 16, min_features=0, value_format="int4", others=ASKED | scaling(value_format))
     reports = []
     for module in (dense, ours):
         with SavedTensorMeter(module, x) as meter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -213,7 +214,7 @@ def test_what_is_accounted_is_what_is_kept(sparsity, value_format, autocast):
 @pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
 def test_blocks_that_end_short_are_accounted_too(sparsity, turned):
     module = nn.Sequential(Affine(70), TimmLayerScale(70))
-    convert(module, sparsity, others={"affine": "int3"})
+    convert(module, sparsity, others=scaling("int3"))
     x = torch.randn(3, 50, 70)
     x = x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x
     with SavedTensorMeter(module) as meter:
@@ -233,7 +234,7 @@ def test_layers_that_read_one_tensor_are_accounted_once():
             return self.scale(x) + self.fc(x) + self.other(x)
 
     module, x = Two(), torch.randn(4, 8, 64, requires_grad=True)
-    report = convert(module, 0.5, value_format="int8", others={"affine": "int8"})
+    report = convert(module, 0.5, value_format="int8", others=scaling("int8"))
     with SavedTensorMeter(module, x) as meter:
         module(x).sum()
     rows = {row.fqn: (row.stored_bytes, row.accounted_bytes) for row in meter.report().rows}
@@ -260,7 +261,7 @@ def test_a_step_is_recorded_with_what_affine_layers_keep():
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 def test_layers_whose_input_is_kept_anyway_stay_dense(sparsity, value_format):
     module = nn.Sequential(Affine(64), nn.ReLU(), Affine(64), nn.GELU(), Affine(64))
-    report = convert(module, sparsity, others={"affine": value_format})
+    report = convert(module, sparsity, others=scaling(value_format))
     x = torch.randn(4, 8, 64)
     with HolderProbe(module, x, sparsity=0.5) as probe:
         y = module(x).sum()
@@ -272,7 +273,7 @@ def test_layers_whose_input_is_kept_anyway_stay_dense(sparsity, value_format):
 
 def test_energy_is_judged_by_the_blocks_that_are_dropped():
     module = nn.Sequential(Affine(64))
-    report = convert(module, 0.5, others={"affine": "int4"})
+    report = convert(module, 0.5, others=scaling("int4"))
     x = torch.ones(2, 8, 64)
     x[..., :32] = 0
     with EnergyProbe(module, 0.2) as probe:
@@ -288,7 +289,7 @@ def test_energy_is_judged_by_the_blocks_that_are_dropped():
 
 def test_layers_of_spread_energy_without_few_bits_are_dense_again():
     module = nn.Sequential(Affine(64))
-    report = convert(module, 0.5, others={"affine": "same"})
+    report = convert(module, 0.5, others=scaling("same"))
     with EnergyProbe(module, 0.2) as probe:
         module(torch.ones(2, 8, 64)).sum()
     assert probe.apply(report) == ["0"]
@@ -307,7 +308,7 @@ def test_affine_layers_inside_a_checkpoint_are_found():
 def test_compiled_models_train_as_eager_ones():
     torch.compiler.reset()
     module, x = model(), tokens()
-    convert(module, 0.5, min_features=0, others={"affine": "int4"})
+    convert(module, 0.5, min_features=0, others=scaling("int4"))
     eager = gradients(module, x)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for mine, right in zip(gradients(compiled, x), eager, strict=True):
@@ -343,7 +344,7 @@ def test_the_callback_prunes_them_for_the_time_of_a_fit_on_a_schedule(caplog):
     assert all(0.0 < sparsity < 0.5 for sparsity in net.seen[-1].values())
     assert set(affine_layers(net).values()) == {None}
     text = " ".join(caplog.text.split())
-    assert "4 affine layers converted" in text
+    assert "2 affine layers and 2 layer scales converted" in text
     assert "and affine layers" in text
     assert names <= {row.fqn for row in monitor.report.rows}
 
@@ -361,4 +362,4 @@ def test_the_callback_says_that_there_are_more(caplog):
     trainer(ActivationPruning(0.5, min_features=0, skip_held=False)).fit(MixerNet())
     text = " ".join(caplog.text.split())
     left = re.search(r"Stored as it is: what (.*?) need \(others=True", text)
-    assert sorted(left[1].split(" and ")) == ["1 activation function", "4 affine layers"]
+    assert sorted(re.split(", | and ", left[1])) == ["1 activation function", "2 affine layers", "2 layer scales"]

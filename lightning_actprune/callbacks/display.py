@@ -33,7 +33,10 @@ _PRUNED: dict[PrunedOperator, str] = {
     "linear": "linear layers",
     "convolution": "convolutions",
     "affine": "affine layers",
+    "scale": "layer scales",
 }
+_NAMES = {"activation": "activation function", "affine": "affine layer", "scale": "layer scale"}
+"""Operators that are not named as layers of theirs are."""
 _TYPICAL_ROWS = 4096
 """Rows of an input for which the expected saving is stated; it barely depends on their number."""
 
@@ -73,6 +76,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def enumerated(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return " and ".join(", ".join(names).rsplit(", ", 1))
+
+
 def table(title: str, *columns: str) -> Table:
     """Return an empty table whose columns after the first are right-aligned unless their name ends in a blank."""
     made = Table(title=title, title_justify="left")
@@ -91,7 +99,7 @@ def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: i
     """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
     counts = Counter(layer.operator for layer in report.converted)
     named = [f"{counts[operator]} {name}" for operator, name in _PRUNED.items() if counts[operator]]
-    converted = " and ".join(", ".join(named).rsplit(", ", 1)) or "0 linear layers"
+    converted = enumerated(named) or "0 linear layers"
     text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
     if report.converted:
@@ -117,12 +125,12 @@ def _others_text(report: ConversionReport) -> str:
         text += f" Stored as {report.rest}: what else modules keep for backward."
     left = [f"{count} {_plural(operator, count)}" for operator, count in report.left.items() if count]
     if left:
-        text += f" Stored as it is: what {' and '.join(left)} need (others=True stores it in few bits)."
+        text += f" Stored as it is: what {enumerated(left)} need (others=True stores it in few bits)."
     return text
 
 
 def _plural(operator: OtherOperator, count: int) -> str:
-    name = {"activation": "activation function", "affine": "affine layer"}.get(operator, operator)
+    name = _NAMES.get(operator, operator)
     return name if count == 1 else f"{name}s"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from lightning_actprune.callbacks.display import mib, percent, shortened, table
+from lightning_actprune.callbacks.display import enumerated, mib, percent, shortened, table
 from lightning_actprune.conversion_report import AFFINE_LAYERS, CONVOLUTIONS
 from lightning_actprune.footprint import LayerFootprint, MemoryReport
 from lightning_actprune.step_memory import PHASES, StepMemory
@@ -30,7 +30,7 @@ def memory_table(report: MemoryReport, epoch: int) -> Table:
     kinds = {row.kind.removeprefix("ActivationPruned").removeprefix("Pruned") for row in report.rows}
     others = {"convolutions": CONVOLUTIONS, "affine layers": AFFINE_LAYERS}
     named = ["Linear layers", *[name for name, known in others.items() if not kinds.isdisjoint(known)]]
-    made.add_row(" and ".join(", ".join(named).rsplit(", ", 1)), "", *_byte_cells(report))
+    made.add_row(enumerated(named), "", *_byte_cells(report))
     made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")
     if report.measured_activation_bytes is not None:
         made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")

@@ -68,8 +68,8 @@ class ActivationPruning(pl.Callback):
             By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
         others: Whether layers besides the linear ones keep in few bits what they need: none, all that are known, or
             those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names; ``True``
-            takes those of the preset. A ``"convolution"`` and an ``"affine"`` layer are pruned as a linear layer is,
-            and store what they keep in the format named here.
+            takes those of the preset. A ``"convolution"``, an ``"affine"`` layer and a layer ``"scale"`` are pruned as
+            a linear layer is, and store what they keep in the format named here.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 

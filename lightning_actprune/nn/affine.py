@@ -86,14 +86,14 @@ class PrunedAffine(PrunedLayer):
         """The parameter by which features are multiplied."""
         return cast(Tensor, getattr(self, self.factors_name))
 
-    @property
-    def shifts(self) -> bool:
-        """Whether a learned number is added."""
+    @staticmethod
+    def shifts(layer: Any) -> bool:
+        """Return whether ``layer``, dense or pruned, also adds a learned number."""
         return True
 
     def dense_dtype(self, x: Tensor) -> torch.dtype:
         """Return the type in which the dense layer keeps ``x``: not its own where autocast widens what is added to."""
-        if not self.shifts or autocast_dtype(x) is None or x.device.type not in _WIDENS:
+        if not self.shifts(self) or autocast_dtype(x) is None or x.device.type not in _WIDENS:
             return x.dtype
         return torch.promote_types(x.dtype, self.factors.dtype)
 
@@ -167,10 +167,10 @@ class ActivationPrunedAffine(PrunedAffine, Affine):
         blocks = BlockSetting.checked(block_size, scope, value_format, block_selection)
         self._pruning = PruningSettings(check_sparsity(sparsity), blocks)
 
-    @property
-    def shifts(self) -> bool:
-        """Whether a learned number is added."""
-        return self.bias is not None
+    @staticmethod
+    def shifts(layer: Any) -> bool:
+        """Return whether ``layer``, dense or pruned, also adds a learned number."""
+        return layer.bias is not None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input * weight + bias``: ``[..., features]``."""
@@ -200,9 +200,9 @@ class PrunedTimmLayerScale(PrunedAffine):
     gamma: nn.Parameter
     inplace: bool
 
-    @property
-    def shifts(self) -> bool:
-        """Whether a learned number is added."""
+    @staticmethod
+    def shifts(layer: Any) -> bool:
+        """Return whether ``layer``, dense or pruned, also adds a learned number."""
         return False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class FewBitScaling(FewBitLayer):
         ValueError: If the input has more than 2^31 - 1 blocks.
     """
 
-    operator: ClassVar[OtherOperator] = "affine"
+    operator: ClassVar[OtherOperator] = "scale"
 
     def keeps(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether ``x`` is kept for the gradient of ``weight``."""

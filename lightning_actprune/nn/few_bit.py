@@ -32,7 +32,7 @@ class FewBitLayer(Converted):
     """Mixin of modules that keep all of what backward needs, but in few bits; nothing of it is dropped."""
 
     operator: ClassVar[OtherOperator]
-    """What the module is: an ``"activation"`` function, an ``"affine"`` layer or a ``"norm"``."""
+    """What the module is: an ``"activation"`` function, a ``"norm"`` or a layer ``"scale"``."""
     replaced: ClassVar[str | None] = None
     """Name of a child that the converted layer computes itself, and does not call."""
     stores: ClassVar[bool] = True

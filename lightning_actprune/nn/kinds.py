@@ -96,7 +96,10 @@ def operator_kind(layer: Layer) -> PrunedOperator:
     """Return what ``layer`` is."""
     if is_convolution(layer):
         return "convolution"
-    return "affine" if is_affine(layer) else "linear"
+    affine = _affine_class(layer)
+    if affine is None:
+        return "linear"
+    return "affine" if affine.shifts(layer) else "scale"
 
 
 def is_convolution(module: nn.Module) -> bool:

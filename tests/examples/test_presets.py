@@ -124,12 +124,13 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
             monkeypatch.setattr(sys, "stdin", io.StringIO("go\n" * rounds))
             presets.serve(*command[-2:], steps=2, device=CPU)
             facts, *answers = map(json.loads, capsys.readouterr().out.splitlines())
-            assert [len(times) for times, _ in answers] == [2] * rounds
+            assert [len(times) for times, *_ in answers] == [2] * rounds
             figures.append({**facts, "ms_median": answers[0][0][0], "host_ms": answers[0][1]})
         return figures
 
     for name in ("GROUP", "ISSUED"):
         monkeypatch.setattr(turns, name, 1)  # kernels are interpreted
+    monkeypatch.setattr(turns, "WARM_SECONDS", 0.0)
     monkeypatch.setattr(presets, "require_gpu", lambda: None)
     monkeypatch.setattr(presets, "MODELS", ("small",))
     monkeypatch.setattr(turns, "take_turns", one_after_the_other)
@@ -151,16 +152,16 @@ def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_
     assert f"small, batch {4 * presets.BATCHES}" in capsys.readouterr().out
 
 
-def case(times, host):
+def case(times, host, cold=9.0):
     """Return the command of a process that answers with these figures whenever it is asked."""
-    facts, answer = json.dumps({"converted": 3}), json.dumps([times, host])
+    facts, answer = json.dumps({"converted": 3}), json.dumps([times, host, cold])
     code = f"import sys\nprint({facts!r}, flush=True)\nfor _ in sys.stdin: print({answer!r}, flush=True)"
     return [sys.executable, "-c", code]
 
 
 def test_times_are_medians_over_all_turns():
     first, second = turns.take_turns([case([3.0, 5.0], 1.5), case([4.0], 2.0)], rounds=2)
-    assert first == {"converted": 3, "ms_median": 4.0, "ms_min": 3.0, "ms_max": 5.0, "host_ms": 1.5}
+    assert first == {"converted": 3, "ms_median": 4.0, "ms_min": 3.0, "ms_max": 5.0, "host_ms": 1.5, "ms_cold": 9.0}
     assert (second["ms_median"], second["host_ms"]) == (4.0, 2.0)
 
 

@@ -19,7 +19,17 @@ from lightning_actprune.nn import ActivationPrunedAffine, Affine, affine
 from lightning_actprune.nn.settings import PrunedLayer
 from lightning_actprune.ops import formats
 from lightning_actprune.ops.dispatch import force_backend
-from tests.affine import BLOCK, FEATURES, MAKERS, SPARSITY, TimmLayerScale, TimmResBlock, factors_gradient, pruned
+from tests.affine import (
+    BLOCK,
+    FEATURES,
+    MAKERS,
+    SPARSITY,
+    TimmLayerScale,
+    TimmResBlock,
+    factors_gradient,
+    pruned,
+    scaling,
+)
 from tests.attention import saved_tensors
 from tests.kernels.workload import launches
 from tests.oracle import relative_error
@@ -33,9 +43,10 @@ def pair(make, device="cpu", value_format="same", sparsity=SPARSITY, block_size=
     for parameter in dense.parameters():
         nn.init.normal_(parameter)
     ours = copy.deepcopy(dense)
-    report = convert(ours, sparsity, block_size, others={"affine": value_format}, **options)
+    report = convert(ours, sparsity, block_size, others=scaling(value_format), **options)
+    operator = "affine" if len(list(dense.parameters())) > 1 else "scale"
     assert [(layer.fqn, layer.operator, layer.value_format) for layer in report.converted] == [
-        ("0", "affine", value_format)
+        ("0", operator, value_format)
     ]
     return dense, ours
 
@@ -108,8 +119,8 @@ def test_a_block_scales_its_branches(device, dtype):
     for factors in (dense.ls1, dense.ls2):
         nn.init.normal_(factors)
     ours = nn.Sequential(copy.deepcopy(dense))
-    report = convert(ours, others={"affine": "int8"}, min_features=1000)
-    assert [(layer.fqn, layer.kind, layer.operator) for layer in report.few_bit] == [("0", "ResBlock", "affine")]
+    report = convert(ours, others={"scale": "int8"}, min_features=1000)
+    assert [(layer.fqn, layer.kind, layer.operator) for layer in report.few_bit] == [("0", "ResBlock", "scale")]
     x = torch.randn(3, 5, 70, device=device, requires_grad=True)
     grads = []
     for module in (dense, ours):
@@ -142,7 +153,7 @@ def test_a_block_adds_its_branches_on_the_way_if_nothing_is_between(path, device
     for factors in (dense.ls1, dense.ls2):
         nn.init.normal_(factors)
     ours = nn.Sequential(copy.deepcopy(dense))
-    convert(ours, others={"affine": "int8"}, min_features=1000)
+    convert(ours, others={"scale": "int8"}, min_features=1000)
     seen = []
     if path == "hook":
         ours[0].drop_path.register_forward_hook(lambda module, args, y: seen.append(y))
@@ -186,7 +197,7 @@ def nodes(root) -> set:
 def test_a_compiled_block_is_one_graph_and_equal(device):
     dense = TimmResBlock(70).to(device)
     ours = nn.Sequential(dense)
-    convert(ours, others={"affine": "int4"}, min_features=1000)
+    convert(ours, others={"scale": "int4"}, min_features=1000)
     x = torch.randn(3, 5, 70, device=device)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     grads = [torch.autograd.grad(model(x).square().sum(), list(ours.parameters())) for model in (ours, compiled)]
@@ -319,11 +330,11 @@ def test_layers_go_back_to_what_they_were(make):
 
 def test_scaling_in_place_is_left_to_timm():
     ours = nn.Sequential(TimmLayerScale(FEATURES, inplace=True), nn.Linear(FEATURES, FEATURES))
-    report = convert(ours, others={"affine": "int4"})
+    report = convert(ours, others=scaling("int4"))
     assert {s.fqn: s.reason for s in report.skipped} == {"0": "scales in place, of which torch keeps a copy"}
     assert type(ours[0]) is TimmLayerScale
     later = nn.Sequential(TimmLayerScale(FEATURES))
-    convert(later, others={"affine": "int4"})
+    convert(later, others=scaling("int4"))
     later[0].inplace = True
     x = torch.randn(2, FEATURES)
     with torch.no_grad():
