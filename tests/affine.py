@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from lightning_actprune import convert
 from lightning_actprune.nn import Affine
 from tests import oracle
 
@@ -82,3 +84,21 @@ def pruned(x: Tensor, block_size: int = BLOCK, sparsity: float = SPARSITY, scope
 def factors_gradient(x: Tensor, grad_y: Tensor) -> Tensor:
     """Return the gradient of the factors in fp64."""
     return (grad_y.double() * x.double()).reshape(-1, x.shape[-1]).sum(0)
+
+
+def pair(make, device="cpu", value_format="same", sparsity=SPARSITY, block_size=BLOCK, **options):
+    """Return a layer with random parameters, dense and converted."""
+    dense = nn.Sequential(make()).to(device)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter)
+    ours = copy.deepcopy(dense)
+    report = convert(ours, sparsity, block_size, others=scaling(value_format), **options)
+    operator = "affine" if len(list(dense.parameters())) > 1 else "scale"
+    assert [(layer.fqn, layer.operator, layer.value_format) for layer in report.converted] == [
+        ("0", operator, value_format)
+    ]
+    return dense, ours
+
+
+def gradients(layer, x, grad_y):
+    return torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_y)
