@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_actprune.ops import library, sharing
 from lightning_actprune.ops.affine_grad import affine_grad
-from lightning_actprune.ops.affine_plan import Layout, gradients
+from lightning_actprune.ops.affine_plan import AffineLayout, gradients
 from lightning_actprune.ops.autocast import as_dtype
 from lightning_actprune.ops.dispatch import on_device_of
 from lightning_actprune.ops.geometry import block_and_keep, stored_shape, stored_view
@@ -68,7 +68,7 @@ class PrunedAffineFunction(torch.autograd.Function):
         stored = *bitmap.shape, offsets.shape[1], values.shape[0]
         of_bias = None if bias is None else (bias.shape, bias.dtype)
         layout = x.shape, x.dtype, shared.shape[1:], stored, shared.block, blocks.value_format
-        ctx.layout = Layout(*layout, (weight.shape, weight.dtype), of_bias)
+        ctx.layout = AffineLayout(*layout, (weight.shape, weight.dtype), of_bias)
         ctx.save_for_backward(*shared.packed, weight if ctx.needs_input_grad[0] else None)
         return scaled(x, weight, bias)
 

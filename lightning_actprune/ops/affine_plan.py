@@ -20,7 +20,7 @@ Parameter = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a parameter."""
 
 
-class Layout(NamedTuple):
+class AffineLayout(NamedTuple):
     """What backward has to know of forward, besides tensors.
 
     Args:
@@ -48,7 +48,7 @@ Gradients = tuple[Tensor | None, Tensor, Tensor | None]
 
 
 def gradients(
-    layout: Layout, grad_y: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor | None], needs_bias: bool
+    layout: AffineLayout, grad_y: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor | None], needs_bias: bool
 ) -> Gradients | None:
     """Return the gradients of input, weight and bias, or ``None`` if they are not for the kernel to compute.
 
@@ -72,7 +72,13 @@ class _Plan:
     """What backward does with gradients of one layout; arguments: those of ``_plan``."""
 
     def __init__(
-        self, layout: Layout, stride: int, dtype: torch.dtype, device: torch.device, needs_x: bool, needs_bias: bool
+        self,
+        layout: AffineLayout,
+        stride: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        needs_x: bool,
+        needs_bias: bool,
     ) -> None:
         from lightning_actprune.kernels import affine as kernels
 
@@ -102,7 +108,7 @@ class _Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    layout: Layout,
+    layout: AffineLayout,
     stride: int,
     dtype: torch.dtype,
     device: torch.device,

@@ -59,7 +59,7 @@ _SERVES: dict[str, tuple[str, ...]] = {
 _PACKAGE = __name__.partition(".")[0]
 
 
-class Layout(NamedTuple):
+class DerivedLayout(NamedTuple):
     """What backward has to know besides tensors.
 
     Args:
@@ -127,7 +127,7 @@ def remember_copy(copy: Tensor, x: Tensor) -> None:
     _outputs[id(copy)] = found._replace(y=_reference(copy), order="samples_second", versions=versions)
 
 
-def find(x: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> tuple[Kept, Layout] | None:
+def find(x: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> tuple[Kept, DerivedLayout] | None:
     """Return what the layer before keeps of ``x``, if that will do for a layer of these settings.
 
     ``dtype``: in which that computes.
@@ -143,11 +143,11 @@ def find(x: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> tup
         return None
     shape = found.shape
     stored = (shape[0], shape[1], shape[2]) if order == "turned" else (1, shape[:-1].numel(), shape[-1])
-    return (values, *found.parameters), Layout(order, stored, found.block, found.value_format)
+    return (values, *found.parameters), DerivedLayout(order, stored, found.block, found.value_format)
 
 
 def weight_grad(
-    grad_y: Tensor, sums: Tensor | None, kept: Kept, layout: Layout, dtype: torch.dtype, eager: bool
+    grad_y: Tensor, sums: Tensor | None, kept: Kept, layout: DerivedLayout, dtype: torch.dtype, eager: bool
 ) -> Tensor:
     """Return the weight gradient ``[OUT, IN]`` in ``dtype``.
 
@@ -178,7 +178,7 @@ def _rescaled(
     packed: tuple[Tensor, Tensor, Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
-    layout: Layout,
+    layout: DerivedLayout,
     dtype: torch.dtype,
     eager: bool,
 ) -> Tensor:

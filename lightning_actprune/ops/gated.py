@@ -42,7 +42,7 @@ class GateSetting(NamedTuple):
     dtype: torch.dtype
 
 
-class Layout(NamedTuple):
+class GateLayout(NamedTuple):
     """Where gate and factor are, and which of them needs a gradient.
 
     Args:
@@ -62,7 +62,7 @@ class FewBitGateFunction(torch.autograd.Function):
     """A gated product that keeps its factors in few bits."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, u: Tensor | None, layout: Layout, setting: GateSetting, eager: bool) -> Tensor:
+    def forward(ctx: Any, a: Tensor, u: Tensor | None, layout: GateLayout, setting: GateSetting, eager: bool) -> Tensor:
         """Compute the exact product; without ``u``, of the halves of ``a``."""
         kept, block_size, dtype = setting
         rows_a, rows_u, shape = _rows(a, u, layout)
@@ -101,7 +101,7 @@ def gated_product(a: Tensor, u: Tensor, kept: Kept, block_size: int, widens: boo
     for x in (a, u):
         check_activated(x, kept, exact=False)
     setting = GateSetting(kept, block_size, torch.promote_types(activated_dtype(a, kept, widens), u.dtype))
-    layout = Layout(SEPARATE, a.dim() - 1, a.requires_grad, u.requires_grad)
+    layout = GateLayout(SEPARATE, a.dim() - 1, a.requires_grad, u.requires_grad)
     order = _memory_order(a) if a.stride() == u.stride() else None
     if order is None:
         return _apply(a, u, layout, setting)
@@ -117,12 +117,12 @@ def gated_halves(
     dim, place = dim % x.dim(), GATE_FIRST if gate_first else GATE_LAST
     order = _memory_order(x)
     if order is None:
-        return _apply(x, None, Layout(place, dim, True, True), setting)
-    layout = Layout(place, order.index(dim), True, True)
+        return _apply(x, None, GateLayout(place, dim, True, True), setting)
+    layout = GateLayout(place, order.index(dim), True, True)
     return _apply(x.permute(order), None, layout, setting).permute(_inverse(order))
 
 
-def _apply(a: Tensor, u: Tensor | None, layout: Layout, setting: GateSetting) -> Tensor:
+def _apply(a: Tensor, u: Tensor | None, layout: GateLayout, setting: GateSetting) -> Tensor:
     eager = library.in_plain_eager_mode(a) and (u is None or library.in_plain_eager_mode(u))
     apply = _apply_eagerly if eager else FewBitGateFunction.apply
     z: Tensor = apply(a, u, layout, setting, eager)
@@ -142,7 +142,7 @@ def _inverse(order: list[int]) -> list[int]:
     return [order.index(d) for d in range(len(order))]
 
 
-def _rows(a: Tensor, u: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor, list[int]]:
+def _rows(a: Tensor, u: Tensor | None, layout: GateLayout) -> tuple[Tensor, Tensor, list[int]]:
     """Return gate and factor as rows, and the shape of their product; of contiguous tensors without a copy."""
     if u is not None:
         rows, length = math.prod(a.shape[:-1]), a.shape[-1]

@@ -188,7 +188,7 @@ def _derived_gradients(
     ctx: Any, grad_y: Tensor, flat: Tensor, kept: derived.Kept, eager: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of weight and bias where the layer before keeps the input."""
-    layout: derived.Layout = ctx.layout
+    layout: derived.DerivedLayout = ctx.layout
     _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     needs_sums = needs_weight and kept[2] is not None and layout.order != "turned"
     dtype = torch.float32 if needs_sums else ctx.bias_dtype

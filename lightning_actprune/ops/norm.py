@@ -17,7 +17,7 @@ from lightning_actprune.arguments import ValueFormatName
 from lightning_actprune.ops import derived, library
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype
 from lightning_actprune.ops.geometry import ceil_div
-from lightning_actprune.ops.norm_plan import Layout, NormPlan, norm_plan
+from lightning_actprune.ops.norm_plan import NormLayout, NormPlan, norm_plan
 from lightning_actprune.ops.pack import MAX_KEPT_BLOCKS
 from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.unseen import eager_apply
@@ -122,7 +122,7 @@ def normalized(
     setting: NormSetting,
     dtype: torch.dtype,
     eager: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Layout]:
+) -> tuple[Tensor, Tensor, Tensor | None, NormLayout]:
     """Return output, values, ``rstd``, and what backward has to know besides, without a plan; see ``norm_plan``."""
     x, weight, bias, residual = given
     length = math.prod(shape)
@@ -134,7 +134,7 @@ def normalized(
     parameters = tuple(None if p is None else (p.shape, p.dtype) for p in (weight, bias))
     # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
     y = torch.ops.aten._unsafe_view.default(y, x.shape)
-    return y, values, rstd, Layout(setting, x.shape, (number, length), x.dtype, parameters)
+    return y, values, rstd, NormLayout(setting, x.shape, (number, length), x.dtype, parameters)
 
 
 def gradients(
@@ -144,7 +144,7 @@ def gradients(
     plan: NormPlan | None = ctx.plan
     if plan is not None and plan.takes(grad_y):
         return plan.backward(grad_y, ctx.saved_tensors, needs_weight, needs_bias)
-    layout: Layout = ctx.layout if plan is None else plan.layout
+    layout: NormLayout = ctx.layout if plan is None else plan.layout
     values, rstd, weight = ctx.saved_tensors
     if rstd is None:  # as a plan has it
         rstd = values.new_empty(0, dtype=torch.float32)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_actprune.ops.norm import NormSetting
 
 
-class Layout(NamedTuple):
+class NormLayout(NamedTuple):
     """What backward has to know of forward, besides tensors.
 
     Args:
@@ -57,7 +57,7 @@ class NormPlan:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: NormLayout,
         strides: tuple[int, ...],
         device: torch.device,
         residual: torch.dtype | None,
@@ -196,7 +196,7 @@ def _plan(
     if not all(contiguous) or not takes(rows, x_dtype, device, setting.block_size):
         return None
     kept = tuple(None if given is None else (given[0], given[2]) for given in parameters)
-    return NormPlan(Layout(setting, x_shape, rows, x_dtype, kept), strides, device, residual, dtype)
+    return NormPlan(NormLayout(setting, x_shape, rows, x_dtype, kept), strides, device, residual, dtype)
 
 
 def _rows(grad_y: Tensor, rows: tuple[int, int]) -> tuple[Tensor, int]:
@@ -206,7 +206,7 @@ def _rows(grad_y: Tensor, rows: tuple[int, int]) -> tuple[Tensor, int]:
     return grad_y, grad_y.stride(0)
 
 
-def _row_stride(layout: Layout, strides: tuple[int, ...]) -> int | None:
+def _row_stride(layout: NormLayout, strides: tuple[int, ...]) -> int | None:
     """Return the stride of the rows of an input, ``None`` if it has to be copied."""
     given = torch.empty_strided(layout.shape, strides, dtype=layout.dtype, device="meta")
     rows = given.reshape(layout.rows)
