@@ -123,7 +123,8 @@ def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure
     axes.set_ylim(len(bars) - 0.5, -0.5)  # from top to bottom
     left_out = f" (the first {len(bars)} of {len(rows)} layers)" if len(rows) > len(bars) else ""
     _label(axes, title, x=f"kept for backward, MiB{left_out}")
-    figure.legend(fontsize=7, loc="outside upper right", ncols=3, frameon=False)
+    if axes.containers:
+        figure.legend(fontsize=7, loc="outside upper right", ncols=3, frameon=False)
     return figure
 
 

@@ -47,7 +47,7 @@ def log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
             for row in report.rows
             for name, value in _of_layer(row).items()
         }
-        logger.log_metrics(metrics, step=step(trainer))
+        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=step(trainer))  # as Lightning adds it
 
 
 def loggers(trainer: pl.Trainer) -> Sequence[Logger]:
