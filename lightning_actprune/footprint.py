@@ -101,20 +101,24 @@ class MemoryReport:
         return self.saved_bytes / self.dense_bytes if self.dense_bytes else 0.0
 
     @property
+    def sparsity(self) -> float:
+        """Highest sparsity of a listed layer; 0 if there are none."""
+        return max((row.sparsity for row in self.rows), default=0.0)
+
+    @property
     def total_bytes(self) -> int:
         """All bytes that the forward keeps for backward."""
         return self.stored_bytes + self.other_bytes
 
     def totals(self) -> dict[str, float | None]:
-        """Return the totals as one flat row, with the highest sparsity of a layer; ``None`` for what was not measured.
+        """Return the totals as one flat row, with ``None`` for what was not measured.
 
         ``peak_bytes`` is that of the step, if it was recorded: measured on CUDA, elsewhere counted.
         """
-        names = ["dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction", "weight_copy_bytes", "other_bytes"]
-        names += ["total_bytes", "measured_activation_bytes", "measured_peak_bytes"]
-        highest = max((row.sparsity for row in self.rows), default=0.0)
+        names = ["sparsity", "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction", "weight_copy_bytes"]
+        names += ["other_bytes", "total_bytes", "measured_activation_bytes", "measured_peak_bytes"]
         peak = None if self.step is None else self.step.peak_bytes
-        return {"sparsity": highest, **{name: getattr(self, name) for name in names}, "peak_bytes": peak}
+        return {**{name: getattr(self, name) for name in names}, "peak_bytes": peak}
 
     def to_rows(self) -> list[dict[str, str | float]]:
         """Return the layers as flat rows: ``pandas.DataFrame(report.to_rows())`` is a table."""

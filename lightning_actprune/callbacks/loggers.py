@@ -69,6 +69,7 @@ def _totals(report: MemoryReport) -> dict[str, float]:
         "actprune/stored_mib": report.stored_bytes / MIB,
         "actprune/saved_mib": report.saved_bytes / MIB,
         _IN_BAR: report.saved_fraction,
+        "actprune/sparsity": report.sparsity,
     }
     if report.measured_activation_bytes is not None:
         metrics["actprune/activations_mib"] = report.measured_activation_bytes / MIB

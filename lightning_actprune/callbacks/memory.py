@@ -46,6 +46,7 @@ class ActivationMemoryMonitor(pl.Callback):
       their weights that autocast makes and pruned layers do without
     - ``actprune/stored_mib``: what they keep, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
+    - ``actprune/sparsity``: the highest of a layer
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 

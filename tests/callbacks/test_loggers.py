@@ -29,7 +29,7 @@ STEPS = [BATCHES - 1, 2 * BATCHES - 1]
 """Where Lightning logs what is logged at the end of an epoch."""
 LAYERS = ["body.0", "body.2", "head"]
 MIB = 2**20
-TOTALS = {"actprune/dense_mib", "actprune/stored_mib", "actprune/saved_mib", "actprune/saved_frac"}
+TOTALS = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 
 
 class Noting(Logger):
@@ -128,9 +128,10 @@ def test_every_logger_gets_the_totals(fitted, logger: str):
     for name, column in (("dense_mib", "dense_bytes"), ("stored_mib", "stored_bytes"), ("saved_mib", "saved_bytes")):
         expected = [(step, row[column] / MIB) for step, row in zip(STEPS, history, strict=True)]
         assert series(fitted.got[logger], f"actprune/{name}") == expected
-    fractions = [value for _, value in series(fitted.got[logger], "actprune/saved_frac")]
-    assert fractions == pytest.approx([row["saved_fraction"] for row in history])
-    assert fractions[0] < fractions[1]  # the schedule
+    for name, column in (("saved_frac", "saved_fraction"), ("sparsity", "sparsity")):
+        values = [value for _, value in series(fitted.got[logger], f"actprune/{name}")]
+        assert values == pytest.approx([row[column] for row in history])
+        assert values[0] < values[1]  # the schedule
 
 
 @LOGGERS
