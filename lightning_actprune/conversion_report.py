@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from lightning_actprune.arguments import BlockSelection, OtherOperator, PrunedOperator, Scope, ValueFormatName
 
@@ -48,6 +49,10 @@ class SkippedLayer:
     reason: str
 
 
+_KINDS_OF_LAYER = ConvertedLayer, FewBitConversion, SkippedLayer
+_COLUMNS = "outcome", *dict.fromkeys(column.name for kind in _KINDS_OF_LAYER for column in fields(kind))
+
+
 @dataclass
 class ConversionReport:
     """What a conversion did: every linear layer, and every other one that was to be converted, is in one list.
@@ -69,3 +74,18 @@ class ConversionReport:
     def describe_skipped(self) -> str:
         """Return the skipped layers with their reasons, one a line."""
         return "\n".join(f"  {s.fqn} ({s.kind}): {s.reason}" for s in self.skipped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers and strings, fit for JSON."""
+        return asdict(self) | {"left": dict(self.left)}
+
+    def to_rows(self) -> list[dict[str, str | float | None]]:
+        """Return every layer as a flat row: ``pandas.DataFrame(report.to_rows())`` is a table.
+
+        All rows have the same columns: ``outcome`` is ``"pruned"``, ``"few_bit"`` or ``"skipped"``, what a layer of
+        that outcome does not have is ``None``.
+        """
+        rows = [{"outcome": "pruned", **asdict(layer)} for layer in self.converted]
+        rows += [{"outcome": "few_bit", **asdict(layer)} for layer in self.few_bit]
+        rows += [{"outcome": "skipped", **asdict(layer)} for layer in self.skipped]
+        return [dict.fromkeys(_COLUMNS) | row for row in rows]

@@ -54,6 +54,10 @@ class LayerFootprint:
         """Bytes saved; negative if the input is kept elsewhere anyway."""
         return self.dense_bytes - self.stored_bytes
 
+    def to_dict(self) -> dict[str, str | float]:
+        """Return everything as numbers and strings."""
+        return asdict(self) | {"saved_bytes": self.saved_bytes}
+
 
 @dataclass
 class MemoryReport:
@@ -97,14 +101,32 @@ class MemoryReport:
         return self.saved_bytes / self.dense_bytes if self.dense_bytes else 0.0
 
     @property
+    def sparsity(self) -> float:
+        """Highest sparsity of a listed layer; 0 if there are none."""
+        return max((row.sparsity for row in self.rows), default=0.0)
+
+    @property
     def total_bytes(self) -> int:
         """All bytes that the forward keeps for backward."""
         return self.stored_bytes + self.other_bytes
 
+    def totals(self) -> dict[str, float | None]:
+        """Return the totals as one flat row, with ``None`` for what was not measured.
+
+        ``peak_bytes`` is that of the step, if it was recorded: measured on CUDA, elsewhere counted.
+        """
+        names = ["sparsity", "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction", "weight_copy_bytes"]
+        names += ["other_bytes", "total_bytes", "measured_activation_bytes", "measured_peak_bytes"]
+        peak = None if self.step is None else self.step.peak_bytes
+        return {**{name: getattr(self, name) for name in names}, "peak_bytes": peak}
+
+    def to_rows(self) -> list[dict[str, str | float]]:
+        """Return the layers as flat rows: ``pandas.DataFrame(report.to_rows())`` is a table."""
+        return [row.to_dict() for row in self.rows]
+
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as numbers and strings; ``pandas.DataFrame(report.to_dict()["rows"])`` is a table."""
-        totals = "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction", "total_bytes"
-        return asdict(self) | {name: getattr(self, name) for name in totals}
+        """Return everything as numbers and strings, fit for JSON: the totals, the layers as ``rows``, and the step."""
+        return self.totals() | {"rows": self.to_rows(), "step": None if self.step is None else asdict(self.step)}
 
 
 class SavedTensorMeter(SavedTensorRecorder):

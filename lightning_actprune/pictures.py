@@ -1,10 +1,14 @@
-"""Pictures of memory over a training step; they need matplotlib, which is not a dependency of the package."""
+"""Pictures of memory: over a training step, by layer, and over the epochs.
+
+They are made of plain data (``MemoryReport.to_rows()``, ``ActivationMemoryMonitor.history``, a ``StepMemory``) and need
+matplotlib, which is not a dependency of the package. None is registered with pyplot, so none has to be closed.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_actprune.step_memory import PHASES, StepMemory
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Panel", "series_picture", "step_picture"]
+__all__ = ["Panel", "epochs_picture", "layers_picture", "series_picture", "step_picture"]
 
 _MIB = 2**20
 _FIXED = {
@@ -27,6 +31,9 @@ _FIXED = {
 """Grey is what activations do not change."""
 # Okabe and Ito's, which colour-blind readers can tell apart.
 _COLORS = "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
+_STORED, _SAVED, _ADDED, _SPARSITY = "#0072B2", "#d9d9d9", "#D55E00", "#009E73"
+_MAX_BARS = 60
+"""Layers that ``layers_picture`` shows."""
 
 
 class Panel(NamedTuple):
@@ -67,11 +74,7 @@ def series_picture(panels: Mapping[str, Panel]) -> Figure:
     """Return the picture that ``step_picture`` makes of steps, of figures as they are."""
     if not panels:
         raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("A picture needs matplotlib. HINT: pip install 'lightning_actprune[plots]'.") from error
-    figure = Figure(figsize=(4.4 * len(panels) + 1.8, 3.4), layout="constrained")
+    figure = _figure(4.4 * len(panels) + 1.8, 3.4)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     colors = _color_map(panels.values())
     legend: dict[str, Artist] = {}
@@ -84,6 +87,99 @@ def series_picture(panels: Mapping[str, Panel]) -> Figure:
     names = [name for name in (*colors, "in use, at most") if name in legend][::-1]
     figure.legend([legend[name] for name in names], names, fontsize=7, loc="outside right center", frameon=False)
     return figure
+
+
+def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
+    """Return a picture of what each layer keeps for backward: stored, saved, and added where pruning costs memory.
+
+    A bar is as long as what the dense layer would keep, or as what this one keeps if that is more.
+
+    Args:
+        rows: The layers from top to bottom, with ``fqn``, ``dense_bytes`` and ``stored_bytes``, such as
+            ``monitor.report.to_rows()``. The first 60 are shown.
+        title: What stands above.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    if not rows:
+        raise ValueError("There is nothing to show: got no layer. HINT: pass monitor.report.to_rows().")
+    bars = [(str(row["fqn"]), row["dense_bytes"], row["stored_bytes"]) for row in rows[:_MAX_BARS]]
+    parts = {
+        "stored": (_STORED, [min(dense, stored) for _, dense, stored in bars]),
+        "saved": (_SAVED, [max(dense - stored, 0) for _, dense, stored in bars]),
+        "stored beyond dense": (_ADDED, [max(stored - dense, 0) for _, dense, stored in bars]),
+    }
+    figure = _figure(6.4, 1.1 + 0.2 * len(bars))
+    axes = figure.subplots()
+    begins = [0.0] * len(bars)
+    for label, (color, sizes) in parts.items():
+        widths = [nbytes / _MIB for nbytes in sizes]
+        if any(widths):
+            axes.barh(range(len(bars)), widths, left=begins, color=color, label=label, height=0.8)
+        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.5, -0.5)  # from top to bottom
+    left_out = f" (the first {len(bars)} of {len(rows)} layers)" if len(rows) > len(bars) else ""
+    _label(axes, title, x=f"kept for backward, MiB{left_out}")
+    if axes.containers:
+        figure.legend(fontsize=7, loc="outside upper right", ncols=3, frameon=False)
+    return figure
+
+
+def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
+    """Return a picture of what the layers keep for backward, what is saved, and the sparsity, over the epochs.
+
+    Args:
+        history: The epochs in order, with ``epoch``, ``dense_bytes``, ``stored_bytes`` and ``sparsity``, such as
+            ``monitor.history``.
+        title: What stands above.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    if not history:
+        raise ValueError("There is nothing to show: got no epoch. HINT: pass monitor.history.")
+    figure = _figure(6.4, 4.0)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    epochs = [row["epoch"] for row in history]
+    dense, stored = ([row[name] / _MIB for row in history] for name in ("dense_bytes", "stored_bytes"))
+    upper.fill_between(epochs, stored, dense, color=_SAVED, label="saved", linewidth=0)
+    upper.plot(epochs, dense, color=_FIXED["parameters"], marker=".", linewidth=1, label="dense")
+    upper.plot(epochs, stored, color=_STORED, marker=".", linewidth=1, label="stored")
+    upper.set_ylim(bottom=0)
+    upper.legend(fontsize=7, loc="best", frameon=False)
+    lower.plot(epochs, [row["sparsity"] for row in history], color=_SPARSITY, marker=".", linewidth=1)
+    lower.set_ylim(-0.05, 1)
+    lower.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    _label(upper, title, y="kept for backward, MiB")
+    _label(lower, x="epoch", y="sparsity")
+    return figure
+
+
+def check_matplotlib() -> None:
+    """Raise an ``ImportError`` that says what to install, if matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib. HINT: pip install 'lightning_actprune[plots]'.") from error
+
+
+def _figure(width: float, height: float) -> Figure:
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _label(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=7)
 
 
 def _color_map(panels: Iterable[Panel]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, TypeAlias
 
 __all__ = ["Holder", "HolderGroup", "Holding", "MemoryMoment", "StepMemory"]
@@ -213,6 +213,18 @@ class StepMemory:
         made |= {name: line for line, name in lines[:operators]}
         rest = [line for line, _ in lines[operators:]]
         return made | ({"other operations": [sum(column) for column in zip(*rest, strict=True)]} if rest else {})
+
+    def to_rows(self) -> list[dict[str, str | int | None]]:
+        """Return the moments as flat rows: ``pandas.DataFrame(step.to_rows())`` is a table.
+
+        ``activation_bytes`` is what autograd keeps, ``packed_bytes`` included; ``interval_bytes`` is M_i of the module.
+        """
+        kept = zip(self.activation_bytes, self.packed_bytes, self.interval_bytes, strict=True)
+        same = {"parameter_bytes": self.parameter_bytes, "batch_bytes": self.batch_bytes}
+        return [
+            {**asdict(moment), **same, "activation_bytes": held, "packed_bytes": packed, "interval_bytes": most}
+            for moment, (held, packed, most) in zip(self.moments, kept, strict=True)
+        ]
 
     def _parts_at(self, index: int) -> dict[str, int]:
         moment, packed = self.moments[index], self.packed_bytes[index]

@@ -92,7 +92,8 @@ ALLOWED = {
     "holders": {"arguments", "calls", "conversion", "conversion_report", "hooks", "nn", "saved", "selection"},
     "callbacks": BELOW_CALLBACKS,
     "__init__": BELOW_CALLBACKS | {"callbacks"},
-    "__main__": BELOW_CALLBACKS | {NAME},
+    "environment": {"ops"},
+    "__main__": BELOW_CALLBACKS | {NAME, "environment"},
 }
 ONLY_IN = {"lightning": "callbacks", "lightning_utilities": "callbacks", "triton": "kernels"}
 ONLY_IN |= {"transformers": "nn.conv1d"}

@@ -286,4 +286,5 @@ def test_report_to_dict_is_made_of_primitives():
         "dense_bytes": 300,
         "stored_bytes": 100,
         "accounted_bytes": 100,
+        "saved_bytes": 200,
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +14,15 @@ from rich.console import Group, RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.callbacks.display import MIB, show
+from lightning_actprune.callbacks.display import show
+from lightning_actprune.callbacks.figures import check_figures, log_figures, save_figures
+from lightning_actprune.callbacks.loggers import log_layers, log_totals
 from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
 from lightning_actprune.footprint import MemoryReport, SavedTensorMeter
 from lightning_actprune.step_recorder import StepMemoryRecorder
+
+MAX_EPOCHS = 1000
+"""Epochs that the history keeps, the latest."""
 
 
 class ActivationMemoryMonitor(pl.Callback):
@@ -32,12 +39,14 @@ class ActivationMemoryMonitor(pl.Callback):
     at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without
     CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
 
-    Logged at the end of each epoch, to every logger and ``callback_metrics`` (so ``ModelCheckpoint`` can monitor them):
+    Logged at the end of each epoch, as means over the ranks, to every logger and ``callback_metrics`` (so that
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them):
 
     - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB, with the 16-bit copies of
       their weights that autocast makes and pruned layers do without
     - ``actprune/stored_mib``: what they keep, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
+    - ``actprune/sparsity``: the highest of a layer
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 
@@ -51,10 +60,16 @@ class ActivationMemoryMonitor(pl.Callback):
     Args:
         measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer (of a
             loader that does not know its length, none is then); the first batches also pay for what is set up lazily.
-        verbose: Whether to print a table at the end of each epoch.
+        verbose: Whether to print a table at the end of each epoch and to show ``actprune/saved_frac`` in the progress
+            bar; logging does not depend on it.
+        log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
+            and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``.
+        log_figures: Whether to give pictures of the layers and of the epochs to ``TensorBoardLogger`` and
+            ``WandbLogger``, and to the latter a table of the layers. Needs matplotlib.
 
     Raises:
-        MisconfigurationException: If an argument is not allowed.
+        MisconfigurationException: If an argument is not allowed; when a fit begins, if ``log_figures`` lacks
+            matplotlib.
 
     Example:
         >>> import lightning as L
@@ -64,7 +79,9 @@ class ActivationMemoryMonitor(pl.Callback):
         True
     """
 
-    def __init__(self, measure_batch: int = 3, verbose: bool = True) -> None:
+    def __init__(
+        self, measure_batch: int = 3, verbose: bool = True, *, log_layers: bool = False, log_figures: bool = False
+    ) -> None:
         super().__init__()
         if isinstance(measure_batch, bool) or not isinstance(measure_batch, int) or measure_batch < 0:
             raise MisconfigurationException(
@@ -72,10 +89,14 @@ class ActivationMemoryMonitor(pl.Callback):
             )
         self.measure_batch = measure_batch
         self.verbose = verbose
+        self.log_layers = log_layers
+        self.log_figures = log_figures
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
         self._to_log = False
         self._epoch: int | None = None
+        self._step = 0
+        self._history: deque[dict[str, float | None]] = deque(maxlen=MAX_EPOCHS)
         self._shown = False
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
@@ -86,8 +107,40 @@ class ActivationMemoryMonitor(pl.Callback):
         """The latest measurement, ``None`` before the first."""
         return self._report
 
+    @property
+    def history(self) -> list[dict[str, float | None]]:
+        """The totals of each epoch measured in the current or the last fit, flat rows fit for a DataFrame.
+
+        ``epoch``, ``step`` (``trainer.global_step`` in the measured step) and what ``MemoryReport.totals`` returns; of
+        a longer training the latest 1000 epochs.
+        """
+        return [dict(row) for row in self._history]
+
+    def save_figures(self, folder: str | Path) -> list[Path]:
+        """Write pictures of what was measured last: ``layers.png``, ``epochs.png`` and ``step.png``.
+
+        Args:
+            folder: Where to; made if it is missing.
+
+        Returns:
+            The files, of which those that would show nothing are missing; none on ranks other than zero.
+
+        Raises:
+            MisconfigurationException: If nothing was measured yet.
+            ImportError: If matplotlib is not installed.
+        """
+        if self._report is None:
+            raise MisconfigurationException("There is no step to draw yet. HINT: call `trainer.fit` with this monitor.")
+        return save_figures(self._report, self.history, Path(folder)) or []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and self.log_figures:
+            check_figures(trainer)
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._history.clear()
         self._epoch = None
         self._to_log = self._shown = False
 
@@ -99,7 +152,7 @@ class ActivationMemoryMonitor(pl.Callback):
         if self._epoch != trainer.current_epoch and batch_idx >= min(
             self.measure_batch, trainer.num_training_batches - 1
         ):
-            self._epoch = trainer.current_epoch
+            self._epoch, self._step = trainer.current_epoch, trainer.global_step
             self._begin(pl_module, batch, trainer.optimizers)
 
     @override
@@ -128,11 +181,17 @@ class ActivationMemoryMonitor(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
-        if self._report is not None and self._to_log:
-            self._to_log = False
-            pl_module.log_dict(_metrics(self._report), sync_dist=True)
-            if self.verbose:
-                self._show(trainer, self._report)
+        measured, self._to_log = self._to_log, False
+        report = self._report if measured else None
+        log_totals(trainer, pl_module, report, in_bar=self.verbose)
+        if report is None:
+            return
+        if self.log_layers:
+            log_layers(trainer, report)
+        if self.log_figures:
+            log_figures(trainer, report, self.history)
+        if self.verbose:
+            self._show(trainer, report)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -182,6 +241,7 @@ class ActivationMemoryMonitor(pl.Callback):
             report.step = step
             report.measured_peak_bytes = step.peak_bytes if step.measured else None
             self._report, self._to_log = report, True
+            self._history.append({"epoch": self._epoch, "step": self._step, **report.totals()})
 
     def _stop(self) -> None:
         """Stop measuring, whatever happened in the step."""
@@ -200,17 +260,3 @@ class ActivationMemoryMonitor(pl.Callback):
 def _requested_bytes(device: torch.device) -> int:
     """Return the bytes that live tensors asked the allocator for: no rounding, no cache."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
-
-
-def _metrics(report: MemoryReport) -> dict[str, float]:
-    metrics = {
-        "actprune/dense_mib": report.dense_bytes / MIB,
-        "actprune/stored_mib": report.stored_bytes / MIB,
-        "actprune/saved_mib": report.saved_bytes / MIB,
-        "actprune/saved_frac": report.saved_fraction,
-    }
-    if report.measured_activation_bytes is not None:
-        metrics["actprune/activations_mib"] = report.measured_activation_bytes / MIB
-    if report.measured_peak_bytes is not None:
-        metrics["actprune/peak_mib"] = report.measured_peak_bytes / MIB
-    return metrics

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
 from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
 
-NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac")}
+NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 MIB = 2**20
 
 
@@ -39,6 +39,7 @@ def test_metrics_reach_callback_metrics_without_a_logger():
     assert metrics["actprune/stored_mib"] == pytest.approx(report.stored_bytes / MIB)
     assert metrics["actprune/saved_mib"] == pytest.approx(report.saved_bytes / MIB)
     assert metrics["actprune/saved_frac"] == pytest.approx(report.saved_fraction)
+    assert metrics["actprune/sparsity"] == 0.5
     assert report.stored_bytes == sum(row.accounted_bytes for row in report.rows)
     assert (report.measured_activation_bytes, report.measured_peak_bytes) == (None, None)
 

@@ -1,0 +1,145 @@
+"""`python -m lightning_actprune`: what it says of machines, by stand-ins for the GPUs, and that it always ends well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_actprune
+from lightning_actprune import environment as module
+from lightning_actprune.__main__ import main
+from lightning_actprune.environment import BLOCK_SIZES, DTYPES, OPTIONAL, environment
+from lightning_actprune.ops import dispatch
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stand-ins for a machine with an old GPU and a new one, the latter full."""
+
+    def free(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        return 3 * GIB, 4 * GIB
+
+    capabilities = [(7, 5), (9, 0)]
+    properties = [
+        SimpleNamespace(name="Old [one]", major=7, minor=5, total_memory=4 * GIB),
+        SimpleNamespace(name="New", major=9, minor=0, total_memory=80 * GIB),
+    ]
+    for name, value in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 2),
+        ("get_device_properties", properties.__getitem__),
+        ("mem_get_info", free),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dispatch, "_capability", capabilities.__getitem__)
+    monkeypatch.setattr(dispatch, "_triton_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
+    dispatch._automatic.cache_clear()
+    yield
+    dispatch._automatic.cache_clear()
+
+
+def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> tuple[str, list[str]]:
+    (row,) = (r for r in found["kernels"] if (r["device"], r["dtype"], r["block_size"]) == (device, dtype, block_size))
+    return row["backend"], row["reasons"]
+
+
+def test_gpus_and_what_runs_on_them(gpus):
+    found = environment("1.2.3")
+    assert json.loads(json.dumps(found)) == found
+    assert found["gpus"] == [
+        {"index": 0, "name": "Old [one]", "capability": "7.5", "memory_bytes": 4 * GIB, "free_bytes": 3 * GIB},
+        {"index": 1, "name": "New", "capability": "9.0", "memory_bytes": 80 * GIB, "free_bytes": None},
+    ]
+    assert found["gpu_trouble"] is None
+    assert len(found["kernels"]) == 3 * len(DTYPES) * len(BLOCK_SIZES)
+    assert answer(found, "cuda:0", "float32", 32) == ("reference", ["compute capability 7.5 is below 8.0"])
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert answer(found, "cuda:1", dtype, 1024) == ("triton", [])
+        assert answer(found, "cuda:1", dtype, 2048) == ("reference", ["block_size 2048 is above 1024"])
+    backend, (reason,) = answer(found, "cuda:1", "float64", 16)
+    assert (backend, "float64 is not" in reason) == ("reference", True)
+    assert all(row["reasons"] for row in found["kernels"] if row["device"] == "cpu")
+
+
+def test_it_reads_well(gpus, capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert ["lightning_actprune", lightning_actprune.__version__] in cells
+    assert ["cuda:0", "Old [one]", "7.5", "4.0", "3.0"] in cells  # no markup
+    assert ["cuda:1", "New", "9.0", "80.0", "unknown"] in cells
+    assert ["cuda:1", "float32, float16, bfloat16", "16, 32, 64, 1024", "kernels", ""] in cells
+    old = next(row for row in cells if row[:2] == ["cuda:0", "float32, float16, bfloat16"])
+    assert old[2:4] == ["16, 32, 64, 1024", "plain PyTorch"]
+    assert {row[0] for row in cells} >= OPTIONAL.keys()
+
+
+def test_versions_and_optional_packages(monkeypatch):
+    there = {"pytorch-triton": "3.9", "wandb": "0.1"}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = environment("1.2.3")
+    assert found["versions"]["lightning_actprune"] == "1.2.3"
+    assert found["versions"]["torch"] == torch.__version__
+    assert (found["versions"]["triton"], found["versions"]["lightning"]) == ("3.9", None)
+    assert found["optional"] == dict.fromkeys(OPTIONAL) | {"wandb": "0.1"}
+
+
+def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("The NVIDIA driver is too old\nand more")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
+    assert main([]) == 0
+    assert "RuntimeError: The NVIDIA driver is too old" in capsys.readouterr().out
+
+
+def test_a_gpu_that_fails_later_is_a_finding(gpus, monkeypatch):
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(module, "choose_backend", fail)
+    found = environment("1.2.3")
+    assert {row["backend"] for row in found["kernels"]} == {"unknown"}
+    assert found["kernels"][0]["reasons"] == ["RuntimeError: unspecified launch failure"]
+
+
+def test_the_interpreter_is_told_from_a_machine_that_runs_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: True)
+    backend, reasons = answer(environment("1.2.3"), "cpu", "float32", 32)
+    assert (backend, reasons) == ("reference", ["the interpreter runs only where kernels are forced"])
+
+
+def test_as_a_command():
+    variables = os.environ | {"PYTHONIOENCODING": "ascii", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "lightning_actprune", "--json"]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env=variables, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert found["gpus"] == []
+    assert found["gpu_trouble"]
