@@ -39,7 +39,7 @@ def test_vision_from_scratch(tmp_path, monkeypatch):
     names = run("vision_from_scratch.md", tmp_path, monkeypatch, SMALLER)
     assert {layer.value_format for layer in names["pruning"].few_bit} >= {"int3", "int4"}
     assert names["pruning"].spread
-    assert names["step"].peak_without(1.0) < names["step"].peak_bytes
+    assert names["monitor"].report.saved_fraction > 0.5
     assert_plain(names["model"])
 
 
@@ -88,7 +88,8 @@ def test_the_reference_has_every_public_name():
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text()
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", prose):
         assert (page.parent / link).is_file()
     for path in re.findall(r"(?<![\w/.])(?:docs|examples|tests)/[\w/.]+\.(?:py|md|yaml|ipynb|png)", text):
         assert (ROOT / path).is_file(), path
