@@ -42,7 +42,7 @@ def arguments(config, name="ActivationPruning"):
 
 @pytest.fixture
 def fitted(monkeypatch, tmp_path):
-    """What was trained by the command line, in order, with the callback and its layers' sparsities at the end."""
+    """What the command line has trained, in order."""
     found = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ImageClassifier, "on_fit_end", lambda self: found.append(self), raising=False)
