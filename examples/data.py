@@ -1,9 +1,7 @@
 """Image data sets for the examples: scikit-learn's digits, CIFAR, or any folder of images, as one data module.
 
-Pixels become floats in [0, 1] and are then normalised per channel, `(pixel - mean) / std`. Training images of CIFAR and
-of folders are also flipped at random and cropped at random after padding by an eighth of their size (4 pixels of 32).
-Every data set has one held-out part: nothing is selected on it, so it serves validation and test alike, except for a
-folder that has both `val/` and `test/`.
+What happens to an image on its way into a batch is in `transforms`. Every data set has one held-out part: nothing is
+selected on it, so it serves validation and test alike, except for a folder that has both `val/` and `test/`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,18 +19,14 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
 
+from examples.transforms import Augmentation, plain_transform, train_transform
+
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
 IMAGE_SIZES = {"digits": 8, "cifar10": 32, "cifar100": 32, "folder": 224}
-NORMALISATION = {
-    "digits": ((0.305,), (0.376,)),
-    "cifar10": ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
-    "cifar100": ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
-    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-}
 SPLIT_SEED = 0
 POOL_ABOVE = 2000
 """Number of images above which decoding them in several processes pays."""
@@ -67,6 +62,8 @@ class ImageData(L.LightningDataModule):
         batch_size: Images per batch.
         num_workers: Loader processes.
         download: Whether CIFAR may be downloaded.
+        augmentation: `crop`, `resized_crop` or `none`: how training images are varied (see `transforms`); never digits.
+        images_per_class: Of a folder, only so many of the first images of each class in each part; by default all.
     """
 
     def __init__(
@@ -77,10 +74,13 @@ class ImageData(L.LightningDataModule):
         batch_size: int = 64,
         num_workers: int = 0,
         download: bool = True,
+        augmentation: Augmentation = "crop",
+        images_per_class: int | None = None,
     ) -> None:
         super().__init__()
         if dataset not in DATASETS:
             raise ValueError(f"`dataset` must be one of {DATASETS}, got {dataset!r}. HINT: pass one of these names.")
+        self.augmentation, self.images_per_class = augmentation, images_per_class
         self.dataset, self.root, self.download = dataset, Path(root).expanduser(), download
         self.image_size = image_size or IMAGE_SIZES[dataset]
         self.batch_size, self.num_workers = batch_size, num_workers
@@ -125,18 +125,14 @@ class ImageData(L.LightningDataModule):
         self.train_set = TensorImages(images[train], labels[train], self._transform(train=True))
         self.val_set = self.test_set = TensorImages(images[test], labels[test], self._transform())
 
-    def _open_folder(self, part: str, train: bool = False) -> ImageFolder:
-        return ImageFolder(str(split_folder(self.root, part)), transform=self._transform(train))
+    def _open_folder(self, part: str, train: bool = False) -> Dataset:
+        images = ImageFolder(str(split_folder(self.root, part)), transform=self._transform(train))
+        return images if self.images_per_class is None else first_of_each_class(images, self.images_per_class)
 
     def _transform(self, train: bool = False) -> v2.Transform:
-        size = (self.image_size, self.image_size)
-        steps: list[v2.Transform] = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-        if self.image_size != 8 or self.dataset != "digits":
-            steps.append(v2.Resize(size, antialias=True))
         if train and self.dataset != "digits":  # a mirrored digit is another sign
-            steps += [v2.RandomCrop(size, padding=self.image_size // 8), v2.RandomHorizontalFlip()]
-        mean, std = NORMALISATION[self.dataset]
-        return v2.Compose([*steps, v2.Normalize(list(mean), list(std)), v2.ToPureTensor()])
+            return train_transform(self.dataset, self.image_size, self.augmentation)
+        return plain_transform(self.dataset, self.image_size, self.augmentation)
 
     def _loader(self, images: Dataset, train: bool = False) -> DataLoader:
         return DataLoader(
@@ -170,6 +166,17 @@ def split_folder(root: Path, part: str) -> Path:
         f"`root` must be a folder with the subfolders train/ and test/ or val/, got {str(root)!r} without {names[0]}/. "
         "HINT: unpack the images so that each class has its folder in train/ and in test/."
     )
+
+
+def first_of_each_class(images: ImageFolder, count: int) -> Subset:
+    """Return `images` with the first `count` of each class only: the same ones in every run."""
+    seen: Counter[int] = Counter()
+    chosen = []
+    for index, label in enumerate(images.targets):
+        seen[label] += 1
+        if seen[label] <= count:
+            chosen.append(index)
+    return Subset(images, chosen)
 
 
 def load_image_folder_tensors(root: str | Path, workers: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

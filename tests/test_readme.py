@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+import lightning_actprune
 from examples.benchmarks import tables
+from tests.markdown import code_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return code_blocks(README, language)
 
 
 def test_python_blocks_run_in_order_and_print_the_shown_table(tmp_path, monkeypatch, capfd):
@@ -52,12 +55,32 @@ def test_the_shown_held_layer_is_found_in_the_network_with_a_relu(tmp_path, monk
 
 
 def test_yaml_block_names_importable_classes():
-    (text,) = blocks("yaml")
-    import lightning_actprune
-
+    text = blocks("yaml")[0]
     for callback in yaml.safe_load(text)["trainer"]["callbacks"]:
         made = getattr(lightning_actprune, callback["class_path"].split(".")[-1])(**callback.get("init_args", {}))
         assert made is not None
+
+
+def instantiated(config):
+    """Return what Hydra's ``instantiate`` makes of a configuration: inner objects first, each by its ``_target_``."""
+    if isinstance(config, list):
+        return [instantiated(entry) for entry in config]
+    if not isinstance(config, dict):
+        return config
+    arguments = {name: instantiated(value) for name, value in config.items() if name != "_target_"}
+    if "_target_" not in config:
+        return arguments
+    module, _, name = config["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def test_hydra_block_makes_the_callbacks():
+    made = instantiated(yaml.safe_load(blocks("yaml")[1]))["callbacks"]
+    pruning, monitor = made["activation_pruning"], made["activation_memory_monitor"]
+    assert type(pruning) is lightning_actprune.ActivationPruning
+    assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
+    assert repr(pruning.schedule) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
+    assert (pruning.block_size, pruning.exclude) == (32, ["model.head"])
 
 
 def test_ci_runs_exactly_the_test_command():

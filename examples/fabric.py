@@ -1,0 +1,59 @@
+"""Pruning with Lightning Fabric, on scikit-learn's digits.
+
+    python examples/fabric.py
+
+As in a plain loop, `convert` before the training and `revert` after it; Fabric's precision, strategy and devices stay
+what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of layers are the model's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from examples.data import ImageData
+from examples.models import build_model
+from lightning_actprune import HolderProbe, convert, revert
+
+
+def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
+    """Train `net` with pruned activations and return its losses; it is the plain model again afterwards."""
+    report, losses = convert(net, sparsity=0.6, block_size=32), []
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-3))
+    loader = fabric.setup_dataloaders(data.train_dataloader())
+    for _ in range(epochs):
+        for images, labels in loader:
+            with nullcontext() if losses else HolderProbe(net, images) as probe:  # around the first forward
+                loss = nn.functional.cross_entropy(model(images), labels)
+            for layer in probe.apply(report) if probe else ():
+                fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+    revert(net)
+    return losses
+
+
+def main(epochs: int = 3, accelerator: str = "auto", precision: str = "bf16-mixed") -> tuple[nn.Module, list[float]]:
+    """Train a small ResMLP and return it with its losses."""
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    data = ImageData()
+    data.setup("fit")
+    net = build_model("resmlp_tiny", image_size=8, patch_size=2, in_channels=1, num_classes=10)
+    losses = train(fabric, net, data, epochs)
+    fabric.print(f"Loss {losses[0]:.3f} at first, {losses[-1]:.3f} in the end.")
+    return net, losses
+
+
+if __name__ == "__main__":
+    main()

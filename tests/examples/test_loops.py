@@ -1,0 +1,39 @@
+"""The examples without a Trainer: they learn, find the layer that reads the batch, and leave a plain model behind."""
+
+import torch
+from torch import nn
+
+from examples import fabric, plain_loop
+from tests.helpers import assert_plain, pruned_layers
+
+
+def watch(monkeypatch, module):
+    """Note, at every forward, which layers of the model that ``module.train`` gets are pruned."""
+    seen, train = [], module.train
+
+    def watched(*args):
+        (model,) = (argument for argument in args if isinstance(argument, nn.Module))
+        model.register_forward_pre_hook(lambda *_: seen.append(pruned_layers(model)))
+        return train(*args)
+
+    monkeypatch.setattr(module, "train", watched)
+    return seen
+
+
+def test_plain_loop(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    seen = watch(monkeypatch, plain_loop)
+    model, losses = plain_loop.main(epochs=1)
+    assert seen == [["1", "3", "5"]] + [["3", "5"]] * 22  # 1437 images
+    assert_plain(model)
+    assert losses[-1] < 0.5 * losses[0]
+    assert "Layer 1 stays dense: its input is part of the batch." in capsys.readouterr().out
+
+
+def test_fabric(monkeypatch):
+    seen = watch(monkeypatch, fabric)
+    model, losses = fabric.main(epochs=1, accelerator="cpu", precision="bf16-mixed")
+    names = [f"blocks.{block}.{layer}" for block in range(3) for layer in ("fc1", "fc2")]
+    assert seen == [[*names, "head"]] * 23
+    assert_plain(model)
+    assert losses[-1] < losses[0]
