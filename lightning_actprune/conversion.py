@@ -37,7 +37,15 @@ from lightning_actprune.other_layers import (
     revert_other,
 )
 from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
-from lightning_actprune.selection import WRAPPERS, Candidate, candidates, other_layers, prunable_layers, refusal
+from lightning_actprune.selection import (
+    WRAPPERS,
+    Candidate,
+    candidates,
+    layers_at_ends,
+    other_layers,
+    prunable_layers,
+    refusal,
+)
 
 
 def convert(
@@ -191,15 +199,15 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
 
 def _choices(model: nn.Module, options: ConversionOptions, owner: str, report: ConversionReport) -> list[_Choice]:
     """Return the layers to prune; ``report`` gets those that are not."""
-    choices = []
-    for candidate in candidates(model, options):
+    choices, ends = [], layers_at_ends(model, options)
+    for candidate in candidates(model):
         fqns, layer = candidate.fqns, candidate.layer
         if not options.asks_for(layer):
             if not isinstance(layer, PrunedLayer):  # nor is one claimed that somebody else has converted
                 operator = cast(OtherOperator, operator_kind(layer))  # linear layers are always asked for
                 report.left[operator] += refusal(candidate, options, owner) is None
             continue
-        reason = refusal(candidate, options, owner)
+        reason = refusal(candidate, options, owner, ends.get(layer))
         if reason is not None:
             report.skipped.append(SkippedLayer(fqns[0], type(layer).__name__, reason))
             continue

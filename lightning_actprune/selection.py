@@ -47,14 +47,12 @@ class Candidate:
         layer: The layer.
         attention: The module whose output projection it is.
         sharded: Whether ``fully_shard`` gathers its parameters to plain tensors before the forward.
-        end: Why it is left dense for its place in the model, ``None`` if it is not.
     """
 
     fqns: list[str]
     layer: Layer
     attention: nn.MultiheadAttention | None
     sharded: bool
-    end: str | None
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -91,16 +89,15 @@ def _named(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[tu
         yield fqns, layer
 
 
-def candidates(model: nn.Module, options: ConversionOptions) -> Iterator[Candidate]:
+def candidates(model: nn.Module) -> Iterator[Candidate]:
     """Yield every layer that can be pruned with what decides whether it is converted."""
-    ends = _ends(model, options)
     sharded = {id(inner) for outer in model.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in prunable_layers(model):
-        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded, ends.get(layer))
+        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded)
 
 
-def _ends(model: nn.Module, options: ConversionOptions) -> dict[Layer, str]:
+def layers_at_ends(model: nn.Module, options: ConversionOptions) -> dict[Layer, str]:
     """Return the layers that ``exclude_first`` and ``exclude_last`` leave dense, with the reason."""
     layers = [layer for _, layer in prunable_layers(model) if options.asks_for(layer)]
     first, last = options.exclude_first, options.exclude_last
@@ -113,8 +110,14 @@ def _end_reason(end: str, count: int) -> str:
     return f"{among} (exclude_{end}={count})"
 
 
-def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str | None:
+def refusal(candidate: Candidate, options: ConversionOptions, owner: str, end: str | None = None) -> str | None:
     """Return why a layer is not converted, or ``None`` if it is.
+
+    Args:
+        candidate: The layer.
+        options: Which layers are to be converted.
+        owner: Who wants to convert it.
+        end: Why its place in the model leaves it dense, ``None`` if that does not.
 
     Raises:
         LayerClaimedError: If another owner has converted it.
@@ -122,7 +125,7 @@ def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str
     layer = candidate.layer
     if isinstance(layer, PrunedLayer) and layer.owner is None:
         return f"was built as {type(layer).__name__} and keeps its own settings"
-    unwanted = _pattern_refusal(candidate.fqns, options) or candidate.end or _sparsity_refusal(candidate.fqns, options)
+    unwanted = _pattern_refusal(candidate.fqns, options) or end or _sparsity_refusal(candidate.fqns, options)
     if unwanted is not None:
         return unwanted
     if isinstance(layer, PrunedLayer):
