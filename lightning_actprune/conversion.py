@@ -183,7 +183,7 @@ def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> 
     others = chosen_others(model, options, owner, report)
     check_rest_is_free(model, options, owner)
     chosen = {choice.candidate.layer for choice in choices}
-    # Layers made since an earlier conversion can turn one that was not the first into the first.
+    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
     own = [layer for _, layer in prunable_layers(model) if isinstance(layer, PrunedLayer) and layer.owner == owner]
     if not chosen.issuperset(own):
         revert_layers(model, set(own).difference(chosen).__contains__)

@@ -178,15 +178,15 @@ def test_the_ends_are_those_of_the_model_and_of_what_is_asked_for():
 
 
 def test_a_layer_that_has_become_the_first_one_is_dense_again():
-    model, options = nn.ModuleDict({"a": nn.Sequential(), "b": deep()}), ConversionOptions(exclude_first=1)
-    assert len(convert_layers(model, options, "tester").converted) == 4
-    model["a"].append(nn.Linear(65, 65))
-    assert len(convert_layers(model, options, "tester").converted) == 5
-    options = ConversionOptions(exclude_first=3)
+    model, options = nn.ModuleDict({"a": nn.Linear(65, 65), "b": deep()}), ConversionOptions(exclude_first=1)
+    names = [f"b.{name}" for name in ALL]
+    assert [layer.fqn for layer in convert_layers(model, options, "tester").converted] == names
+    del model["a"]
     report = convert_layers(model, options, "tester")
-    assert [layer.fqn for layer in report.converted] == [f"b.{name}" for name in ALL[2:]]
-    assert type(model["b"].blocks[0].fc2) is nn.Linear
-    assert not vars(model["b"].blocks[0].fc2).keys() & {"_pruning"}
+    assert [layer.fqn for layer in report.converted] == names[1:]
+    assert [layer.fqn for layer in report.skipped] == names[:1]
+    assert type(model["b"].blocks[0].fc1) is nn.Linear
+    assert "_pruning" not in vars(model["b"].blocks[0].fc1)
 
 
 WRONG = [
