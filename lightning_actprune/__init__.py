@@ -15,9 +15,17 @@ from lightning_actprune.conversion_report import ConversionReport, ConvertedLaye
 from lightning_actprune.energy import EnergyProbe
 from lightning_actprune.few_bit_saving import FewBitSaving
 from lightning_actprune.holders import HolderProbe
+from lightning_actprune.layer_settings import LayerSettings
 from lightning_actprune.nn import ActivationPrunedLinear
 from lightning_actprune.recomputed import RecomputationProbe
-from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+from lightning_actprune.schedules import (
+    ConstantSchedule,
+    CosineSchedule,
+    CubicSchedule,
+    LinearSchedule,
+    SparsitySchedule,
+    StepSchedule,
+)
 from lightning_actprune.step_recorder import StepMemoryRecorder
 
 __version__ = "0.1.0"
@@ -29,16 +37,19 @@ __all__ = [
     "ConstantSchedule",
     "ConversionReport",
     "ConvertedLayer",
+    "CosineSchedule",
     "CubicSchedule",
     "EnergyProbe",
     "FewBitConversion",
     "FewBitSaving",
     "HolderProbe",
+    "LayerSettings",
     "LinearSchedule",
     "RecomputationProbe",
     "SkippedLayer",
     "SparsitySchedule",
     "StepMemoryRecorder",
+    "StepSchedule",
     "convert",
     "functional",
     "pictures",

@@ -120,6 +120,15 @@ def check_min_values(value: Any) -> int:
     return int(value)
 
 
+def check_count(value: Any, name: str, hint: str) -> int:
+    """Return ``value`` as an int of at least 0; ``hint`` says what to do about an error."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be an int >= 0, got {value!r}. HINT: {hint}")
+    if value < 0:
+        raise ValueError(f"`{name}` must be an int >= 0, got {value!r}. HINT: {hint}")
+    return int(value)
+
+
 def check_block_selection(value: Any) -> BlockSelection:
     """Return ``value`` if it names a way to choose the blocks that are kept."""
     if value not in get_args(BlockSelection):

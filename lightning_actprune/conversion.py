@@ -14,14 +14,15 @@ is decided in ``selection``.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, cast
 
 from torch import nn
 
 from lightning_actprune.arguments import BlockSelection, OtherOperator, Others, Scope, ValueFormatName
+from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.layer_settings import LayerSettings, check_that_all_count, matches
 from lightning_actprune.nn.attention import RoutedMultiheadAttention
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.few_bit_kinds import stores
@@ -35,12 +36,12 @@ from lightning_actprune.other_layers import (
     detach_rest,
     revert_other,
 )
+from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
 from lightning_actprune.selection import (
-    MIN_FEATURES,
     WRAPPERS,
     Candidate,
-    ConversionOptions,
     candidates,
+    layers_at_ends,
     other_layers,
     prunable_layers,
     refusal,
@@ -49,7 +50,7 @@ from lightning_actprune.selection import (
 
 def convert(
     model: nn.Module,
-    sparsity: float = 0.6,
+    sparsity: float | Mapping[str, float] = 0.6,
     block_size: int = 32,
     *,
     scope: Scope = "sample",
@@ -59,12 +60,17 @@ def convert(
     value_format: ValueFormatName = "same",
     block_selection: BlockSelection = "largest",
     others: Others = False,
+    layers: Mapping[str, LayerSettings] | None = None,
+    exclude_first: int = 0,
+    exclude_last: int = 0,
 ) -> ConversionReport:
     """Convert the linear layers of ``model``, and others if they are asked for, in place; ``revert`` undoes it.
 
     Args:
         model: Any module; parameters, hooks and names stay the same objects.
-        sparsity: Fraction of blocks dropped, in [0, 1).
+        sparsity: Fraction of blocks dropped, in [0, 1), or a mapping from glob patterns to such, as
+            ``{"blocks.*.fc1": 0.3, "*": 0.6}``: the first pattern that matches a layer counts, and layers that match
+            none stay dense.
         block_size: Consecutive values per block, positive; cut to the row if larger.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
         include: Glob patterns on fully qualified names, such as ``"blocks.*.fc1"``; a layer must match one.
@@ -79,14 +85,19 @@ def convert(
             module runs that ``exclude`` does not match (see ``FewBitSaving``). A ``"convolution"``, an ``"affine"``
             layer and a layer ``"scale"`` are pruned as a linear layer is, and store what they keep in the format named
             here, ``"same"`` included.
+        layers: Settings of layers by glob patterns on their names, as ``{"head": LayerSettings(sparsity=0.3)}``: the
+            first pattern that matches a layer counts, and what it does not say is as for all other layers.
+        exclude_first: So many layers stay dense: the first ones in the order of ``model.named_modules()``, of all that
+            are linear or asked for with ``others``.
+        exclude_last: So many layers stay dense: the last ones.
 
     Returns:
         Converted and skipped layers; the latter with reasons.
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range, a pattern matches no linear layer, no layer was converted, or a
-            layer is already converted. The model is then as it was before the call.
+        ValueError: If an argument is out of range, a pattern matches no linear layer, no layer was converted, a layer
+            is already converted, or ``layers`` has a schedule. The model is then as it was before the call.
 
     Example:
         >>> from torch import nn
@@ -96,8 +107,21 @@ def convert(
         >>> revert(model)
         ['0', '2']
     """
-    stored = value_format, block_selection, others
-    options = ConversionOptions(sparsity, block_size, scope, include, exclude, min_features, *stored)
+    options = ConversionOptions(
+        sparsity,
+        block_size,
+        scope=scope,
+        include=include,
+        exclude=exclude,
+        min_features=min_features,
+        value_format=value_format,
+        block_selection=block_selection,
+        others=others,
+        layers=layers,
+        exclude_first=exclude_first,
+        exclude_last=exclude_last,
+    )
+    _check_no_schedule(options)
     owner = new_owner("convert()")
     report = convert_layers(model, options, owner)
     try:
@@ -140,40 +164,59 @@ def new_owner(name: str) -> str:
     return f"{name} #{uuid.uuid4().hex[:8]}"
 
 
+class _Choice(NamedTuple):
+    """A layer that is to be converted, with its settings."""
+
+    candidate: Candidate
+    settings: PruningSettings
+
+
 def convert_layers(model: nn.Module, options: ConversionOptions, owner: str) -> ConversionReport:
     """Convert what ``options`` select; layers that ``owner`` converted before are reported as converted again.
 
     Raises:
         LayerClaimedError: If another owner has converted a selected layer; nothing is converted then.
+        ValueError: If settings of a layer do not go together; nothing is converted then.
     """
     report = ConversionReport()
-    chosen: list[Candidate] = []
-    for candidate in candidates(model):
-        if not options.asks_for(candidate.layer):
-            if not isinstance(candidate.layer, PrunedLayer):  # nor is one claimed that somebody else has converted
-                operator = cast(OtherOperator, operator_kind(candidate.layer))  # linear layers are always asked for
-                report.left[operator] += refusal(candidate, options, owner) is None
-            continue
-        reason = refusal(candidate, options, owner)
-        if reason is not None:
-            report.skipped.append(SkippedLayer(candidate.fqns[0], type(candidate.layer).__name__, reason))
-        else:
-            chosen.append(candidate)
+    choices = _choices(model, options, owner, report)
     others = chosen_others(model, options, owner, report)
     check_rest_is_free(model, options, owner)
-    for candidate in chosen:
-        _convert_layer(candidate, options, owner)
-        kind, (inputs, outputs) = torch_class(type(candidate.layer)).__name__, candidate.features
-        value_format = options.blocks_of(candidate.layer).value_format
-        settings = options.sparsity, options.block_size, options.scope, value_format, options.block_selection
-        pruned = ConvertedLayer(candidate.fqns[0], kind, inputs, outputs, *settings, operator_kind(candidate.layer))
-        report.converted.append(pruned)
+    chosen = {choice.candidate.layer for choice in choices}
+    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
+    own = [layer for _, layer in prunable_layers(model) if isinstance(layer, PrunedLayer) and layer.owner == owner]
+    if not chosen.issuperset(own):
+        revert_layers(model, set(own).difference(chosen).__contains__)
+    for choice in choices:
+        report.converted.append(_convert_layer(*choice))
     for fqns, layer in others:
         made = convert_other(fqns[0], layer, options, owner)
         report.few_bit += [made] if stores(layer) else []
     attach_rest(model, options, owner)
     report.rest = options.other_formats.get("rest")
     return report
+
+
+def _choices(model: nn.Module, options: ConversionOptions, owner: str, report: ConversionReport) -> list[_Choice]:
+    """Return the layers to prune; ``report`` gets those that are not."""
+    choices, ends = [], layers_at_ends(model, options)
+    for candidate in candidates(model):
+        fqns, layer = candidate.fqns, candidate.layer
+        if not options.asks_for(layer):
+            if not isinstance(layer, PrunedLayer):  # nor is one claimed that somebody else has converted
+                operator = cast(OtherOperator, operator_kind(layer))  # linear layers are always asked for
+                report.left[operator] += refusal(candidate, options, owner) is None
+            continue
+        reason = refusal(candidate, options, owner, ends.get(layer))
+        if reason is not None:
+            report.skipped.append(SkippedLayer(fqns[0], type(layer).__name__, reason))
+            continue
+        sparsity = options.sparsity_of(fqns)
+        assert sparsity is not None  # or it was refused
+        highest = highest_sparsity(sparsity) if isinstance(sparsity, SparsitySchedule) else 0.0
+        settings = PruningSettings(sparsity_at(sparsity, 0.0), options.blocks_of(fqns, layer), owner, highest)
+        choices.append(_Choice(candidate, settings))
+    return choices
 
 
 def check_conversion(model: nn.Module, report: ConversionReport, options: ConversionOptions) -> None:
@@ -194,25 +237,51 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
         )
     for argument, patterns in (("include", options.include), ("exclude", options.exclude)):
         for pattern in patterns:
-            if not any(fnmatchcase(fqn, pattern) for fqn in names):
+            if not matches(names, pattern):
                 raise ValueError(
                     f"`{argument}` pattern {pattern!r} matches no {word}. HINT: patterns match the whole name; the "
                     f"{word}s are: {listing}."
                 )
+    prunable = [fqns for fqns, layer in prunable_layers(model) if options.asks_for(layer)]
+    if isinstance(options.sparsity, Mapping):
+        check_that_all_count(list(options.sparsity), prunable, "sparsity")
+    check_that_all_count(list(options.settings_by_name), prunable, "layers")
     if not report.converted and not report.few_bit and report.rest is None:
         raise ValueError(
             f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}\n"
-            "HINT: widen `include`, narrow `exclude`, or lower `min_features`."
+            "HINT: widen `include`, narrow `exclude`, or lower `min_features`, `exclude_first` and `exclude_last`."
         )
 
 
-def _convert_layer(candidate: Candidate, options: ConversionOptions, owner: str) -> None:
-    layer, attention = candidate.layer, candidate.attention
+def _convert_layer(candidate: Candidate, settings: PruningSettings) -> ConvertedLayer:
+    layer, attention, blocks = candidate.layer, candidate.attention, settings.blocks
+    kind = torch_class(type(layer)).__name__
     if not isinstance(layer, PrunedLayer):
         layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
-    layer._pruning = PruningSettings(options.sparsity, options.blocks_of(layer), owner)  # type: ignore[assignment]
+    layer._pruning = settings  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
+    return ConvertedLayer(
+        candidate.fqns[0],
+        kind,
+        *candidate.features,
+        settings.sparsity,
+        blocks.block_size,
+        cast(Scope, blocks.scope),
+        blocks.value_format,
+        blocks.block_selection,
+        operator_kind(layer),
+    )
+
+
+def _check_no_schedule(options: ConversionOptions) -> None:
+    for pattern, settings in options.settings_by_name.items():
+        if settings.schedule is not None:
+            raise ValueError(
+                f"`layers[{pattern!r}]` must have no `schedule` in convert(), which knows of no training, got "
+                f"{settings.schedule!r}. HINT: use `ActivationPruning(layers=...)`, or give a `sparsity` here and set "
+                "`layer.sparsity = schedule(step / steps)` of these layers in your loop."
+            )
 
 
 def _prunes(attention: RoutedMultiheadAttention) -> bool:

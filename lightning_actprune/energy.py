@@ -66,7 +66,8 @@ class EnergyProbe(PrunedCallFollower):
     Args:
         model: The module that ``convert`` was called on.
         limit: Largest share of the energy that dropped blocks may hold, in [0, 1].
-        sparsity: Least sparsity to judge layers at, where a schedule will raise it; layers at 0 are judged only then.
+        sparsity: Least sparsity to judge layers at, where you will raise it; layers at 0 are judged only then. Those
+            with a schedule in ``ActivationPruning`` are judged at its highest sparsity in any case.
         eagerly: Whether compiled modules run eagerly in this context, as they do inside ``HolderProbe``. Otherwise
             nothing inside them is seen.
 
@@ -130,7 +131,7 @@ class EnergyProbe(PrunedCallFollower):
     def _see(self, layer: Layer, weight: Tensor, x: Any, blocks: BlockSetting) -> None:
         if not isinstance(layer, PrunedLayer) or layer.owner is None or backward_runs():
             return
-        sparsity = max(layer.sparsity, self._sparsity)
+        sparsity = max(layer.highest_sparsity, self._sparsity)
         if sparsity == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
             return
         if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0:
@@ -146,7 +147,7 @@ def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str,
         layer, place = layers[made.fqn], report.converted.index(made)
         assert isinstance(layer, PrunedLayer)
         if made.value_format != "same":
-            layer.sparsity = 0.0
+            layer.drop_nothing()
             report.converted[place] = replace(made, sparsity=0.0)
             continue
         revert_layers(model, {layer}.__contains__)

@@ -69,7 +69,8 @@ class HolderProbe(SavedTensorRecorder):
     Args:
         model: The module that ``convert`` was called on.
         batch: Whatever holds the step's input tensors.
-        sparsity: Least sparsity to count with, where a schedule will raise it; layers at 0 are judged only then.
+        sparsity: Least sparsity to count with, where you will raise it; layers at 0 are judged only then. Those with a
+            schedule in ``ActivationPruning`` are counted at its highest sparsity in any case.
 
     Example:
         >>> from lightning_actprune import convert
@@ -170,7 +171,7 @@ class HolderProbe(SavedTensorRecorder):
         if not isinstance(layer, PrunedLayer) or layer.owner is None or call.shape.numel() == 0 or self.hands_on:
             return
         settings = _dense_for_now.get(layer, layer._pruning)
-        sparsity = max(settings.sparsity, self._sparsity)
+        sparsity = max(settings.sparsity, settings.highest, self._sparsity)
         if sparsity == 0 and settings.blocks.value_format == "same":
             return
         if call.blocks is not None:
@@ -233,8 +234,9 @@ class _Ledger:
         judged = [call for own in self._layers.values() for call in own]
         self._users = Counter(call.dense_key for call in judged)
         # Of layers that ran dense none has packed anything yet: those that would share are told by what they read.
-        alike = Counter(call.reads for call in judged)
-        self._sharers = {call: alike[call.reads] for call in judged if not call.packs and call.dense_key is not None}
+        alike = Counter((call.reads, calls[call]) for call in judged)
+        unpacked = [call for call in judged if not call.packs and call.dense_key is not None]
+        self._sharers = {call: alike[call.reads, calls[call]] for call in unpacked}
         for sharers in packs.values():
             for call in sharers:
                 self._sharers[call] = max(len(sharers), self._sharers.get(call, 1))

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from lightning_actprune.conversion_options import ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, FewBitConversion, SkippedLayer
 from lightning_actprune.few_bit_saving import FewBitSaving
 from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings
 from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of, stores
 from lightning_actprune.nn.settings import dense_class, torch_class
-from lightning_actprune.selection import ConversionOptions, LayerClaimedError, other_layers, other_refusal
+from lightning_actprune.selection import LayerClaimedError, other_layers, other_refusal
 
 _SAVINGS = "_few_bit_savings"
 

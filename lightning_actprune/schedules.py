@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
 from lightning_actprune.arguments import check_sparsity
 
-__all__ = ["ConstantSchedule", "CubicSchedule", "LinearSchedule", "SparsitySchedule"]
+__all__ = [
+    "ConstantSchedule",
+    "CosineSchedule",
+    "CubicSchedule",
+    "LinearSchedule",
+    "SparsitySchedule",
+    "StepSchedule",
+]
 
 
 class SparsitySchedule(ABC):
@@ -66,7 +76,7 @@ class _Ramp(SparsitySchedule):
         if self.until <= self.warmup:
             raise ValueError(
                 f"`until` must be greater than `warmup`, got until={until!r} and warmup={warmup!r}. HINT: the sparsity "
-                "moves between the two; for one jump write your own SparsitySchedule."
+                "moves between the two; StepSchedule jumps."
             )
 
     def _travelled(self, progress: float) -> float:
@@ -124,6 +134,100 @@ class CubicSchedule(_Ramp):
     def __call__(self, progress: float) -> float:
         """Return the sparsity at ``progress``."""
         return self.end + (self.start - self.end) * (1.0 - self._travelled(progress)) ** 3
+
+
+class CosineSchedule(_Ramp):
+    """A ramp from ``start`` to ``end`` along half a cosine: slow at both ends and steepest halfway.
+
+    With ``r`` the travelled fraction of the ramp, ``s = start + (end - start) (1 - cos(pi r)) / 2``.
+
+    Args:
+        end: Sparsity after the ramp, in [0, 1).
+        start: Sparsity before the ramp, in [0, 1).
+        warmup: Progress at which the ramp begins, in [0, 1): ``0.1`` is a tenth of the training.
+        until: Progress at which the ramp ends, in (warmup, 1].
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> schedule = CosineSchedule(end=0.8)
+        >>> [round(schedule(p), 3) for p in (0.0, 0.25, 0.5, 1.0)]
+        [0.0, 0.117, 0.4, 0.8]
+    """
+
+    def __call__(self, progress: float) -> float:
+        """Return the sparsity at ``progress``."""
+        weight = (1.0 - math.cos(math.pi * self._travelled(progress))) / 2.0
+        return self.start * (1.0 - weight) + self.end * weight
+
+
+class StepSchedule(SparsitySchedule):
+    """Jumps from one sparsity to the next.
+
+    Args:
+        sparsities: The sparsities in turn, each in [0, 1); one more than there are jumps.
+        at: Progress of each jump, increasing, in (0, 1): ``0.5`` is halfway. The new sparsity holds from there on.
+
+    Raises:
+        TypeError: If an argument is no list of numbers.
+        ValueError: If a number is out of range, or there are too few or too many.
+
+    Example:
+        >>> schedule = StepSchedule(sparsities=[0.0, 0.5, 0.8], at=[0.1, 0.5])
+        >>> [schedule(p) for p in (0.0, 0.1, 0.4, 0.5, 1.0)]
+        [0.0, 0.5, 0.5, 0.8, 0.8]
+    """
+
+    def __init__(self, sparsities: Sequence[float], at: Sequence[float]) -> None:
+        hint = "HINT: `sparsities=[0.0, 0.5, 0.8], at=[0.1, 0.5]` jumps after a tenth and halfway."
+        given: dict[str, Any] = {"sparsities": sparsities, "at": at}
+        for name, values in given.items():
+            if isinstance(values, str) or not isinstance(values, Sequence):
+                raise TypeError(f"`{name}` must be a list of numbers, got {values!r}. {hint}")
+        self.sparsities = [check_sparsity(value, f"sparsities[{i}]") for i, value in enumerate(sparsities)]
+        self.at = [_check_fraction(value, f"at[{i}]") for i, value in enumerate(at)]
+        points = [0.0, *self.at, 1.0]
+        if any(later <= earlier for earlier, later in pairwise(points)):
+            raise ValueError(f"`at` must be numbers in (0, 1) that increase, got {list(at)!r}. {hint}")
+        if len(self.sparsities) != len(self.at) + 1:
+            raise ValueError(
+                f"`sparsities` must have one number more than `at`, got {len(self.sparsities)} and {len(self.at)}. "
+                f"{hint}"
+            )
+
+    def __call__(self, progress: float) -> float:
+        """Return the sparsity at ``progress``."""
+        return self.sparsities[bisect_right(self.at, progress)]
+
+
+def sparsity_at(sparsity: float | SparsitySchedule, progress: float) -> float:
+    """Return the sparsity at ``progress``, in [0, 1], of a schedule or of a number, which is the same throughout.
+
+    Raises:
+        TypeError: If the schedule returns what is no number.
+        ValueError: If the schedule returns what is no sparsity.
+    """
+    if not isinstance(sparsity, SparsitySchedule):
+        return sparsity
+    return check_sparsity(sparsity(progress), f"{sparsity!r}({progress:g})")
+
+
+def highest_sparsity(sparsity: float | SparsitySchedule) -> float:
+    """Return the highest sparsity of the training, looked at in tenths, and at the jumps of a ``StepSchedule``."""
+    jumps = sparsity.at if isinstance(sparsity, StepSchedule) else []
+    return max(sparsity_at(sparsity, progress) for progress in (*(tenths / 10 for tenths in range(11)), *jumps))
+
+
+def check_schedule(value: Any) -> SparsitySchedule | None:
+    """Return ``value`` if it is a schedule or ``None``."""
+    if value is not None and not isinstance(value, SparsitySchedule):
+        raise TypeError(
+            f"`schedule` must be a SparsitySchedule or None, got {value!r}. HINT: use LinearSchedule or "
+            "CubicSchedule, or subclass SparsitySchedule."
+        )
+    return value
 
 
 def _check_fraction(value: Any, name: str) -> float:

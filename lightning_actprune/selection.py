@@ -8,10 +8,8 @@ weight without calling the layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,104 +18,20 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.arguments import (
-    BlockSelection,
-    OtherOperator,
-    Others,
-    Scope,
-    ValueFormatName,
-    check_others,
-    check_patterns,
-    check_sparsity,
-)
+from lightning_actprune.conversion_options import ConversionOptions
+from lightning_actprune.layer_settings import matches
 from lightning_actprune.nn.affine import affine_refusal
 from lightning_actprune.nn.convolutions import padding_refusal
 from lightning_actprune.nn.few_bit import FewBitLayer
 from lightning_actprune.nn.few_bit_kinds import LEFT_DENSE, few_bit_class, operator_of
 from lightning_actprune.nn.kinds import Layer, is_affine, kind_of, operator_kind, pruned_class, weights_of
 from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.ops.setting import BlockSetting
-
-MIN_FEATURES = 64
-"""Default of ``min_features``. Packing takes about as long for 16 as for 256 features (launches dominate), so each MiB
-saved costs 2.7 ms of eager step time at 16, 1.2 at 48, 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
 
 WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 
 
 _SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
-
-
-@dataclass(frozen=True)
-class ConversionOptions:
-    """Which layers to convert, and with what settings.
-
-    Args:
-        sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Values per block, positive.
-        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
-        include: Glob patterns on fully qualified names; a layer must match one.
-        exclude: Glob patterns on fully qualified names; a layer must match none.
-        min_features: Linear layers with fewer input features stay dense. Convolutions do not: few channels have many
-            pixels as a rule, and all of a sample is cut into blocks; nor do affine layers, which are asked for by name.
-        value_format: How the values of kept blocks are stored.
-        block_selection: Which blocks are kept.
-        others: What operators other than linear layers keep in few bits, and in which format; convolutions and affine
-            layers are pruned as linear layers are.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
-    """
-
-    sparsity: float = 0.6
-    block_size: int = 32
-    scope: Scope = "sample"
-    include: Sequence[str] | str = ("*",)
-    exclude: Sequence[str] | str = ()
-    min_features: int = MIN_FEATURES
-    value_format: ValueFormatName = "same"
-    block_selection: BlockSelection = "largest"
-    others: Others = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
-        object.__setattr__(self, "block_size", self.blocks.block_size)
-        object.__setattr__(self, "include", check_patterns(self.include, "include"))
-        object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
-        object.__setattr__(self, "others", check_others(self.others, self.block_size))
-        if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):
-            raise TypeError(
-                f"`min_features` must be an int >= 0, got {self.min_features!r}. HINT: 0 converts every size."
-            )
-        if self.min_features < 0:
-            raise ValueError(
-                f"`min_features` must be an int >= 0, got {self.min_features}. HINT: 0 converts every size."
-            )
-
-    @property
-    def other_formats(self) -> Mapping[OtherOperator, ValueFormatName]:
-        """What operators other than linear layers keep in few bits, and in which format."""
-        return cast(Mapping[OtherOperator, ValueFormatName], self.others)
-
-    @property
-    def blocks(self) -> BlockSetting:
-        """How inputs are cut into blocks and stored, checked."""
-        return BlockSetting.checked(self.block_size, self.scope, self.value_format, self.block_selection)
-
-    def blocks_of(self, layer: Layer) -> BlockSetting:
-        """How inputs of ``layer`` are: those of convolutions and affine layers have formats of their own."""
-        operator = operator_kind(layer)
-        if operator == "linear":
-            return self.blocks
-        value_format = self.other_formats[operator]
-        return BlockSetting.checked(self.block_size, self.scope, value_format, self.block_selection)
-
-    def asks_for(self, layer: Layer) -> bool:
-        """Return whether a layer of this kind is to be converted: linear ones always, others if named."""
-        operator = operator_kind(layer)
-        return operator == "linear" or operator in self.other_formats
 
 
 class LayerClaimedError(ValueError):
@@ -183,8 +97,27 @@ def candidates(model: nn.Module) -> Iterator[Candidate]:
         yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded)
 
 
-def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str | None:
+def layers_at_ends(model: nn.Module, options: ConversionOptions) -> dict[Layer, str]:
+    """Return the layers that ``exclude_first`` and ``exclude_last`` leave dense, with the reason."""
+    layers = [layer for _, layer in prunable_layers(model) if options.asks_for(layer)]
+    first, last = options.exclude_first, options.exclude_last
+    reasons = dict.fromkeys(layers[-last:] if last else (), _end_reason("last", last))
+    return reasons | dict.fromkeys(layers[:first], _end_reason("first", first))
+
+
+def _end_reason(end: str, count: int) -> str:
+    among = f"is the {end} layer" if count == 1 else f"is one of the {end} {count} layers"
+    return f"{among} (exclude_{end}={count})"
+
+
+def refusal(candidate: Candidate, options: ConversionOptions, owner: str, end: str | None = None) -> str | None:
     """Return why a layer is not converted, or ``None`` if it is.
+
+    Args:
+        candidate: The layer.
+        options: Which layers are to be converted.
+        owner: Who wants to convert it.
+        end: Why its place in the model leaves it dense, ``None`` if that does not.
 
     Raises:
         LayerClaimedError: If another owner has converted it.
@@ -192,7 +125,7 @@ def refusal(candidate: Candidate, options: ConversionOptions, owner: str) -> str
     layer = candidate.layer
     if isinstance(layer, PrunedLayer) and layer.owner is None:
         return f"was built as {type(layer).__name__} and keeps its own settings"
-    unwanted = _pattern_refusal(candidate.fqns, options)
+    unwanted = _pattern_refusal(candidate.fqns, options) or end or _sparsity_refusal(candidate.fqns, options)
     if unwanted is not None:
         return unwanted
     if isinstance(layer, PrunedLayer):
@@ -230,12 +163,20 @@ def other_refusal(fqns: list[str], layer: nn.Module, options: ConversionOptions,
 
 def _pattern_refusal(fqns: list[str], options: ConversionOptions) -> str | None:
     """Return why a layer with these names is not wanted."""
-    if not any(fnmatchcase(fqn, pattern) for fqn in fqns for pattern in options.include):
+    if not any(matches(fqns, pattern) for pattern in options.include):
         return f"matches no `include` pattern ({', '.join(options.include)})"
     for pattern in options.exclude:
-        if any(fnmatchcase(fqn, pattern) for fqn in fqns):
+        if matches(fqns, pattern):
             return f"matches the `exclude` pattern {pattern!r}"
     return None
+
+
+def _sparsity_refusal(fqns: list[str], options: ConversionOptions) -> str | None:
+    """Return why a layer with these names has no sparsity."""
+    if options.sparsity_of(fqns) is not None:
+        return None
+    assert isinstance(options.sparsity, dict)
+    return f"matches no `sparsity` pattern ({', '.join(options.sparsity)})"
 
 
 def _check_claim(fqn: str, former: str | None, owner: str) -> None:

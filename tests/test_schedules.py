@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import doctest
+import math
 import pickle
+from itertools import pairwise
 
 import pytest
 
-from lightning_actprune import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+from lightning_actprune import (
+    ConstantSchedule,
+    CosineSchedule,
+    CubicSchedule,
+    LinearSchedule,
+    SparsitySchedule,
+    StepSchedule,
+    schedules,
+)
 
 POINTS = [i / 20 for i in range(21)]
 
@@ -13,7 +24,7 @@ def test_constant_is_the_same_everywhere():
     assert {ConstantSchedule(0.4)(p) for p in POINTS} == {0.4}
 
 
-@pytest.mark.parametrize("kind", [LinearSchedule, CubicSchedule])
+@pytest.mark.parametrize("kind", [LinearSchedule, CubicSchedule, CosineSchedule])
 @pytest.mark.parametrize(("start", "end"), [(0.0, 0.9), (0.2, 0.7), (0.8, 0.1)])
 def test_ramp_begins_at_start_and_ends_at_end(kind: type[SparsitySchedule], start: float, end: float):
     schedule = kind(end=end, start=start, warmup=0.25, until=0.75)
@@ -34,6 +45,46 @@ def test_cubic_is_the_published_formula():
         assert schedule(t) == pytest.approx(s_f + (s_i - s_f) * (1 - (t - t0) / n) ** 3)
 
 
+def test_cosine_is_half_a_wave_between_its_ends():
+    start, end, begin, length = 0.1, 0.9, 0.2, 0.5
+    schedule = CosineSchedule(end=end, start=start, warmup=begin, until=begin + length)
+    for p in (0.2, 0.3, 0.45, 0.6, 0.7):
+        wave = math.cos(math.pi * (p - begin) / length)
+        assert schedule(p) == pytest.approx((start + end) / 2 + (start - end) / 2 * wave)
+    steps = [later - earlier for earlier, later in pairwise(map(schedule, POINTS))]
+    assert max(steps) == pytest.approx(schedule(0.5) - schedule(0.45))  # steepest halfway
+    assert (schedule(0.0), schedule(1.0)) == (start, end)  # exactly, so that layers are not set again and again
+
+
+def test_steps_jump_where_they_should_and_stay_in_between():
+    schedule = StepSchedule([0.1, 0.7, 0.0, 0.5], [0.25, 0.5, 0.51])
+    before, after = math.nextafter(0.5, 0), math.nextafter(0.5, 1)
+    assert [schedule(p) for p in (0.0, 0.2499, 0.25, before, 0.5, after, 0.51, 1.0)] == [
+        *(0.1, 0.1, 0.7, 0.7, 0.0, 0.0, 0.5, 0.5)
+    ]
+    assert StepSchedule([0.3], [])(1.0) == 0.3
+
+
+def test_steps_are_those_given_whatever_becomes_of_the_lists():
+    sparsities, at = [0.0, 0.5], [0.5]
+    schedule = StepSchedule(sparsities, at)
+    sparsities[1], at[0] = 0.9, 0.1
+    assert schedule(0.6) == 0.5
+    assert repr(schedule) == "StepSchedule(sparsities=[0.0, 0.5], at=[0.5])"
+
+
+def test_the_highest_sparsity_is_found_between_the_tenths_too():
+    assert schedules.highest_sparsity(StepSchedule([0.0, 0.8, 0.2], [0.51, 0.55])) == 0.8
+    assert schedules.highest_sparsity(LinearSchedule(end=0.1, start=0.7)) == 0.7
+    assert schedules.highest_sparsity(0.4) == 0.4
+
+
+def test_docstring_examples_run():
+    results = doctest.testmod(schedules)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -45,6 +96,16 @@ def test_cubic_is_the_published_formula():
         (lambda: CubicSchedule(end=0.5, warmup=None), TypeError, r"`warmup` must be a number in \[0, 1\], got None"),
         (lambda: CubicSchedule(end=0.5, until=float("nan")), ValueError, r"`until` must be in \[0, 1\], got nan"),
         (lambda: LinearSchedule(end=0.5, warmup=0.5, until=0.5), ValueError, "`until` must be greater than `warmup`"),
+        (lambda: CosineSchedule(end=1), ValueError, r"`end` must be in \[0, 1\), got 1"),
+        (lambda: StepSchedule([0, 60], [0.5]), ValueError, r"`sparsities\[1\]` must be in \[0, 1\), got 60. HINT"),
+        (lambda: StepSchedule(0.5, [0.5]), TypeError, "`sparsities` must be a list of numbers, got 0.5. HINT"),
+        (lambda: StepSchedule([0, 0.5], "0.5"), TypeError, "`at` must be a list of numbers, got '0.5'. HINT"),
+        (lambda: StepSchedule([0, 0.5], [100]), ValueError, r"`at\[0\]` must be in \[0, 1\], got 100. HINT"),
+        (lambda: StepSchedule([0, 0.5], [None]), TypeError, r"`at\[0\]` must be a number"),
+        (lambda: StepSchedule([0, 0.5], [1.0]), ValueError, r"`at` must be numbers in \(0, 1\) that increase"),
+        (lambda: StepSchedule([0, 0.5], [0]), ValueError, r"numbers in \(0, 1\) that increase, got \[0\]. HINT"),
+        (lambda: StepSchedule([0, 0.1, 0.2], [0.5, 0.5]), ValueError, "that increase, got .0.5, 0.5.. HINT"),
+        (lambda: StepSchedule([0, 0.5], []), ValueError, "one number more than `at`, got 2 and 0. HINT"),
     ],
 )
 def test_arguments_are_checked(make, error: type[Exception], message: str):
@@ -52,7 +113,17 @@ def test_arguments_are_checked(make, error: type[Exception], message: str):
         make()
 
 
-@pytest.mark.parametrize("schedule", [ConstantSchedule(0.3), LinearSchedule(0.5, warmup=0.1), CubicSchedule(0.5)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ConstantSchedule(0.3),
+        LinearSchedule(0.5, warmup=0.1),
+        CubicSchedule(0.5),
+        CosineSchedule(0.5, until=0.9),
+        StepSchedule((0, 0.5), (0.5,)),
+    ],
+    ids=lambda schedule: type(schedule).__name__,
+)
 def test_repr_shows_all_arguments_and_pickle_keeps_them(schedule: SparsitySchedule):
     assert repr(eval(repr(schedule))) == repr(schedule)
     assert vars(pickle.loads(pickle.dumps(schedule))) == vars(schedule)

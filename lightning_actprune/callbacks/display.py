@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.arguments import OtherOperator, PrunedOperator
+from lightning_actprune.callbacks.own_settings import differing_settings
 from lightning_actprune.callbacks.probing import Findings
 from lightning_actprune.conversion_report import (
     AFFINE_LAYERS,
@@ -95,23 +96,29 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return rows[:cut], rows[cut:]
 
 
-def conversion_summary(report: ConversionReport, sparsity: float, value_bytes: int) -> RenderableType:
-    """Return what was converted and what was not, with the saving to expect at ``sparsity``."""
+def conversion_summary(report: ConversionReport, last: Mapping[str, float], value_bytes: int) -> RenderableType:
+    """Return what was converted and what was not, with the saving to expect at the ``last`` sparsity of each layer."""
     counts = Counter(layer.operator for layer in report.converted)
     named = [f"{counts[operator]} {name}" for operator, name in _PRUNED.items() if counts[operator]]
     converted = enumerated(named) or "0 linear layers"
     text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
     if report.converted:
-        saved = [_expected_saving(layer, sparsity, value_bytes) for layer in report.converted]
-        lowest, highest = percent(min(saved)), percent(max(saved))
-        span = lowest if lowest == highest else f"{lowest} to {highest}"
-        text += f" At sparsity {sparsity:g} each keeps {span} less of its input for backward."
-        parts.append(_converted_table(report.converted, saved))
+        sparsities = [last.get(layer.fqn, layer.sparsity) for layer in report.converted]
+        saved = [_expected_saving(*each, value_bytes) for each in zip(report.converted, sparsities, strict=True)]
+        at, span = _span(f"{sparsity:g}" for sparsity in sorted(sparsities)), _span(map(percent, sorted(saved)))
+        text += f" At sparsity {at} each keeps {span} less of its input for backward."
+        parts.append(_converted_table(report.converted, differing_settings(report.converted, sparsities), saved))
     parts.insert(0, text + _others_text(report))
     if report.skipped:
         parts.append(_skipped_table(report.skipped))
     return Group(*parts)
+
+
+def _span(shown: Iterable[str]) -> str:
+    """Return the first and the last of some numbers, or the one that both are."""
+    first, *_, last = (*shown,) * 2
+    return first if first == last else f"{first} to {last}"
 
 
 def _others_text(report: ConversionReport) -> str:
@@ -174,12 +181,14 @@ def _row(layer: ConvertedLayer) -> int:
     return layer.block_size if layer.operator == "convolution" and layer.scope == "sample" else layer.in_features
 
 
-def _converted_table(layers: Sequence[ConvertedLayer], saved: Sequence[float]) -> Table:
-    made = table("Pruned layers", "Layer", "In", "Out", "Block", "Saved of input")
+def _converted_table(
+    layers: Sequence[ConvertedLayer], differing: Mapping[str, Sequence[str]], saved: Sequence[float]
+) -> Table:
+    made = table("Pruned layers", "Layer", "In", "Out", "Block", *differing, "Saved of input")
     shown, rest = shortened(layers)
-    for layer, fraction in zip(shown, saved, strict=False):
-        block = min(layer.block_size, _row(layer))
-        made.add_row(layer.fqn, str(layer.in_features), str(layer.out_features), str(block), percent(fraction))
+    for layer, fraction, *own in zip(shown, saved, *differing.values(), strict=False):
+        sizes = layer.in_features, layer.out_features, min(layer.block_size, _row(layer))
+        made.add_row(layer.fqn, *map(str, sizes), *own, percent(fraction))
     if rest:
         made.add_row(f"... and {len(rest)} more")
     return made

@@ -28,7 +28,7 @@ class Questions(NamedTuple):
     """What the first batch shall show.
 
     Args:
-        sparsity: Highest sparsity that the layers will have.
+        sparsity: Highest sparsity that any of the layers will have.
         quantizes: Whether values are stored in few bits: then layers pack at sparsity 0 too.
         skip_held: Whether to turn held layers dense; without it, nothing inside compiled modules is seen.
         max_dropped_energy: Largest share of an input's energy that dropped blocks may hold.
@@ -74,10 +74,10 @@ class FirstBatchProbe:
         self._recomputations = RecomputationProbe(model, eagerly=skip_held)
         self._recomputations.__enter__()
         if limit < 1 and sparsity > 0:
-            self._energy = EnergyProbe(model, limit, sparsity=sparsity, eagerly=skip_held)
+            self._energy = EnergyProbe(model, limit, eagerly=skip_held)
             self._energy.__enter__()
         if skip_held:
-            self._holders = HolderProbe(model, batch, sparsity=sparsity)
+            self._holders = HolderProbe(model, batch)
             self._holders.__enter__()
 
     def backward_starts(self) -> None:

@@ -1,46 +1,51 @@
-"""The sparsity as a function of a Trainer's progress."""
+"""The sparsity of each layer as a function of a Trainer's progress."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
-from lightning_actprune.arguments import check_sparsity
-from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule
+from lightning_actprune.conversion_options import ConversionOptions
+from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, sparsity_at
+from lightning_actprune.selection import prunable_layers
 
 _Result = TypeVar("_Result")
 
 
-def checked(check: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Return ``check(*arguments)``, with errors of arguments as the exception of Lightning's callbacks."""
+def checked(check: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+    """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
     try:
-        return check(*arguments)
+        return check(*arguments, **named)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(str(error)) from error
 
 
+class _Followed(NamedTuple):
+    """A layer with its sparsity, which follows the training if it is a schedule."""
+
+    fqn: str
+    layer: PrunedLayer
+    sparsity: float | SparsitySchedule
+
+
 class SparsityProgress:
-    """What the sparsity is at each step of a fit.
+    """What the sparsity of each layer is at each step of a fit.
 
     Args:
-        sparsity: The sparsity, if there is no schedule.
-        schedule: Sparsity as a function of training progress.
+        options: Say what sparsity, or which schedule, a layer has.
         total_steps: Value of ``trainer.global_step`` at which progress is 1; by default the Trainer's estimate.
 
     Raises:
-        MisconfigurationException: If an argument is not allowed, or the schedule returns what is no sparsity.
+        MisconfigurationException: If ``total_steps`` is not allowed.
     """
 
-    def __init__(self, sparsity: Any, schedule: Any, total_steps: Any) -> None:
-        if schedule is not None and not isinstance(schedule, SparsitySchedule):
-            raise MisconfigurationException(
-                f"`schedule` must be a SparsitySchedule or None, got {schedule!r}. HINT: use LinearSchedule or "
-                "CubicSchedule, or subclass SparsitySchedule."
-            )
+    def __init__(self, options: ConversionOptions, total_steps: Any) -> None:
         if total_steps is not None and (
             isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1
         ):
@@ -48,40 +53,58 @@ class SparsityProgress:
                 f"`total_steps` must be a positive int or None, got {total_steps!r}. HINT: it is the number of "
                 "optimizer steps of the whole training; None asks the Trainer."
             )
-        self._schedule: SparsitySchedule | None = schedule
+        self._options = options
         self._total_steps: int | None = total_steps
         self._horizon: float | None = None
-        self._sparsity = checked(check_sparsity, sparsity) if schedule is None else 0.0
-        self.first = self.at(0.0)
-        """Sparsity before the first step."""
+        self._layers: list[_Followed] = []
+
+    def find_layers(self, model: nn.Module, owner: str, *, without: Container[str] = ()) -> None:
+        """Take note of the layers that ``owner`` has converted, but those ``without`` blocks to drop."""
+        self._layers = []
+        for fqns, layer in prunable_layers(model):
+            if isinstance(layer, PrunedLayer) and layer.owner == owner and fqns[0] not in without:
+                sparsity = self._options.sparsity_of(fqns)
+                if sparsity is not None:
+                    self._layers.append(_Followed(fqns[0], layer, sparsity))
+
+    def forget_layers(self) -> None:
+        """Let go of the layers."""
+        self._layers = []
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Find out at how many steps progress is 1, if the sparsity depends on it."""
+        """Find out at how many steps progress is 1, if the sparsity of a layer depends on it."""
         self._horizon = None
-        if self._schedule is None or isinstance(self._schedule, ConstantSchedule):
+        schedules = [followed.sparsity for followed in self._layers if _changes(followed.sparsity)]
+        if not schedules:
             return
         steps = self._total_steps or trainer.estimated_stepping_batches
         if math.isinf(steps) or steps < 0:
             raise MisconfigurationException(
-                f"{self._schedule!r} needs the length of the training, which the Trainer does not know "
+                f"{schedules[0]!r} needs the length of the training, which the Trainer does not know "
                 f"(estimated_stepping_batches={steps}). HINT: set `ActivationPruning(total_steps=...)`, or `max_steps` "
                 "of the Trainer."
             )
         self._horizon = max(steps, 1)
 
-    def now(self, trainer: pl.Trainer) -> float:
-        """Return the sparsity that belongs to ``trainer.global_step``."""
-        return self.at(min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0)
-
-    def at(self, progress: float) -> float:
-        """Return the sparsity at ``progress``, in [0, 1]."""
-        if self._schedule is None:
-            return self._sparsity
-        return checked(
-            lambda schedule: check_sparsity(schedule(progress), f"{schedule!r}({progress:g})"), self._schedule
-        )
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Give the layers with a schedule the sparsity that belongs to ``trainer.global_step``."""
+        progress = min(trainer.global_step / self._horizon, 1.0) if self._horizon else 0.0
+        for _, layer, schedule in self._layers:
+            if isinstance(schedule, SparsitySchedule):
+                sparsity = checked(sparsity_at, schedule, progress)
+                if layer.sparsity != sparsity:
+                    layer.sparsity = sparsity
 
     @property
     def highest(self) -> float:
-        """The highest sparsity of the training, looked at in tenths."""
-        return max(self.at(tenths / 10) for tenths in range(11))
+        """The highest sparsity that a layer will have."""
+        return max((followed.layer.highest_sparsity for followed in self._layers), default=0.0)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The sparsity of each layer when the training ends, by its name."""
+        return {fqn: checked(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
+
+
+def _changes(sparsity: float | SparsitySchedule) -> bool:
+    return isinstance(sparsity, SparsitySchedule) and not isinstance(sparsity, ConstantSchedule)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,13 +17,14 @@ from lightning_actprune.callbacks.display import conversion_summary, findings, s
 from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe, Questions, check_left, sum_over_ranks
 from lightning_actprune.callbacks.progress import SparsityProgress, checked
+from lightning_actprune.callbacks.resuming import settings_state, warn_of_other_settings
 from lightning_actprune.conversion import check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
 from lightning_actprune.energy import keep_blocks
-from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.presets import PresetName, check_preset
+from lightning_actprune.layer_settings import LayerSettings
+from lightning_actprune.presets import Preset, PresetName, check_preset
 from lightning_actprune.schedules import SparsitySchedule
-from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, prunable_layers
 
 
 class ActivationPruning(pl.Callback):
@@ -47,7 +47,9 @@ class ActivationPruning(pl.Callback):
     Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
 
     Args:
-        sparsity: Fraction of blocks dropped, in [0, 1). Not used if there is a ``schedule``.
+        sparsity: Fraction of blocks dropped, in [0, 1), or a mapping from glob patterns to such, as
+            ``{"blocks.*.fc1": 0.3, "*": 0.6}``: the first pattern that matches a layer counts, and layers that match
+            none stay dense. A number is not used if there is a ``schedule``.
         block_size: Consecutive values of a row per block, positive; cut to the row if larger; 32 by default.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
         include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
@@ -70,6 +72,12 @@ class ActivationPruning(pl.Callback):
             those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names; ``True``
             takes those of the preset. A ``"convolution"``, an ``"affine"`` layer and a layer ``"scale"`` are pruned as
             a linear layer is, and store what they keep in the format named here.
+        layers: Settings of layers by glob patterns on their names, as ``{"head": LayerSettings(sparsity=0.3)}``, a
+            schedule included: the first pattern that matches a layer counts, and what it does not say is as for all
+            other layers.
+        exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of all that are
+            linear or asked for with ``others``.
+        exclude_last: So many layers stay dense: the last ones.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
 
@@ -87,7 +95,7 @@ class ActivationPruning(pl.Callback):
 
     def __init__(
         self,
-        sparsity: float | None = None,
+        sparsity: float | Mapping[str, float] | None = None,
         block_size: int | None = None,
         *,
         scope: Scope = "sample",
@@ -102,6 +110,9 @@ class ActivationPruning(pl.Callback):
         max_dropped_energy: float | None = None,
         preset: PresetName | None = None,
         others: Others = False,
+        layers: Mapping[str, LayerSettings] | None = None,
+        exclude_first: int = 0,
+        exclude_last: int = 0,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -121,15 +132,16 @@ class ActivationPruning(pl.Callback):
         self.block_selection = _given(block_selection, base.block_selection)
         self.max_dropped_energy = _given(max_dropped_energy, base.max_dropped_energy)
         self.others = others
+        self.layers = layers
+        self.exclude_first = exclude_first
+        self.exclude_last = exclude_last
         self.verbose = verbose
-        self._others = base.others if others is True else others
-        self._progress = SparsityProgress(self.sparsity, schedule, total_steps)
-        self._options = self._checked_options()
+        self._options = self._checked_options(base)
+        self._progress = SparsityProgress(self._options, total_steps)
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
         self._claimed: list[str] = []
-        self._layers: list[PrunedLayer] = []
         self._spread: dict[str, float] | None = None  # not judged yet
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe()
@@ -162,7 +174,7 @@ class ActivationPruning(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            check_precision(trainer, self.value_format, bool(self._options.other_formats))
+            check_precision(trainer, self._options)
             self._restored = None
             self._spread = None
             self._convert(pl_module)
@@ -175,13 +187,13 @@ class ActivationPruning(pl.Callback):
         self._check_conversion(pl_module)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
-            show(trainer, conversion_summary(self._report, self._progress.at(1.0), value_bytes))
+            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress.start(trainer)
         self._restore(pl_module)
-        self._follow_schedule(trainer)
+        self._progress.follow(trainer)
         limit = self.max_dropped_energy if self._spread is None else 1.0  # judged already, before a checkpoint
         quantizes = any(layer.value_format != "same" for layer in self.converted)
         self._probe.fit_starts(Questions(self._progress.highest, quantizes, self.skip_held, limit))
@@ -190,7 +202,7 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._follow_schedule(trainer)
+        self._progress.follow(trainer)
         self._probe.batch_starts(pl_module, batch)
 
     @override
@@ -220,28 +232,31 @@ class ActivationPruning(pl.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "sparsity": self._options.sparsity if self.schedule is None else repr(self.schedule),
-            "block_size": self._options.block_size,
-            "scope": self._options.scope,
-            "value_format": self._options.value_format,
-            "block_selection": self._options.block_selection,
-            "max_dropped_energy": self.max_dropped_energy,
-            "others": dict(self._options.other_formats),
-            "total_steps": self.total_steps,
-            "layers": self._claimed,
-            "spread": self._spread,
-        }
+        state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
+        return state | {"total_steps": self.total_steps, "layers": self._claimed, "spread": self._spread}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
-    def _checked_options(self) -> ConversionOptions:
-        blocks, patterns = (self.block_size, self.scope), (self.include, self.exclude)
-        stored = self.value_format, self.block_selection, self._others
+    def _checked_options(self, preset: Preset) -> ConversionOptions:
         checked(check_share, self.max_dropped_energy, "max_dropped_energy")
-        return checked(ConversionOptions, self._progress.first, *blocks, *patterns, self.min_features, *stored)
+        return checked(
+            ConversionOptions,
+            self.sparsity,
+            self.block_size,
+            scope=self.scope,
+            include=self.include,
+            exclude=self.exclude,
+            min_features=self.min_features,
+            value_format=self.value_format,
+            block_selection=self.block_selection,
+            others=preset.others if self.others is True else self.others,
+            layers=self.layers,
+            schedule=self.schedule,
+            exclude_first=self.exclude_first,
+            exclude_last=self.exclude_last,
+        )
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
         self._report = checked(convert_layers, pl_module, self._options, self._owner)
@@ -249,29 +264,18 @@ class ActivationPruning(pl.Callback):
         self._find_layers(pl_module)
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
-        """Find the layers whose sparsity follows the schedule."""
-        layers = [(fqns[0], layer) for fqns, layer in prunable_layers(pl_module) if isinstance(layer, PrunedLayer)]
-        own = [(name, layer) for name, layer in layers if layer.owner == self._owner]
-        self._layers = [layer for name, layer in own if name not in self.spread]
+        """Find the layers whose sparsity follows a schedule."""
+        self._progress.find_layers(pl_module, self._owner, without=self.spread)
 
     def _check_conversion(self, pl_module: pl.LightningModule) -> None:
         checked(check_conversion, pl_module, self._report, self._options)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._probe.stop()
-        self._layers = []
+        self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
             restore_configure_model(pl_module)
             revert(pl_module, self._owner)
-
-    def _follow_schedule(self, trainer: pl.Trainer) -> None:
-        """Give the layers the sparsity that belongs to ``trainer.global_step``."""
-        if self.schedule is None:
-            return
-        sparsity = self._progress.now(trainer)
-        for layer in self._layers:
-            if layer.sparsity != sparsity:
-                layer.sparsity = sparsity
 
     def _restore(self, pl_module: pl.LightningModule) -> None:
         """Go on with what was found before the checkpoint; warn if that was made with other settings than the new."""
@@ -283,14 +287,7 @@ class ActivationPruning(pl.Callback):
             keep_blocks(pl_module, self._report, spread)
             check_left(self._report)
             self._find_layers(pl_module)
-        changes = [
-            f"{name}: {then[name]!r} -> {now[name]!r}" for name in now if name in then and then[name] != now[name]
-        ]
-        if changes:
-            rank_zero_warn(
-                f"{self._owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
-                "with the new ones. HINT: give the callback its old arguments if this is not intended."
-            )
+        warn_of_other_settings(self._owner, then, now)
 
 
 def _given(value: Any, default: Any) -> Any:

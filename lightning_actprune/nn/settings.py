@@ -26,6 +26,8 @@ class PruningSettings:
     sparsity: float
     blocks: BlockSetting
     owner: str | None = None
+    highest: float = 0.0
+    """Sparsity that a schedule will raise it to, by which layers are judged that are still at less."""
     parts: Tensor = field(init=False, repr=False)
     turned_blocks: BlockSetting = field(init=False, repr=False)
     """For an input whose samples are its second dimension, as inside attention."""
@@ -57,6 +59,15 @@ class PrunedLayer(Converted):
     @sparsity.setter
     def sparsity(self, value: float) -> None:
         self._pruning = replace(self._pruning, sparsity=check_sparsity(value))
+
+    @property
+    def highest_sparsity(self) -> float:
+        """The highest sparsity that the layer has, or will have, in this training."""
+        return max(self.sparsity, self._pruning.highest)
+
+    def drop_nothing(self) -> None:
+        """Keep all blocks from now on."""
+        self._pruning = replace(self._pruning, sparsity=0.0, highest=0.0)
 
     @property
     def block_size(self) -> int:

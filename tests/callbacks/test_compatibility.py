@@ -18,10 +18,12 @@ from lightning_actprune import (
     ActivationMemoryMonitor,
     ActivationPrunedLinear,
     ActivationPruning,
+    CosineSchedule,
     CubicSchedule,
+    LayerSettings,
     LinearSchedule,
 )
-from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, sparsities, trainer
 
 PRUNED = ["ActivationPrunedLinear"] * 3
 
@@ -200,4 +202,63 @@ def test_other_layers_on_the_command_line_and_in_the_saved_config(others, tmp_pa
 def test_a_wrong_argument_on_the_command_line_is_named(capsys):
     with pytest.raises(SystemExit):
         cli("--trainer.callbacks+=ActivationPruning", "--trainer.callbacks.sparsty=0.3")
+    assert "sparsty" in capsys.readouterr().err
+
+
+OWN_SETTINGS = """
+trainer:
+  accelerator: cpu
+  max_epochs: 1
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: lightning_actprune.ActivationPruning
+      init_args:
+        sparsity: {"body.2": 0.25, "body.*": 0.5, "*": 0}
+        layers:
+          body.0:
+            block_size: 16
+            schedule:
+              class_path: lightning_actprune.StepSchedule
+              init_args: {sparsities: [0.0, 0.5], at: [0.5]}
+          head: {value_format: int4}
+          "*": {block_selection: swap}
+"""
+
+
+def test_settings_of_layers_in_a_config_file_and_its_round_trip(tmp_path: Path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(OWN_SETTINGS)
+    first = cli("--config", str(path))
+    with pytest.raises(SystemExit):
+        cli("--config", str(path), "--print_config")
+    path.write_text(capsys.readouterr().out)
+    second = cli("--config", str(path))
+    for made in first, second:
+        [pruning] = ours(made.trainer)
+        assert list(pruning.sparsity.items()) == [("body.2", 0.25), ("body.*", 0.5), ("*", 0)]
+        assert list(pruning.layers.items())[1:] == [
+            ("head", LayerSettings(value_format="int4")),
+            ("*", LayerSettings(block_selection="swap")),
+        ]
+        assert repr(pruning.layers["body.0"]) == (
+            "LayerSettings(block_size=16, schedule=StepSchedule(sparsities=[0.0, 0.5], at=[0.5]))"
+        )
+        made.model.watch = sparsities
+        made.trainer.fit(made.model)
+        assert made.model.seen == [[0.0, 0.25, 0.0]] * 2 + [[0.5, 0.25, 0.0]] * 2
+        assert_plain(made.model)
+
+
+def test_settings_of_layers_on_the_command_line(capsys):
+    own = {"body.*": {"schedule": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"sparsity": 0}}
+    callback = "--trainer.accelerator=cpu", "--trainer.callbacks+=ActivationPruning"
+    made = cli(*callback, f"--trainer.callbacks.layers={json.dumps(own)}", "--trainer.callbacks.exclude_last=1")
+    [pruning] = [c for c in made.trainer.callbacks if isinstance(c, ActivationPruning)]
+    assert repr(pruning.layers["body.*"]) == f"LayerSettings(schedule={CosineSchedule(0.5)!r})"
+    assert pruning.layers["head"] == LayerSettings(sparsity=0)
+    assert pruning.exclude_last == 1
+    with pytest.raises(SystemExit):
+        cli(*callback, '--trainer.callbacks.layers={"head": {"sparsty": 0.3}}')
     assert "sparsty" in capsys.readouterr().err

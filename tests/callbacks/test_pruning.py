@@ -14,6 +14,7 @@ from torch import nn
 from lightning_actprune import (
     ActivationPrunedLinear,
     ActivationPruning,
+    LayerSettings,
     LinearSchedule,
 )
 from tests.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
@@ -58,6 +59,9 @@ def test_arguments_are_stored_as_given():
         "max_dropped_energy": 0.3,
         "preset": "max",
         "others": {"activation": "int2"},
+        "layers": {"head": LayerSettings(sparsity=0.2)},
+        "exclude_first": 1,
+        "exclude_last": 2,
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
