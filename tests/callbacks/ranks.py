@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from tests.helpers import ConfiguredNet, kinds, loader, trainer
+from tests.helpers import ConfiguredNet, loader, trainer
 
 RANKS = 2
 STEPS = 4
@@ -62,12 +62,12 @@ class Seen(NamedTuple):
         error: What went wrong.
     """
 
-    gradients: list[dict[str, Tensor]] = []
-    state: Mapping[str, Tensor] = {}
-    layers: list[list[str]] = []
-    metrics: Mapping[str, float] = {}
-    left: Mapping[str, list[str]] = {}
-    error: str | None = None
+    gradients: list[dict[str, Tensor]]
+    state: Mapping[str, Tensor]
+    layers: list[list[str]]
+    metrics: Mapping[str, float]
+    left: Mapping[str, list[str]]
+    error: str | None
 
 
 class RankNet(ConfiguredNet):
@@ -143,16 +143,21 @@ def fit(case: Case, accelerator: str, folder: Path) -> Seen:
         callbacks.append(ActivationPruning(**case.pruning, verbose=False))
     made = trainer(
         *callbacks, accelerator=accelerator, devices=RANKS, strategy=strategy_of(case.strategy),
-        precision=case.precision, default_root_dir=folder, limit_train_batches=STEPS, limit_val_batches=0, **case.options,
+        precision=case.precision, limit_train_batches=STEPS, limit_val_batches=0, default_root_dir=folder,
+        **case.options,
     )  # fmt: skip
     made.fit(model)
     metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     state = torch.load(witness.checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    return Seen(witness.seen, state, model.seen, metrics, {name: _traces(m) for name, m in model.named_modules()})
+    return Seen(witness.seen, state, model.seen, metrics, all_traces(model), None)
+
+
+def all_traces(model: nn.Module) -> dict[str, list[str]]:
+    """Return by the module's name all that a conversion could have left on it: class, attributes and hooks."""
+    return {name: _traces(module) for name, module in model.named_modules()}
 
 
 def _traces(module: nn.Module) -> list[str]:
-    """Return all that a conversion could have left on ``module``: class, attributes and hooks."""
     hooks = [f"{name}: {len(held)}" for name, held in sorted(vars(module).items()) if name.endswith("_hooks")]
     return [type(module).__qualname__, *sorted(vars(module)), *hooks]
 
@@ -181,6 +186,6 @@ def _rank(rank: int, cases: Sequence[Case], accelerator: str, folder: Path, port
         try:
             seen.append(fit(case, accelerator, path))
         except Exception:
-            seen.append(Seen(error=traceback.format_exc()))
+            seen.append(Seen([], {}, [], {}, {}, traceback.format_exc()))
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
