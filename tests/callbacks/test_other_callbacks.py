@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import csv
+import functools
+import gc
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,10 +19,11 @@ from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
 from tests.callbacks.ranks import all_traces
-from tests.helpers import BATCHES, Net, assert_plain, sparsities, trainer
+from tests.helpers import BATCHES, FEATURES, Net, assert_plain, loader, sparsities, trainer
 
 EPOCHS = 2
 
@@ -59,6 +62,29 @@ MADE: dict[str, Callable[[Path], pl.Callback]] = {
     "ModelPruning": lambda folder: theirs.ModelPruning("l1_unstructured", amount=0.5),
     "RichModelSummary": lambda folder: theirs.RichModelSummary(max_depth=2),
 }
+
+
+class Blocks(Net):
+    """Residual blocks whose activations outweigh their parameters by far."""
+
+    def make(self) -> None:
+        if self.body is None:
+            block = [nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, FEATURES)]
+            self.body = nn.ModuleList(copy.deepcopy(nn.Sequential(*block)) for _ in range(8))
+            self.head = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.body:
+            x = x + block(x)
+        return self.head(x).mean(1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(long_sequences(), self.batch_size)
+
+
+@functools.cache
+def long_sequences() -> Dataset[Any]:
+    return loader(2**12, 1, tokens=512).dataset
 
 
 CHANGE_THE_MODEL = {
@@ -182,3 +208,23 @@ def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, e
     assert {name: found[0] for name, found in fitted.items()} == {name: found[0] for name, found in untouched.items()}
     torch.testing.assert_close(cell(), expected, rtol=0, atol=0)
     assert len(model.seen) == BATCHES
+
+
+@pytest.mark.gpu
+def test_a_larger_batch_fits_under_the_same_cap():
+    """What the finder finds by itself, less its margin, is then trained with."""
+    found = {}
+    total = torch.cuda.get_device_properties(0).total_memory
+    for name, callbacks in {"dense": [], "ours": ours(preset="max", others=True)}.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
+        try:
+            model = Blocks()
+            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, margin=0.1)
+            options = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 3, "limit_val_batches": 0}
+            trainer(*callbacks, finder, **options).fit(model)
+            found[name] = model.batch_size
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found["ours"] > 1.5 * found["dense"]

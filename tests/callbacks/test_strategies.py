@@ -1,4 +1,4 @@
-"""Two processes, every strategy and precision: dense is dense bit for bit, and pruned gradients are those by hand."""
+"""Every strategy and precision: at sparsity 0 a fit is the dense one, bit for bit; pruned gradients are as by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune import convert
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
 from tests.callbacks.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all
+from tests.helpers import Gradients, Net, assert_plain, trainer
 
 CPU = [
     *(("ddp", precision) for precision in ("32-true", "bf16-mixed", "bf16-true", "64-true")),
@@ -179,3 +180,28 @@ def test_a_model_all_of_whose_layers_are_tensor_parallel_is_refused(runs, accele
     for of_rank in runs(accelerator)[repr(Case("tensor", "32-true", {"include": "body.*"}))]:
         assert "No layer was converted" in of_rank.error
         assert "body.0 (Linear): its weight is a tensor-parallel DTensor" in of_rank.error
+
+
+@ACCELERATORS
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true"])
+def test_in_one_process_sparsity_0_is_the_dense_fit_too(precision: str, accelerator: str):
+    """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
+    found = []
+    for pruning in ([], [ActivationPruning(sparsity=0.0, verbose=False)]):
+        torch.manual_seed(0)
+        model, noted = Net(), Gradients()
+        options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer(*pruning, noted, accelerator=accelerator, precision=precision, **options).fit(model)
+        found.append([noted.seen, model.state_dict()])
+        assert_plain(model)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA, once in use, does not survive the fork")
+def test_the_processes_of_a_notebook():
+    model = RankNet()
+    pruning, monitor = ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(1, verbose=False)
+    made = trainer(pruning, monitor, strategy="ddp_notebook", devices=RANKS, limit_val_batches=0)
+    made.fit(model)
+    assert made.callback_metrics["actprune/saved_frac"] > 0.5
+    assert_plain(model)
