@@ -77,8 +77,17 @@ class RankNet(ConfiguredNet):
         super().__init__()
         self.tensor_parallel = tensor_parallel
 
+    def make(self) -> None:
+        """Draw the weights on the CPU, wherever the strategy makes them, so that one process can draw the same."""
+        super().make()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, device="cpu"))
+
     def configure_model(self) -> None:
-        super().configure_model()
+        if self.body is None:
+            super().configure_model()
         mesh = getattr(self, "_device_mesh", None)
         if mesh is not None and self.tensor_parallel:
             parallelize_module(self.body, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
