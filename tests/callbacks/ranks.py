@@ -197,4 +197,5 @@ def _rank(rank: int, cases: Sequence[Case], accelerator: str, folder: Path, port
         except Exception:
             seen.append(Seen([], {}, [], {}, {}, traceback.format_exc()))
     torch.save(seen, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
