@@ -209,11 +209,17 @@ def _forward_refusal(layer: Layer, attention: nn.MultiheadAttention | None) -> s
     return None if padding is None else f"its padding {padding}"
 
 
+def _whole_in_forward(weight: DTensor) -> bool:
+    """Return whether ``fully_shard`` alone has split a weight: it does so in one dimension of a mesh, the last."""
+    *others, _ = weight.placements
+    return len(others) <= 1 and all(placement.is_replicate() for placement in others)
+
+
 def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | None:
     """Return why the layer's input cannot, or should not, be pruned."""
     weights = candidate.weights
-    meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
-    if meshes and not (candidate.sharded and all(mesh.ndim == 1 for mesh in meshes)):
+    split = [weight for weight in weights if isinstance(weight, DTensor)]
+    if split and not (candidate.sharded and all(map(_whole_in_forward, split))):
         return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"
     if not weights[0].is_floating_point():
         return f"its weight is {weights[0].dtype}; only floating-point layers can be pruned"

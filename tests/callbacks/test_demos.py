@@ -1,0 +1,154 @@
+"""Lightning's own demonstration models: every hook runs as without ours, and checkpoints go both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
+from lightning.pytorch.demos.transformer import LightningTransformer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from tests.callbacks.ranks import all_traces
+from tests.helpers import pruned_layers, trainer
+
+WORDS = 40
+MODULE_HOOKS = (
+    "forward",
+    "training_step",
+    "validation_step",
+    "backward",
+    "manual_backward",
+    "configure_callbacks",
+    "configure_optimizers",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+)
+GIVEN = ("_dataloader", "training_step", "validation_step", "test_step", "predict_step")
+DEPRECATED = {"configure_sharded_model"}
+
+
+class Transformer(LightningTransformer):
+    """On random words, since the text would be downloaded."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=WORDS)
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*torch.randint(WORDS, (2, 6, 8))), batch_size=2)
+
+
+def recorded(demo: type[pl.LightningModule], calls: list[str]) -> pl.LightningModule:
+    """Return a model that notes every hook that Lightning calls, trained by an optimizer that has a state."""
+
+    def configure_optimizers(self: pl.LightningModule) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    adam = type(demo.__name__, (demo,), {"configure_optimizers": configure_optimizers})
+    hooks = [name for kind in (ModelHooks, DataHooks, CheckpointHooks) for name, f in vars(kind).items() if callable(f)]
+    names = [name for name in (*hooks, *MODULE_HOOKS) if not name.startswith("_") and name not in DEPRECATED]
+    # What gives data or runs a step is taken to be there if it is overridden.
+    names = [name for name in names if not name.endswith(GIVEN) or is_overridden(name, adam())]
+    torch.manual_seed(0)
+    return type(demo.__name__, (adam,), {name: _noting(getattr(adam, name), calls) for name in names})()
+
+
+def _noting(hook: Any, calls: list[str]) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:  # not "wraps", behind which Lightning finds its own
+        calls.append(hook.__name__)
+        return hook(*args, **kwargs)
+
+    return noting
+
+
+def ours(sparsity: float) -> list[pl.Callback]:
+    # The one layer of the boring model reads the batch itself, which is alive anyway, and has 32 features.
+    pruning = ActivationPruning(sparsity, min_features=0, block_size=8, skip_held=False, verbose=False)
+    return [pruning, ActivationMemoryMonitor(1, verbose=False)]
+
+
+def fit(model: pl.LightningModule, epochs: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    torch.manual_seed(epochs)
+    made = trainer(*callbacks, max_epochs=epochs, limit_train_batches=3, limit_val_batches=2)
+    made.fit(model, **options)
+    return made
+
+
+def data_of(kind: type[pl.LightningDataModule] | None) -> dict[str, Any]:
+    torch.manual_seed(2)
+    return {} if kind is None else {"datamodule": kind()}
+
+
+MODELS = pytest.mark.parametrize("demo", [BoringModel, ManualOptimBoringModel, Transformer])
+
+
+@pytest.mark.parametrize(
+    ("demo", "data"),
+    [(BoringModel, None), (BoringModel, BoringDataModule), (ManualOptimBoringModel, None), (Transformer, None)],
+)
+def test_every_hook_is_called_as_without_ours_and_parameters_move(demo, data):
+    dense_calls: list[str] = []
+    calls: list[str] = []
+    dense, model = recorded(demo, dense_calls), recorded(demo, calls)
+    fit(dense, 1, **data_of(data))
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()}
+    callbacks = ours(0.6)
+    made = fit(model, 1, *callbacks, **data_of(data))
+    assert calls == dense_calls
+    assert {"configure_model", "on_before_optimizer_step", "on_train_epoch_end", "teardown"} <= {*calls}
+    assert callbacks[0].converted != []
+    assert callbacks[1].report.stored_bytes > 0
+    assert pruned_layers(model) == []
+    assert all_traces(model) == all_traces(dense)
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all()
+        assert not torch.equal(parameter, initial[name]), name
+    assert made.global_step == 3
+
+
+@MODELS
+def test_checkpoints_load_both_ways_with_the_state_of_the_optimizer(demo, tmp_path: Path):
+    """At sparsity 0 it is all the same which half of a training had the callbacks."""
+    saved, resumed = {}, {}
+    for first in (False, True):
+        path = tmp_path / f"{first}.ckpt"
+        fit(recorded(demo, []), 1, *(ours(0.0) if first else [])).save_checkpoint(path)
+        saved[first] = torch.load(path, weights_only=True)
+        for second in (False, True):
+            model = recorded(demo, [])
+            made = fit(model, 2, *(ours(0.0) if second else []), ckpt_path=path)
+            assert made.global_step == 6
+            resumed[first, second] = [model.state_dict(), made.optimizers[0].state_dict()]
+    assert saved[True].keys() == saved[False].keys() | {"callbacks"}
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(saved[True][part], saved[False][part], rtol=0, atol=0)
+    for found in resumed.values():
+        torch.testing.assert_close(found, resumed[False, False], rtol=0, atol=0)
+
+
+@MODELS
+def test_a_pruned_training_goes_on_without_ours(demo, tmp_path: Path):
+    path = tmp_path / "pruned.ckpt"
+    pruned = recorded(demo, [])
+    fit(pruned, 1, *ours(0.6)).save_checkpoint(path)
+    model = recorded(demo, [])
+    seen: list[Tensor] = []
+    before = pl.callbacks.LambdaCallback(
+        on_train_start=lambda trainer, module: seen.extend(p.detach().clone() for p in module.parameters())
+    )
+    made = fit(model, 2, before, ckpt_path=path)
+    torch.testing.assert_close(seen, list(map(torch.Tensor.detach, pruned.parameters())), rtol=0, atol=0)
+    steps = {float(state["step"]) for state in made.optimizers[0].state.values()}
+    assert steps == {6.0}

@@ -1,0 +1,207 @@
+"""Every strategy and precision: at sparsity 0 a fit is the dense one, bit for bit; pruned gradients are as by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
+from tests.callbacks.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all
+from tests.helpers import Gradients, Net, assert_plain, trainer
+
+CPU = [
+    *(("ddp", precision) for precision in ("32-true", "bf16-mixed", "bf16-true", "64-true")),
+    *(("fsdp2", precision) for precision in ("32-true", "bf16-mixed", "bf16-true")),
+]
+GPU = [
+    *(("ddp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed", "bf16-true")),
+    *(("fsdp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
+    *(("fsdp2", precision) for precision in ("32-true", "bf16-mixed", "bf16-true")),
+]
+MATRIX = [
+    *(("cpu", *entry) for entry in CPU),
+    *(pytest.param("gpu", *entry, marks=pytest.mark.gpu) for entry in GPU),
+]
+ON_EACH = pytest.mark.parametrize(("accelerator", "strategy", "precision"), MATRIX)
+ACCELERATORS = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+
+DENSE, KEEPING, PRUNED = None, {"sparsity": 0.0}, {"sparsity": 0.6}
+FEW_BITS = {"preset": "max", "others": True}
+ACCUMULATED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+
+Runs = Callable[[str], Mapping[str, list[Seen]]]
+
+
+def cases(accelerator: str) -> list[Case]:
+    matrix = {"cpu": CPU, "gpu": GPU}[accelerator]
+    strategies = sorted({strategy for strategy, _ in matrix})
+    return [
+        *(Case(*entry, pruning) for entry in matrix for pruning in (DENSE, KEEPING, PRUNED)),
+        *(Case(strategy, "32-true", PRUNED, ACCUMULATED) for strategy in strategies),
+        *(Case(strategy, "bf16-mixed", FEW_BITS) for strategy in strategies),
+        *(Case("tensor", "32-true", pruning) for pruning in (DENSE, PRUNED, {"include": "body.*"})),
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    """Return, for an accelerator, what two processes have seen of all cases, which they run when first asked."""
+
+    @functools.cache
+    def run(accelerator: str) -> Mapping[str, list[Seen]]:
+        if accelerator == "gpu" and torch.cuda.device_count() < RANKS:
+            pytest.skip(f"needs {RANKS} GPUs, found {torch.cuda.device_count()}")
+        made = cases(accelerator)
+        return dict(zip(map(repr, made), fit_all(made, accelerator, tmp_path_factory.mktemp("ranks")), strict=True))
+
+    return run
+
+
+def seen(runs: Runs, accelerator: str, *case: Any) -> list[Seen]:
+    """Return what each process has seen of a case that went well."""
+    found = runs(accelerator)[repr(Case(*case))]
+    assert [of_rank.error for of_rank in found] == [None] * RANKS
+    return found
+
+
+def assert_equal(found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]]) -> None:
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0)
+
+
+def by_hand(parts: int = 1, clip: float | None = None) -> list[dict[str, Tensor]]:
+    """Return the gradients of all steps if one process computes those of both and takes their mean."""
+    torch.manual_seed(0)
+    model = RankNet()
+    model.configure_model()
+    convert(model, **PRUNED)
+    optimizer, gradients = model.configure_optimizers(), []
+    x, y = model.train_dataloader().dataset.tensors
+    batches = [(x[rank::RANKS].chunk(STEPS), y[rank::RANKS].chunk(STEPS)) for rank in range(RANKS)]
+    for step in range(0, STEPS, parts):
+        optimizer.zero_grad()
+        for part in range(step, step + parts):
+            for xs, ys in batches:
+                (nn.functional.cross_entropy(model(xs[part]), ys[part]) / (parts * RANKS)).backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return gradients
+
+
+@ON_EACH
+def test_at_sparsity_0_a_run_is_the_dense_one_bit_for_bit(runs, accelerator, strategy, precision):
+    dense = seen(runs, accelerator, strategy, precision, DENSE)
+    keeping = seen(runs, accelerator, strategy, precision, KEEPING)
+    for ours, theirs in zip(keeping, dense, strict=True):
+        assert ours.layers == [["ActivationPrunedLinear"] * 3] * STEPS
+        assert_equal(ours.gradients, theirs.gradients)
+        assert_equal([ours.state], [theirs.state])
+
+
+@ON_EACH
+def test_pruned_gradients_are_the_same_in_both_processes(runs, accelerator, strategy, precision):
+    first, second = seen(runs, accelerator, strategy, precision, PRUNED)
+    dense = seen(runs, accelerator, strategy, precision, DENSE)[0]
+    assert first.layers == second.layers == [["ActivationPrunedLinear"] * 3] * STEPS
+    assert len(first.gradients) == STEPS
+    assert_equal(first.gradients, second.gradients)
+    weights = [name for name in dense.state if name.endswith("weight")]
+    for name in weights:
+        assert not torch.equal(first.gradients[0][name], dense.gradients[0][name])
+    assert all(grad.isfinite().all() for grad in first.gradients[-1].values())
+    assert first.metrics["actprune/saved_frac"] > 0.5
+    names = [name for name in first.metrics if name.startswith("actprune")]
+    assert [first.metrics[name] for name in names] == [second.metrics[name] for name in names]
+
+
+@ON_EACH
+def test_nothing_is_left_and_the_checkpoint_is_that_of_the_dense_run(runs, accelerator, strategy, precision):
+    dense = seen(runs, accelerator, strategy, precision, DENSE)
+    for ours, theirs in zip(seen(runs, accelerator, strategy, precision, PRUNED), dense, strict=True):
+        assert ours.left == theirs.left
+        assert [(k, v.shape, v.dtype) for k, v in ours.state.items()] == [
+            (k, v.shape, v.dtype) for k, v in theirs.state.items()
+        ]
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize(
+    ("accelerator", "strategy"),
+    [
+        ("cpu", "ddp"),
+        ("cpu", "fsdp2"),
+        *(pytest.param("gpu", strategy, marks=pytest.mark.gpu) for strategy in ("ddp", "fsdp", "fsdp2")),
+    ],
+)
+def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy, accumulated: bool):
+    """Also over several batches, clipped: were clipping another, the steps behind the first would differ."""
+    options = ACCUMULATED if accumulated else {}
+    found = seen(runs, accelerator, strategy, "32-true", PRUNED, options)[0].gradients
+    expected = by_hand(2, 0.1) if accumulated else by_hand()
+    # torch's own bounds for fp32: the same products, summed in another order where threads or GPUs share the work.
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "strategy"),
+    [
+        ("cpu", "ddp"),
+        ("cpu", "fsdp2"),
+        *(pytest.param("gpu", strategy, marks=pytest.mark.gpu) for strategy in ("ddp", "fsdp", "fsdp2")),
+    ],
+)
+def test_few_bits_in_both_processes(runs, accelerator, strategy):
+    first, second = seen(runs, accelerator, strategy, "bf16-mixed", FEW_BITS)
+    dense = seen(runs, accelerator, strategy, "bf16-mixed", DENSE)
+    assert_equal(first.gradients, second.gradients)
+    assert [first.left, second.left] == [of_rank.left for of_rank in dense]
+    assert list(first.state) == list(dense[0].state)
+
+
+@ACCELERATORS
+def test_tensor_parallel_layers_are_left_as_they_are(runs, accelerator):
+    dense = seen(runs, accelerator, "tensor", "32-true", DENSE)
+    pruned = seen(runs, accelerator, "tensor", "32-true", PRUNED)
+    for ours, theirs in zip(pruned, dense, strict=True):
+        assert ours.layers[0] == ["Linear", "Linear", "ActivationPrunedLinear"]
+        assert ours.left == theirs.left
+        assert_equal([ours.gradients[0] | {"head.weight": theirs.gradients[0]["head.weight"]}], theirs.gradients[:1])
+        assert not torch.equal(ours.gradients[0]["head.weight"], theirs.gradients[0]["head.weight"])
+
+
+@ACCELERATORS
+def test_a_model_all_of_whose_layers_are_tensor_parallel_is_refused(runs, accelerator):
+    for of_rank in runs(accelerator)[repr(Case("tensor", "32-true", {"include": "body.*"}))]:
+        assert "No layer was converted" in of_rank.error
+        assert "body.0 (Linear): its weight is a tensor-parallel DTensor" in of_rank.error
+
+
+@ACCELERATORS
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true"])
+def test_in_one_process_sparsity_0_is_the_dense_fit_too(precision: str, accelerator: str):
+    """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
+    found = []
+    for pruning in ([], [ActivationPruning(sparsity=0.0, verbose=False)]):
+        torch.manual_seed(0)
+        model, noted = Net(), Gradients()
+        options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer(*pruning, noted, accelerator=accelerator, precision=precision, **options).fit(model)
+        found.append([noted.seen, model.state_dict()])
+        assert_plain(model)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA, once in use, does not survive the fork")
+def test_the_processes_of_a_notebook():
+    model = RankNet()
+    pruning, monitor = ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(1, verbose=False)
+    made = trainer(pruning, monitor, strategy="ddp_notebook", devices=RANKS, limit_val_batches=0)
+    made.fit(model)
+    assert made.callback_metrics["actprune/saved_frac"] > 0.5
+    assert_plain(model)
