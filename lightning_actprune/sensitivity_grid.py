@@ -17,7 +17,7 @@ from lightning_actprune.ops.geometry import sparsity_parts
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.selection import MIN_FEATURES, ConversionOptions, prunable_layers
 
-SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9)
+SPARSITIES = (0.0, 0.3, 0.5, 0.7, 0.9)
 VALUE_FORMATS: tuple[ValueFormatName, ...] = ("same", "int4", "int2")
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any, TypedDict
 
-from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
@@ -136,25 +136,14 @@ class SensitivityReport:
         lines += [f"block_size: {self.block_size}", f"scope: {self.scope}", f"block_selection: {self.block_selection}"]
         return "\n".join(lines) + "\n"
 
-    def table(self, max_layers: int | None = None) -> Table:
-        """Return the cosines as a table to print with ``rich``: a row for each layer, a column for each setting.
+    def table(self, max_layers: int | None = None) -> Group:
+        """Return the cosines to print with ``rich``: for each format a table of layers and sparsities.
 
         Args:
-            max_layers: Rows that are shown before the rest is counted in one; all by default.
+            max_layers: Rows of a table that are shown before the rest is counted in one; all by default.
         """
-        layers, settings, values = self._matrix()
-        title = f"Cosine of pruned and exact weight gradient, {self.batches} batches, blocks of {self.block_size}"
-        # Narrow, for there may be many settings.
-        made = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-        made.add_column("Layer", overflow="fold", min_width=12)
-        for name in settings:
-            made.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True, min_width=4)
-        cut = len(layers) if max_layers is None or len(layers) <= max_layers + 1 else max_layers
-        for name, line in zip(layers[:cut], values, strict=False):
-            made.add_row(name, *(f"{value:.2f}" for value in line))
-        if cut < len(layers):
-            made.add_row(f"... and {len(layers) - cut} more")
-        return made
+        formats = dict.fromkeys(row.value_format for row in self.rows)
+        return Group(*(self._table_of(value_format, max_layers) for value_format in formats))
 
     def heatmap(self, path: str | PathLike[str]) -> None:
         """Write the cosines as a picture to ``path``, whose ending says in which format.
@@ -165,6 +154,23 @@ class SensitivityReport:
         """
         title = f"Cosine of pruned and exact weight gradient (blocks of {self.block_size})"
         heatmap_picture(title, *self._matrix()).savefig(path)
+
+    def _table_of(self, value_format: ValueFormatName, max_layers: int | None) -> Table:
+        lines: dict[str, dict[float, float]] = {}
+        for row in self.rows:
+            if row.value_format == value_format:
+                lines.setdefault(row.fqn, {})[row.sparsity] = row.cosine
+        made = Table(title=f"Cosine of pruned and exact weight gradient, {value_format!r}", title_justify="left")
+        made.add_column("Layer, at sparsity")
+        sparsities = list(next(iter(lines.values())))
+        for sparsity in sparsities:
+            made.add_column(f"{sparsity:g}", justify="right")
+        cut = len(lines) if max_layers is None or len(lines) <= max_layers + 1 else max_layers
+        for name, line in list(lines.items())[:cut]:
+            made.add_row(name, *(f"{line[sparsity]:.2f}" for sparsity in sparsities))
+        if cut < len(lines):
+            made.add_row(f"... and {len(lines) - cut} more")
+        return made
 
     def _matrix(self) -> tuple[list[str], list[str], list[list[float]]]:
         """Return names of layers, names of settings, and cosines by both."""

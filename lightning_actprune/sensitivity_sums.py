@@ -107,7 +107,7 @@ class MeasuredLayer:
             if setting.sparsity not in energies:
                 parts = [dropped_energy(g.cut(setting), setting.sparsity, g.blocks(setting)) for g, _ in arrived]
                 energies[setting.sparsity] = torch.stack(parts).sum(0, dtype=torch.float64)
-            pruned = _weight_grad(arrived, setting)
+            pruned = exact if setting.is_dense else _weight_grad(arrived, setting)
             products = torch.stack([_dot(exact, pruned), _dot(pruned, pruned), squares])
             yield torch.cat([products, energies[setting.sparsity]])
 
