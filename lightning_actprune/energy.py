@@ -40,7 +40,7 @@ __all__ = ["EnergyProbe"]
 
 
 def dropped_energy(x: Tensor, sparsity: float, blocks: BlockSetting) -> Tensor:
-    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, ``[2]`` in fp32 (fp64 of fp64).
+    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, ``[2]`` in fp32 or fp64.
 
     Args:
         x: Input of a layer, ``[..., features]``.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from typing import Any, TypedDict
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
@@ -125,13 +126,14 @@ class SensitivityReport:
         """
         if layers:
             settings = self.suggest_layers(min_cosine)
-            lines = ["include:", *(f"  - {json.dumps(pattern)}" for pattern in settings), "layers:"]
-            for pattern, setting in settings.items():
-                inner = f"sparsity: {setting['sparsity']:g}, value_format: {setting['value_format']}"
-                lines.append(f"  {json.dumps(pattern)}: {{{inner}}}")
+            given = {
+                pattern: f"{{sparsity: {setting['sparsity']:g}, value_format: {setting['value_format']}}}"
+                for pattern, setting in settings.items()
+            }
+            lines = [f"include: {json.dumps(list(settings))}", *_mapping("layers", given)]
         else:
             sparsities = self.suggest(min_cosine, value_format)
-            lines = ["sparsity:", *(f"  {json.dumps(pattern)}: {value:g}" for pattern, value in sparsities.items())]
+            lines = _mapping("sparsity", {pattern: f"{value:g}" for pattern, value in sparsities.items()})
             lines.append(f"value_format: {self._measured_format(value_format)}")
         lines += [f"block_size: {self.block_size}", f"scope: {self.scope}", f"block_selection: {self.block_selection}"]
         return "\n".join(lines) + "\n"
@@ -143,7 +145,11 @@ class SensitivityReport:
             max_layers: Rows of a table that are shown before the rest is counted in one; all by default.
         """
         formats = dict.fromkeys(row.value_format for row in self.rows)
-        return Group(*(self._table_of(value_format, max_layers) for value_format in formats))
+        title = "Cosine of pruned and exact weight gradient, values stored as {!r}, by layer and sparsity:"
+        parts: list[RenderableType] = []
+        for each in formats:
+            parts += [title.format(each), self._table_of(each, max_layers)]
+        return Group(*parts)
 
     def heatmap(self, path: str | PathLike[str]) -> None:
         """Write the cosines as a picture to ``path``, whose ending says in which format.
@@ -160,8 +166,7 @@ class SensitivityReport:
         for row in self.rows:
             if row.value_format == value_format:
                 lines.setdefault(row.fqn, {})[row.sparsity] = row.cosine
-        made = Table(title=f"Cosine of pruned and exact weight gradient, {value_format!r}", title_justify="left")
-        made.add_column("Layer, at sparsity")
+        made = Table("Layer")
         sparsities = list(next(iter(lines.values())))
         for sparsity in sparsities:
             made.add_column(f"{sparsity:g}", justify="right")
@@ -197,3 +202,9 @@ class SensitivityReport:
                 "HINT: name it in `value_formats` of the measurement."
             )
         return next(iter(formats), "same") if value_format is None else value_format
+
+
+def _mapping(name: str, values: Mapping[str, str]) -> list[str]:
+    """Return lines of YAML."""
+    lines = [f"  {json.dumps(key)}: {value}" for key, value in values.items()]
+    return [f"{name}:", *lines] if lines else [f"{name}: {{}}"]

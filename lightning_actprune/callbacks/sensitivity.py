@@ -16,6 +16,7 @@ from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName,
 from lightning_actprune.callbacks.display import MAX_ROWS, show
 from lightning_actprune.callbacks.probing import sum_over_ranks
 from lightning_actprune.callbacks.progress import checked
+from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.selection import MIN_FEATURES
 from lightning_actprune.sensitivity_grid import SPARSITIES, VALUE_FORMATS, SensitivityGrid
 from lightning_actprune.sensitivity_probe import SensitivityProbe
@@ -30,8 +31,9 @@ class ActivationSensitivity(pl.Callback):
     for ``ActivationPruning(sparsity=...)``. All of it is in ``result``. The measured steps take several times as long
     as others, and hold the inputs of all layers until their backward. On several ranks, all of them count.
 
-    Works with and without ``ActivationPruning``. Gradients change during training, and at the very start some are zero
-    (where the last layer starts at zero, say): ``at_step`` measures later.
+    Works with and without ``ActivationPruning``, whose own first batch it leaves out. Gradients change during
+    training, and at the very start some are zero (where the last layer starts at zero, say): ``at_step`` measures
+    later.
 
     Args:
         sparsities: Fractions of blocks dropped, each in [0, 1).
@@ -113,7 +115,9 @@ class ActivationSensitivity(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._probe is not None and self._left > 0 and trainer.global_step >= self.at_step:
+        if self._probe is None or self._left == 0 or trainer.global_step < self.at_step:
+            return
+        if not _pruning_is_undecided(trainer):
             self._probe.close()  # of a batch that was skipped
             checked(self._probe.__enter__)
             self._open = True
@@ -168,6 +172,12 @@ class ActivationSensitivity(pl.Callback):
         if self._probe is not None:
             self._probe.close()
             self._probe, self._open = None, False
+
+
+def _pruning_is_undecided(trainer: pl.Trainer) -> bool:
+    """Return whether ``ActivationPruning`` looks in this batch for who keeps inputs alive, which measuring does."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, ActivationPruning) and callback._probe.undecided for callback in callbacks)
 
 
 def _checked_count(value: Any, name: str, least: int) -> int:
