@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import dataclasses
 from typing import Any
 
 import pytest
@@ -270,13 +270,21 @@ def test_a_batch_that_is_not_finite_does_not_count():
     assert measure_sensitivity(model, square(model), [bad], **SMALL).rows == []
 
 
-def test_pruned_models_are_measured_as_they_would_be_dense():
-    dense = deep()
-    pruned, x = copy.deepcopy(dense), torch.randn(4, 3, 65)
-    convert(pruned, 0.7, value_format="int4")
+@pytest.mark.parametrize("kind", ["three", "called twice", "self-attention", "convolution"])
+def test_pruned_models_are_measured_as_they_would_be_dense(kind):
+    make, shape = MODELS[kind]
+    dense, x = make(), torch.randn(shape)
+    pruned, options = copy.deepcopy(dense), SMALL | {"convolutions": True}
+    others = {"convolution": "same"} if kind == "convolution" else False
+    convert(pruned, 0.7, value_format="int4", others=others)
     kinds = [type(module) for module in pruned.modules()]
-    expected = measure_sensitivity(dense, square(dense), [x], **SMALL)
-    assert measure_sensitivity(pruned, square(pruned), [x], **SMALL) == expected
+    expected = measure_sensitivity(dense, square(dense), [x], **options)
+    found = measure_sensitivity(pruned, square(pruned), [x], **options)
+    assert (found.skipped, len(found.rows)) == (expected.skipped, len(expected.rows))
+    for row, other in zip(found.rows, expected.rows, strict=True):
+        assert row == dataclasses.replace(other, cosine=row.cosine, norm_ratio=row.norm_ratio)
+        # Input gradients of pruned convolutions and linear layers are those of the dense ones up to rounding.
+        assert (row.cosine, row.norm_ratio) == pytest.approx((other.cosine, other.norm_ratio), abs=1e-5)
     assert [type(module) for module in pruned.modules()] == kinds
 
 
@@ -303,15 +311,16 @@ def test_steps_inside_the_probe_are_those_without_it():
     assert first.rows == measure_sensitivity(model, square(model), [x], **SMALL).rows
 
 
-def test_compiled_modules_run_eagerly():
+def test_compiled_modules_run_eagerly_for_the_time_being():
     model, x = deep(), torch.randn(4, 3, 65)
     expected = measure_sensitivity(model, square(model), [x], **SMALL).rows
-    model.blocks[0].compile(backend="eager")
-    compiled = torch.compile(model.head, backend="eager")
-    model.head = compiled
-    found = measure_sensitivity(model, square(model), [x], **SMALL)
-    assert found.rows == expected
-    assert "torch._dynamo" in sys.modules
+    compiled: list[Any] = []
+    model.blocks[0].compile(backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    model.head = torch.compile(model.head, backend="eager")
+    assert measure_sensitivity(model, square(model), [x], **SMALL).rows == expected
+    assert compiled == []
+    model(x)
+    assert len(compiled) == 1
 
 
 def test_unused_calls_and_no_grad_calls_do_not_keep_a_layer_waiting():
@@ -365,22 +374,47 @@ def test_errors_name_the_argument(options, error, message):
     assert not watchers
 
 
+def test_ranks_report_what_any_of_them_has_measured():
+    model, batches = mlp(), [torch.randn(6, 65) for _ in range(2)]
+    ranks = [SensitivityProbe(model, SensitivityGrid(**SMALL)) for _ in batches]
+    summed = torch.zeros(2, 2, 5, dtype=torch.float64)
+    for probe, x in zip(ranks, batches, strict=True):
+        with probe:
+            square(model)(x).backward()
+        probe.add_up(lambda sums: summed.add_(sums))
+    ranks[0].add_up(lambda sums: summed)
+    assert ranks[0].report().rows == ranks[1].report().rows
+    assert ranks[0].report().rows == measure_sensitivity(model, square(model), batches, **SMALL).rows
+    idle = SensitivityProbe(model, SensitivityGrid(**SMALL))
+    idle.add_up(lambda sums: sums)
+    assert idle.report().rows == []
+
+
+def on_device(model: nn.Module, x: Tensor, grid: SensitivityGrid, mode: str) -> list[Any]:
+    with SensitivityProbe(model, grid) as probe:
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            square(model)(x).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return probe.report().rows
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["three", "token mixing", "self-attention", "convolution"])
 def test_on_a_gpu_nothing_waits_and_figures_are_those_of_the_cpu(kind):
     make, shape = MODELS[kind]
     model, x = make(), torch.randn(shape)
-    grid = SensitivityGrid([0.5], block_size=16, min_features=0, convolutions=True)
-    with SensitivityProbe(model, grid) as expected:
-        square(model)(x).backward()
-    model, x = model.cuda(), x.cuda()
-    square(model)(x).backward()  # sets up what is set up once
+    grid = SensitivityGrid([0.5], ["same", "int4"], block_size=16, min_features=0, convolutions=True)
     with SensitivityProbe(model, grid) as probe:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            square(model)(x).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    on_gpu, on_cpu = probe.report().rows, expected.report().rows
-    # Products in fp32 may be of tf32, whose 10 bits leave a cosine exact to about 2^-20; the same blocks are kept.
-    assert [row.cosine for row in on_gpu] == pytest.approx([row.cosine for row in on_cpu], abs=1e-3)
+        square(model)(x).backward()
+    expected = probe.report().rows
+    model, x = model.cuda(), x.cuda()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        on_device(model, x, grid, "default")  # sets up what is set up once
+        found = on_device(model, x, grid, "error")
+    assert [row.fqn for row in found] == [row.fqn for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        # fp32 sums in another order. They may give a block another random error of four bits, all of which together
+        # cost a cosine at most half the square of a step, a 15th of the range or of four deviations, over 12: .003.
+        assert row.cosine == pytest.approx(other.cosine, abs=1e-4 if row.value_format == "same" else 3e-3)
