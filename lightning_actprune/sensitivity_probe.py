@@ -54,7 +54,8 @@ class SensitivityProbe:
     Nothing is added to the steps but the time for the weight gradients of all settings: model, outputs and gradients
     are those without it. Layers that are pruned already are measured like others. It can be entered again, for one
     batch after another; between them, ``end_batch`` is to be called. Compiled modules run eagerly in it. Inputs are
-    held until the gradient of their output arrives, also those that an activation checkpoint would drop.
+    held until the gradient of their output arrives, also those that an activation checkpoint would drop; a
+    ``HolderProbe`` in the same step would take that for a reason not to prune them.
 
     Args:
         model: The module that holds the layers.
@@ -224,9 +225,10 @@ class SensitivityProbe:
             call = _Call(LinearInput(x, turned, self._grid.block_size))
 
         def arrive(grad_y: Tensor) -> None:
-            if call.given is not None:  # not twice, and not of a step that was given up
-                pending.arrived.append((call.given, grad_y.detach()))
-                call.given = None
+            given, call.given = call.given, None
+            # Not twice, if a graph is used again, and not once the probe was closed.
+            if given is not None and measured.pending.get(key) is pending:
+                pending.arrived.append((given, grad_y.detach()))
                 if len(pending.arrived) == pending.calls:
                     measured.measure(pending)
 

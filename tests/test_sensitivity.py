@@ -298,6 +298,19 @@ def test_activation_checkpoints(reentrant):
     assert [row.cosine for row in probe.report().rows] == pytest.approx([row.cosine for row in expected.rows])
 
 
+def test_what_comes_after_the_probe_was_closed_does_not_count():
+    model, x = mlp(), torch.randn(6, 65)
+    with SensitivityProbe(model, SensitivityGrid(**SMALL)) as probe:
+        loss = square(model)(x)
+    loss.backward()
+    assert probe.report().rows == []
+    with probe:
+        loss = square(model)(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert probe.report().rows == measure_sensitivity(model, square(model), [x], **SMALL).rows
+
+
 def test_steps_inside_the_probe_are_those_without_it():
     model, x = deep(), torch.randn(4, 3, 65)
     expected = gradients(model, x, False)
