@@ -9,7 +9,7 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 
 from lightning_actprune import functional as functional
 from lightning_actprune import pictures as pictures
-from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
 from lightning_actprune.conversion import convert, revert
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
 from lightning_actprune.energy import EnergyProbe
@@ -26,6 +26,10 @@ from lightning_actprune.schedules import (
     SparsitySchedule,
     StepSchedule,
 )
+from lightning_actprune.sensitivity import measure_sensitivity
+from lightning_actprune.sensitivity_grid import SensitivityGrid
+from lightning_actprune.sensitivity_probe import SensitivityProbe
+from lightning_actprune.sensitivity_report import LayerSensitivity, SensitivityReport
 from lightning_actprune.step_recorder import StepMemoryRecorder
 
 __version__ = "0.1.0"
@@ -34,6 +38,7 @@ __all__ = [
     "ActivationMemoryMonitor",
     "ActivationPrunedLinear",
     "ActivationPruning",
+    "ActivationSensitivity",
     "ConstantSchedule",
     "ConversionReport",
     "ConvertedLayer",
@@ -43,15 +48,20 @@ __all__ = [
     "FewBitConversion",
     "FewBitSaving",
     "HolderProbe",
+    "LayerSensitivity",
     "LayerSettings",
     "LinearSchedule",
     "RecomputationProbe",
+    "SensitivityGrid",
+    "SensitivityProbe",
+    "SensitivityReport",
     "SkippedLayer",
     "SparsitySchedule",
     "StepMemoryRecorder",
     "StepSchedule",
     "convert",
     "functional",
+    "measure_sensitivity",
     "pictures",
     "revert",
 ]

@@ -40,7 +40,7 @@ __all__ = ["EnergyProbe"]
 
 
 def dropped_energy(x: Tensor, sparsity: float, blocks: BlockSetting) -> Tensor:
-    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, fp32 ``[2]``.
+    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, ``[2]`` in fp32 or fp64.
 
     Args:
         x: Input of a layer, ``[..., features]``.
@@ -51,7 +51,8 @@ def dropped_energy(x: Tensor, sparsity: float, blocks: BlockSetting) -> Tensor:
         stored, _ = stored_view(x, blocks.block_size, blocks.scope)
         block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), "same")
         # Sums in fp32 without a copy in fp32, which would be what is largest in a step.
-        norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=torch.float32)
+        wide = torch.promote_types(stored.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=wide)
         energies = norms.square().flatten(1)
         kept, total = energies.topk(keep, dim=1).values.sum(), energies.sum()
         return torch.stack([total - kept, total])

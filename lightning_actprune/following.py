@@ -66,7 +66,7 @@ class PrunedCallFollower(ABC):
             self.ran = True
             self._see(projection.layer, projection.weight, projection.with_samples(x), projection.blocks)
 
-    def leave_projection(self, projection: Projection) -> None:  # noqa: B027  # nothing is the default on purpose
+    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:  # noqa: B027  # nothing is the default on purpose
         """Do nothing: a call counts when it begins."""
 
     def _see_layer(self, layer: Layer, args: Any) -> None:

@@ -257,7 +257,7 @@ class SavedTensorRecorder:
         if layer in self._layers:
             self._enter(layer, linear_call(layer, projection.weight, projection.with_samples(x), projection.blocks))
 
-    def leave_projection(self, projection: Projection) -> None:
+    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
         """Note that what ``enter_projection`` announced is over, also by an exception."""
         self._leave_module(projection.layer, None, None)
 

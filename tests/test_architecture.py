@@ -40,6 +40,10 @@ BELOW_CALLBACKS = {
     "nn",
     "ops",
     "schedules",
+    "sensitivity",
+    "sensitivity_grid",
+    "sensitivity_probe",
+    "sensitivity_report",
 }
 BELOW_CALLBACKS |= {"few_bit_saving", "pictures", "presets", "recomputed", "selection", "step_memory", "step_recorder"}
 ALLOWED = {
@@ -97,6 +101,16 @@ ALLOWED = {
     "step_recorder": {"calls", "hooks", "saved", "selection", "step_memory"},
     "pictures": {"step_memory"},
     "presets": {"arguments"},
+    "name_patterns": set(),
+    "sensitivity": {"arguments", "conversion_options", "sensitivity_grid", "sensitivity_probe", "sensitivity_report"},
+    "sensitivity_grid": {"arguments", "conversion_options", "nn", "ops", "selection"},
+    "sensitivity_input": {"nn", "ops", "sensitivity_grid"},
+    "sensitivity_picture": set(),
+    "sensitivity_report": {"arguments", "conversion_report", "name_patterns", "sensitivity_picture"},
+    "sensitivity_sums": {"conversion_report", "energy", "nn", "selection"}
+    | {"sensitivity_grid", "sensitivity_input", "sensitivity_report"},
+    "sensitivity_probe": {"conversion", "conversion_report", "hooks", "nn", "selection"}
+    | {"sensitivity_grid", "sensitivity_input", "sensitivity_report", "sensitivity_sums"},
     "provenance": set(),
     "held": {"ops", "provenance"},
     "saved_operation": {"held", "ops"},

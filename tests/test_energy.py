@@ -42,6 +42,12 @@ def test_energy_of_sixteen_bits_is_summed_in_fp32():
     )
 
 
+def test_energy_of_fp64_is_summed_in_fp64():
+    x = torch.randn(3, 64, dtype=torch.float64)
+    total = dropped_energy(x, 0.5, BlockSetting(32, "sample"))[1]
+    torch.testing.assert_close(total, x.square().sum())
+
+
 def test_only_spread_inputs_keep_all_their_blocks():
     model = spread_and_concentrated()
     report = convert(model, sparsity=0.5, block_size=32, value_format="int4")

@@ -2,5 +2,6 @@
 
 from lightning_actprune.callbacks.memory import ActivationMemoryMonitor
 from lightning_actprune.callbacks.pruning import ActivationPruning
+from lightning_actprune.callbacks.sensitivity import ActivationSensitivity
 
-__all__ = ["ActivationMemoryMonitor", "ActivationPruning"]
+__all__ = ["ActivationMemoryMonitor", "ActivationPruning", "ActivationSensitivity"]

@@ -61,6 +61,11 @@ class FirstBatchProbe:
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
 
+    @property
+    def undecided(self) -> bool:
+        """Whether this batch or the next will be probed: whoever keeps inputs alive in it is taken for a holder."""
+        return self._questions is not None
+
     def fit_starts(self, questions: Questions) -> None:
         """Probe the next batch; nothing where no layer packs."""
         self._questions = questions if questions.sparsity > 0 or questions.quantizes else None

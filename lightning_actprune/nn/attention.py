@@ -86,8 +86,8 @@ class Watcher(Protocol):
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
         """Act on a projection of ``x`` that is about to be computed."""
 
-    def leave_projection(self, projection: Projection) -> None:
-        """Act on its end, also by an exception."""
+    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
+        """Act on its end, with its output, or by an exception."""
 
 
 watchers: list[Watcher] = []
@@ -102,11 +102,13 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
         return weight.linear(x, bias)
     for watcher in watchers:
         watcher.enter_projection(weight, x)
+    y = None
     try:
-        return weight.linear(x, bias)
+        y = weight.linear(x, bias)
+        return y
     finally:
         for watcher in watchers:
-            watcher.leave_projection(weight)
+            watcher.leave_projection(weight, y)
 
 
 def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:

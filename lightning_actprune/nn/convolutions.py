@@ -66,8 +66,7 @@ class PrunedConvolution(PrunedLayer, _ConvNd):
         parts = settings.parts.size(0)
         if not prunes(weight, parts, settings.blocks):
             return cast(Tensor, super().forward(input))
-        windows = Windows(self.stride, self._zeros(), self.dilation, self.groups)
-        return convolution_unchecked(input, weight, self.bias, windows, parts, settings.blocks)
+        return convolution_unchecked(input, weight, self.bias, windows_of(self), parts, settings.blocks)
 
     def rows(self, x: Tensor) -> Tensor:
         """Return an input as the rows ``[samples, rows, length]`` from which its blocks are cut."""
@@ -79,14 +78,6 @@ class PrunedConvolution(PrunedLayer, _ConvNd):
         """Show the pruning settings in the printed module."""
         shown: str = super().extra_repr()  # type: ignore[no-untyped-call]
         return f"{shown}, {self.describe_settings()}"
-
-    def _zeros(self) -> tuple[int, ...]:
-        """Return how many zeros are before and after the input, by dimension."""
-        if not isinstance(self.padding, str):
-            return self.padding
-        if self.padding == "valid":
-            return (0,) * len(self.kernel_size)
-        return tuple(d * (k - 1) // 2 for d, k in zip(self.dilation, self.kernel_size, strict=True))
 
 
 class ActivationPrunedConv1d(PrunedConvolution, nn.Conv1d):
@@ -119,6 +110,20 @@ class ActivationPrunedConv3d(PrunedConvolution, nn.Conv3d):
     """``nn.Conv3d`` that keeps only the largest blocks of its input; see ``PrunedConvolution``."""
 
     dense_class = nn.Conv3d
+
+
+def windows_of(layer: _ConvNd) -> Windows:
+    """Return which values of its input a convolution computes each output from."""
+    return Windows(layer.stride, _zeros(layer), layer.dilation, layer.groups)
+
+
+def _zeros(layer: _ConvNd) -> tuple[int, ...]:
+    """Return how many zeros are before and after the input, by dimension."""
+    if not isinstance(layer.padding, str):
+        return layer.padding
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    return tuple(d * (k - 1) // 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
 
 
 def padding_refusal(layer: _ConvNd) -> str | None:

@@ -102,6 +102,21 @@ def pruned_linear(
     return y
 
 
+def pruned_weight_grad(x: Tensor, grad_y: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> Tensor:
+    """Return the weight gradient that backward of ``pruned_linear`` computes, without a forward and at once.
+
+    ``x``: the input as autocast casts it, inside attention ``[T, N, IN]``; at ``parts`` 0 and with values as they are,
+    the gradient is exact.
+    """
+    eager = library.in_plain_eager_mode(x)
+    stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
+    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.value_format)
+    packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
+    rows = _flat(grad_y.transpose(0, 1) if blocks.scope == "sample_second" else grad_y)
+    shared = Shared(packed, stored_shape(x, transposed), transposed, block)
+    return library.weight_grad(rows, shared, dtype, blocks.value_format, eager)
+
+
 def _dense_and_share(
     x: Tensor, parameters: tuple[Tensor, Tensor | None], setting: Setting, eager: bool
 ) -> tuple[Tensor, Shared]:

@@ -1,0 +1,188 @@
+"""``ActivationSensitivity``: how far each layer can be pruned, measured in the first steps of a fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from rich.console import Group, RenderableType
+from typing_extensions import override
+
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
+from lightning_actprune.callbacks.display import MAX_ROWS, show
+from lightning_actprune.callbacks.probing import sum_over_ranks
+from lightning_actprune.callbacks.progress import checked
+from lightning_actprune.callbacks.pruning import ActivationPruning
+from lightning_actprune.conversion_options import MIN_FEATURES
+from lightning_actprune.sensitivity_grid import SPARSITIES, VALUE_FORMATS, SensitivityGrid
+from lightning_actprune.sensitivity_probe import SensitivityProbe
+from lightning_actprune.sensitivity_report import SensitivityReport
+
+
+class ActivationSensitivity(pl.Callback):
+    """Show how close the weight gradients of pruned layers would be to the exact ones, and what that suggests.
+
+    Measured in a few training steps of a fit as they are: no forward is added, and losses and gradients are those
+    without it. For each layer and each setting of a grid, the cosine between both gradients is printed, and sparsities
+    for ``ActivationPruning(sparsity=...)``. All of it is in ``result``. The measured steps take several times as long
+    as others, and hold the inputs of all layers until their backward. On several ranks, all of them count.
+
+    Works with and without ``ActivationPruning``, whose own first batch it leaves out. Gradients change during
+    training, and at the very start some are zero (where the last layer starts at zero, say): ``at_step`` measures
+    later.
+
+    Args:
+        sparsities: Fractions of blocks dropped, each in [0, 1).
+        value_formats: How kept values are stored: ``"same"``, ``"fp8"``, ``"int8"``, ``"int4"``, ``"int3"``,
+            ``"int2"``.
+        block_size: Consecutive values per block, positive; cut to the row if larger.
+        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
+        block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
+        include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
+        exclude: Glob patterns on fully qualified layer names; a layer must match none.
+        min_features: Linear layers with fewer input features are not measured.
+        convolutions: Whether convolutions are measured too.
+        batches: Training batches that are measured.
+        at_step: Value of ``trainer.global_step`` from which on they are.
+        min_cosine: Least cosine, in [0, 1], of the sparsities that are printed.
+        verbose: Whether to print.
+
+    Raises:
+        MisconfigurationException: If an argument is not allowed; in training, if a pattern matches no layer.
+
+    Example:
+        >>> import lightning as L
+        >>> sensitivity = ActivationSensitivity(sparsities=[0.5, 0.8], value_formats=["same", "int4"])
+        >>> trainer = L.Trainer(callbacks=[sensitivity], logger=False)
+        >>> sensitivity.result is None  # a SensitivityReport once the batches were measured
+        True
+    """
+
+    def __init__(
+        self,
+        sparsities: Sequence[float] = SPARSITIES,
+        value_formats: Sequence[ValueFormatName] = VALUE_FORMATS,
+        *,
+        block_size: int = 32,
+        scope: Scope = "sample",
+        block_selection: BlockSelection = "largest",
+        include: Sequence[str] | str = "*",
+        exclude: Sequence[str] | str = (),
+        min_features: int = MIN_FEATURES,
+        convolutions: bool = False,
+        batches: int = 2,
+        at_step: int = 0,
+        min_cosine: float = 0.9,
+        verbose: bool = True,
+    ) -> None:
+        super().__init__()
+        self.sparsities = sparsities
+        self.value_formats = value_formats
+        self.block_size = block_size
+        self.scope = scope
+        self.block_selection = block_selection
+        self.include = include
+        self.exclude = exclude
+        self.min_features = min_features
+        self.convolutions = convolutions
+        self.batches = _checked_count(batches, "batches", 1)
+        self.at_step = _checked_count(at_step, "at_step", 0)
+        self.min_cosine = checked(check_share, min_cosine, "min_cosine")
+        self.verbose = verbose
+        stored, patterns = (block_size, scope, block_selection), (include, exclude)
+        self._grid = checked(SensitivityGrid, sparsities, value_formats, *stored, *patterns, min_features, convolutions)
+        self._probe: SensitivityProbe | None = None
+        self._result: SensitivityReport | None = None
+        self._left = 0
+        self._open = False
+
+    @property
+    def result(self) -> SensitivityReport | None:
+        """What was measured in the current or the last fit, ``None`` before."""
+        return self._result
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._result = None
+        self._left = self.batches
+        self._probe = SensitivityProbe(pl_module, self._grid)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._probe is None or self._left == 0 or trainer.global_step < self.at_step:
+            return
+        if not _pruning_is_undecided(trainer):
+            self._probe.close()  # of a batch that was skipped
+            checked(self._probe.__enter__)
+            self._open = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._probe is not None and self._open:
+            self._probe.end_batch()
+            self._probe.close()
+            self._open = False
+            self._left -= 1  # on all ranks alike, whatever their batches showed
+            if self._left == 0:
+                self._finish(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._left > 0:
+            self._finish(trainer)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+
+    def _finish(self, trainer: pl.Trainer) -> None:
+        assert self._probe is not None
+        self._left = 0
+        self._probe.add_up(functools.partial(sum_over_ranks, trainer))
+        self._result = self._probe.report()
+        if not self._result.rows:
+            rank_zero_warn(
+                f"ActivationSensitivity has measured no layer in {self._result.batches} batches from step "
+                f"{self.at_step} on. HINT: `callback.result.skipped` has the reasons; see `at_step` and `include`."
+            )
+        elif self.verbose:
+            show(trainer, Group(*self._shown(self._result)))
+
+    def _shown(self, result: SensitivityReport) -> Iterator[RenderableType]:
+        yield result.table(MAX_ROWS)
+        for value_format in self._grid.value_formats:
+            suggested = result.suggest(self.min_cosine, value_format)
+            listing = ", ".join(f"{pattern!r}: {sparsity:g}" for pattern, sparsity in suggested.items())
+            found = f"sparsity={{{listing}}}" if suggested else "no layer can be pruned"
+            yield f"With a cosine of {self.min_cosine:g} at least and value_format={value_format!r}: {found}"
+
+    def _release(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe, self._open = None, False
+
+
+def _pruning_is_undecided(trainer: pl.Trainer) -> bool:
+    """Return whether ``ActivationPruning`` looks in this batch for who keeps inputs alive, which measuring does."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, ActivationPruning) and callback._probe.undecided for callback in callbacks)
+
+
+def _checked_count(value: Any, name: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MisconfigurationException(
+            f"`{name}` must be an int >= {least}, got {value!r}. HINT: two batches are a start; steps count from 0."
+        )
+    return value
