@@ -132,7 +132,7 @@ class ImageData(L.LightningDataModule):
     def _transform(self, train: bool = False) -> v2.Transform:
         if train and self.dataset != "digits":  # a mirrored digit is another sign
             return train_transform(self.dataset, self.image_size, self.augmentation)
-        return plain_transform(self.dataset, self.image_size, self.augmentation)
+        return plain_transform(self.dataset, self.image_size, "none" if self.dataset == "digits" else self.augmentation)
 
     def _loader(self, images: Dataset, train: bool = False) -> DataLoader:
         return DataLoader(

@@ -87,8 +87,9 @@ def convert(
             here, ``"same"`` included.
         layers: Settings of layers by glob patterns on their names, as ``{"head": LayerSettings(sparsity=0.3)}``: the
             first pattern that matches a layer counts, and what it does not say is as for all other layers.
-        exclude_first: So many layers stay dense: the first ones in the order of ``model.named_modules()``, of all that
-            are linear or asked for with ``others``.
+        exclude_first: So many layers stay dense: the first ones in the order of ``model.named_modules()``, of linear
+            layers, and of convolutions, affine layers and layer scales if asked for; those that ``exclude`` names
+            count.
         exclude_last: So many layers stay dense: the last ones.
 
     Returns:

@@ -75,10 +75,13 @@ class ConversionOptions:
         object.__setattr__(self, "exclude", check_patterns(self.exclude, "exclude"))
         object.__setattr__(self, "others", check_others(self.others, self.block_size))
         object.__setattr__(self, "layers", check_layers(self.layers))
-        check_count(self.min_features, "min_features", "0 converts every size.")
+        object.__setattr__(
+            self, "min_features", check_count(self.min_features, "min_features", "0 converts every size.")
+        )
         for end in ("first", "last"):
             hint = f"it is how many layers stay dense, the {end} ones of the model; 0 for none."
-            check_count(getattr(self, f"exclude_{end}"), f"exclude_{end}", hint)
+            name = f"exclude_{end}"
+            object.__setattr__(self, name, check_count(getattr(self, name), name, hint))
         self._check_schedules()
 
     def _check_schedules(self) -> None:

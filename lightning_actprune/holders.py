@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -37,7 +36,7 @@ from lightning_actprune.conversion import revert_layers
 from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, torch_class
-from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, hooks_are_innermost
+from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, eager_stance, hooks_are_innermost
 from lightning_actprune.selection import WRAPPERS, prunable_layers
 
 __all__ = ["HolderProbe"]
@@ -291,7 +290,7 @@ class _OperatorNames(TorchFunctionMode):
 
 @contextmanager
 def _watched() -> Iterator[_OperatorNames]:
-    with torch.compiler.set_stance("force_eager"), _OperatorNames() as operators:
+    with eager_stance.held(), _OperatorNames() as operators:
         yield operators
 
 

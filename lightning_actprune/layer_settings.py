@@ -113,10 +113,20 @@ def check_layers(value: Any) -> dict[str, LayerSettings]:
             f"{type(value).__name__}. HINT: such as {example}."
         )
     _check_patterns(value, "layers", example)
-    for pattern, settings in value.items():
-        if not isinstance(settings, LayerSettings):
-            raise TypeError(f"`layers[{pattern!r}]` must be LayerSettings, got {settings!r}. HINT: such as {example}.")
-    return dict(value)
+    return {pattern: _as_settings(settings, f"layers[{pattern!r}]", example) for pattern, settings in value.items()}
+
+
+def _as_settings(value: Any, name: str, example: str) -> LayerSettings:
+    """Return ``value``, or what its entries say: what others make of a dataclass (Hydra), or a report suggests."""
+    if isinstance(value, LayerSettings):
+        return value
+    known = [field.name for field in fields(LayerSettings)]
+    if not isinstance(value, Mapping) or not all(key in known for key in value):
+        raise TypeError(
+            f"`{name}` must be LayerSettings, or a mapping of some of {', '.join(known)}, got {value!r}. HINT: such as "
+            f"{example}."
+        )
+    return LayerSettings(**value)
 
 
 def check_that_all_count(patterns: Sequence[str], layers: Sequence[Sequence[str]], argument: str) -> None:

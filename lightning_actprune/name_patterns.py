@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
 from itertools import combinations
@@ -11,8 +11,10 @@ from typing import TypeVar
 _Value = TypeVar("_Value")
 
 
-def grouped(wanted: Mapping[str, _Value | None]) -> dict[str, _Value]:
+def grouped(wanted: Mapping[str, _Value | None], needed: Container[str] | None = None) -> dict[str, _Value]:
     """Return patterns that give each name its value, and match no name of which that is ``None``.
+
+    ``needed``: names that must have a pattern, all by default; others may go without.
 
     Names that differ in nothing but indices share a pattern, such as ``"blocks.*.fc1"``, if no other value is in the
     way; of several, the one with the most stars. No name matches patterns of different values, so that their order
@@ -24,7 +26,9 @@ def grouped(wanted: Mapping[str, _Value | None]) -> dict[str, _Value]:
     """
     found: dict[str, _Value] = {}
     for name, value in wanted.items():
-        if value is not None and not any(fnmatchcase(name, pattern) for pattern in found):
+        if value is None or (needed is not None and name not in needed):
+            continue
+        if not any(fnmatchcase(name, pattern) for pattern in found):
             found[_widest(name, value, wanted)] = value
     return found
 

@@ -78,12 +78,25 @@ class SharedContext(threading.local):
         self._users += 1
         return self._value
 
+    @contextmanager
+    def held(self) -> Iterator[Any]:
+        """Enter, and leave in the end."""
+        value = self.enter()
+        try:
+            yield value
+        finally:
+            self.leave()
+
     def leave(self) -> None:
         """Undo one ``enter``."""
         self._users -= 1
         if self._users == 0 and self._context is not None:
             context, self._context, self._value = self._context, None, None
             context.__exit__(None, None, None)
+
+
+eager_stance = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
+"""Lets compiled modules run eagerly: one for all, since a stance that is left too early leaves the other's behind."""
 
 
 class _Open(threading.local):

@@ -215,9 +215,11 @@ def sparsity_at(sparsity: float | SparsitySchedule, progress: float) -> float:
 
 
 def highest_sparsity(sparsity: float | SparsitySchedule) -> float:
-    """Return the highest sparsity of the training, looked at in tenths, and at the jumps of a ``StepSchedule``."""
+    """Return the highest sparsity of the training, looked at in thousandths, and at the jumps of a ``StepSchedule``."""
+    if not isinstance(sparsity, SparsitySchedule):
+        return sparsity
     jumps = sparsity.at if isinstance(sparsity, StepSchedule) else []
-    return max(sparsity_at(sparsity, progress) for progress in (*(tenths / 10 for tenths in range(11)), *jumps))
+    return max(sparsity_at(sparsity, progress) for progress in (*(part / 1000 for part in range(1001)), *jumps))
 
 
 def check_schedule(value: Any) -> SparsitySchedule | None:

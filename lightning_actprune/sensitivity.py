@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName
 from lightning_actprune.conversion_options import MIN_FEATURES
@@ -40,7 +41,8 @@ def measure_sensitivity(
     One forward and one backward a batch, in the mode (``model.train()``) and with the weights that the model has. They
     leave no trace: parameters, gradients, buffers, modes and torch's random numbers are as before. Linear layers,
     transformers' ``Conv1D`` and the projections of ``nn.MultiheadAttention`` are measured, convolutions on request.
-    The figures are those of the weights at that moment: measure again later in the training.
+    The figures are those of the weights at that moment: measure again later in the training. Gradients alone are asked
+    for, which a reentrant checkpoint does not support: ``ActivationSensitivity`` measures inside one, too.
 
     Args:
         model: Any module, converted or not.
@@ -97,9 +99,9 @@ def measure_sensitivity(
 def _unchanged(model: nn.Module, seed: int) -> Iterator[None]:
     """Put buffers, modes and random numbers back in the end; gradients are recorded inside."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (m, name, b, b.detach().clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None
-    ]
+    names = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module, _ in modes]
+    given = [b for _, buffers, _ in names for b in buffers.values() if b is not None and not is_lazy(b)]
+    values = [(buffer, buffer._version, buffer.detach().clone()) for buffer in given]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         # Not `torch.manual_seed`, which would seed devices whose state is not put back.
@@ -109,12 +111,17 @@ def _unchanged(model: nn.Module, seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for module, name, buffer, values in buffers:
-                    module._buffers[name] = buffer
-                    buffer.copy_(values)
             for module, training in modes:
                 module.training = training
+            for module, buffers, passing in names:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set.clear()
+                module._non_persistent_buffers_set.update(passing)
+            with torch.no_grad():
+                for buffer, version, value in values:
+                    if buffer._version != version:
+                        buffer.copy_(value)
 
 
 def _checked_seed(seed: Any) -> int:

@@ -32,6 +32,7 @@ from lightning_actprune.hooks import ForwardHook, backward_runs
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import Layer, operator_kind
 from lightning_actprune.nn.settings import PrunedLayer, torch_class
+from lightning_actprune.saved import eager_stance
 from lightning_actprune.selection import Candidate, candidates, prunable_layers, refusal
 from lightning_actprune.sensitivity_grid import SensitivityGrid, check_names
 from lightning_actprune.sensitivity_input import ConvolutionInput, LayerInput, LinearInput, unreadable
@@ -79,7 +80,8 @@ class SensitivityProbe:
         self._skipped: dict[Layer, SkippedLayer] = {}
         self._handles: list[RemovableHandle] = []
         self._owner = new_owner("SensitivityProbe()")
-        self._stance: Any = None
+        self._eager = False
+        self._calls: list[_Call] = []
         self._projected: Tensor | None = None
         self.batches = 0
         """Batches that were measured."""
@@ -95,8 +97,8 @@ class SensitivityProbe:
                 # First of all hooks: others may return another output.
                 self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
             if "torch._dynamo" in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
-                self._stance = torch.compiler.set_stance("force_eager")
-                self._stance.__enter__()
+                eager_stance.enter()
+                self._eager = True
         except BaseException:
             self.close()
             raise
@@ -115,6 +117,7 @@ class SensitivityProbe:
                 waited = True
                 measured.measure(pending)
             measured.pending.clear()
+        self._let_go()
         self.batches += waited
 
     def close(self) -> None:
@@ -126,11 +129,18 @@ class SensitivityProbe:
         self._handles.clear()
         for measured in self._layers.values():
             measured.pending.clear()
+        self._let_go()
         self._projected = None
         revert(self._model, self._owner)
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        if self._eager:
+            self._eager = False
+            eager_stance.leave()
+
+    def _let_go(self) -> None:
+        """Let go of inputs whose gradient has not arrived: the graph, which somebody may keep, knows their calls."""
+        for call in self._calls:
+            call.given = None
+        self._calls.clear()
 
     def leaves(self) -> list[Tensor]:
         """Return a parameter of each layer, its bias if there is one, that no gradient reaches but through its output.
@@ -156,7 +166,8 @@ class SensitivityProbe:
         """Return what was measured so far."""
         names = {fqn: fqns[0] for fqns, _ in prunable_layers(self._model) for fqn in fqns}
         blocks = self._grid.block_size, self._grid.scope, self._grid.block_selection
-        report = SensitivityReport([], list(self._skipped.values()), self.batches, *blocks, names)
+        which = self._grid.min_features, self._grid.convolutions
+        report = SensitivityReport([], list(self._skipped.values()), self.batches, *blocks, names, *which)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
         for (measured, _), sums in zip(known, read, strict=True):
@@ -224,15 +235,19 @@ class SensitivityProbe:
         else:
             call = _Call(LinearInput(x, turned, self._grid.block_size))
 
-        def arrive(grad_y: Tensor) -> None:
+        def arrive(grad_y: Tensor | None) -> None:
             given, call.given = call.given, None
             # Not twice, if a graph is used again, and not once the probe was closed.
             if given is not None and measured.pending.get(key) is pending:
-                pending.arrived.append((given, grad_y.detach()))
+                if grad_y is None:  # autograd's zero
+                    pending.calls -= 1
+                else:
+                    pending.arrived.append((given, grad_y.detach()))
                 if len(pending.arrived) == pending.calls:
                     measured.measure(pending)
 
         y.register_hook(arrive)
+        self._calls.append(call)
 
 
 def _leaves(candidate: Candidate) -> list[Tensor]:

@@ -9,9 +9,11 @@ from os import PathLike
 from typing import Any, TypedDict
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
+from lightning_actprune.conversion_options import MIN_FEATURES
 from lightning_actprune.conversion_report import SkippedLayer
 from lightning_actprune.name_patterns import grouped
 from lightning_actprune.sensitivity_picture import heatmap_picture
@@ -63,6 +65,8 @@ class SensitivityReport:
         scope: Within what blocks competed.
         block_selection: Which blocks were kept.
         layer_names: First name of every layer that can be pruned, measured or not, by each of its names.
+        min_features: Linear layers with fewer input features were not measured.
+        convolutions: Whether convolutions were measured, which are pruned with ``others={"convolution": ...}`` only.
     """
 
     rows: list[LayerSensitivity]
@@ -72,6 +76,8 @@ class SensitivityReport:
     scope: Scope
     block_selection: BlockSelection
     layer_names: dict[str, str] = field(default_factory=dict, repr=False)
+    min_features: int = MIN_FEATURES
+    convolutions: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings; ``pandas.DataFrame(report.to_dict()["rows"])`` is a table."""
@@ -95,7 +101,7 @@ class SensitivityReport:
         best: dict[str, float | None] = {}
         for row in sorted(good, key=lambda row: row.sparsity):
             best[row.fqn] = row.sparsity
-        return grouped(self._by_name(best))
+        return grouped(self._by_name(best), best)
 
     def suggest_layers(self, min_cosine: float = 0.9) -> dict[str, SuggestedSettings]:
         """Return settings by pattern, for ``ActivationPruning(layers=...)``: the least stored that is good enough.
@@ -112,7 +118,7 @@ class SensitivityReport:
         best: dict[str, SuggestedSettings | None] = {}
         for row in sorted(self._good(min_cosine), key=lambda row: (-row.stored_share, row.cosine)):
             best[row.fqn] = {"sparsity": row.sparsity, "value_format": row.value_format}
-        return grouped(self._by_name(best))
+        return grouped(self._by_name(best), best)
 
     def to_yaml(
         self, min_cosine: float = 0.9, value_format: ValueFormatName | None = None, *, layers: bool = False
@@ -127,15 +133,18 @@ class SensitivityReport:
         if layers:
             settings = self.suggest_layers(min_cosine)
             given = {
-                pattern: f"{{sparsity: {setting['sparsity']:g}, value_format: {setting['value_format']}}}"
+                pattern: f"{{sparsity: {_number(setting['sparsity'])}, value_format: {setting['value_format']}}}"
                 for pattern, setting in settings.items()
             }
             lines = [f"include: {json.dumps(list(settings))}", *_mapping("layers", given)]
         else:
             sparsities = self.suggest(min_cosine, value_format)
-            lines = _mapping("sparsity", {pattern: f"{value:g}" for pattern, value in sparsities.items()})
+            lines = _mapping("sparsity", {pattern: _number(value) for pattern, value in sparsities.items()})
             lines.append(f"value_format: {self._measured_format(value_format)}")
+        if self.convolutions:
+            lines.append(f"others: {{convolution: {'same' if layers else self._measured_format(value_format)}}}")
         lines += [f"block_size: {self.block_size}", f"scope: {self.scope}", f"block_selection: {self.block_selection}"]
+        lines.append(f"min_features: {self.min_features}")
         return "\n".join(lines) + "\n"
 
     def table(self, max_layers: int | None = None) -> Group:
@@ -172,7 +181,7 @@ class SensitivityReport:
             made.add_column(f"{sparsity:g}", justify="right")
         cut = len(lines) if max_layers is None or len(lines) <= max_layers + 1 else max_layers
         for name, line in list(lines.items())[:cut]:
-            made.add_row(name, *(f"{line[sparsity]:.2f}" for sparsity in sparsities))
+            made.add_row(escape(name), *(f"{line[sparsity]:.2f}" for sparsity in sparsities))
         if cut < len(lines):
             made.add_row(f"... and {len(lines) - cut} more")
         return made
@@ -202,6 +211,11 @@ class SensitivityReport:
                 "HINT: name it in `value_formats` of the measurement."
             )
         return next(iter(formats), "same") if value_format is None else value_format
+
+
+def _number(value: float) -> str:
+    """Return ``value`` as YAML reads it, which takes 1e-05 for a word."""
+    return f"{value:.20f}".rstrip("0") if "e" in repr(value) else repr(value)
 
 
 def _mapping(name: str, values: Mapping[str, str]) -> list[str]:

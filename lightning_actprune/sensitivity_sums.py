@@ -91,7 +91,7 @@ class MeasuredLayer:
 
     def skipped(self) -> SkippedLayer:
         """Return why nothing was measured."""
-        nothing = "was not called, or no gradient of its output came"
+        nothing = "was not called, or no gradient of its output came (none comes out of a reentrant checkpoint)"
         found = "its weight gradient was zero or not finite" if self.sums is not None else nothing
         reason = self.reason or found
         if not any(weight.requires_grad for weight in self.candidate.weights):

@@ -106,10 +106,16 @@ ALLOWED = {
     "sensitivity_grid": {"arguments", "conversion_options", "nn", "ops", "selection"},
     "sensitivity_input": {"nn", "ops", "sensitivity_grid"},
     "sensitivity_picture": set(),
-    "sensitivity_report": {"arguments", "conversion_report", "name_patterns", "sensitivity_picture"},
+    "sensitivity_report": {
+        "arguments",
+        "conversion_options",
+        "conversion_report",
+        "name_patterns",
+        "sensitivity_picture",
+    },
     "sensitivity_sums": {"conversion_report", "energy", "nn", "selection"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report"},
-    "sensitivity_probe": {"conversion", "conversion_report", "hooks", "nn", "selection"}
+    "sensitivity_probe": {"conversion", "conversion_report", "hooks", "nn", "saved", "selection"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report", "sensitivity_sums"},
     "provenance": set(),
     "held": {"ops", "provenance"},

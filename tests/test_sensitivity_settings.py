@@ -1,11 +1,15 @@
-"""What a report on the sensitivity of layers suggests is what ``convert`` takes."""
+"""What a report on the sensitivity of layers suggests is what ``convert`` takes; what a measurement leaves behind."""
 
 from __future__ import annotations
 
+import weakref
+
 import torch
+import yaml
 from torch import nn
 
-from lightning_actprune import LayerSettings, convert, measure_sensitivity, revert
+from lightning_actprune import LayerSettings, SensitivityGrid, SensitivityProbe, convert, measure_sensitivity, revert
+from lightning_actprune.sensitivity_report import _number
 
 
 def test_suggestions_are_settings_of_convert():
@@ -28,3 +32,111 @@ def test_suggestions_are_settings_of_convert():
     found = {layer.fqn: {"sparsity": layer.sparsity, "value_format": layer.value_format} for layer in converted}
     assert found == settings
     assert len({own["value_format"] for own in settings.values()} | set(sparsities.values())) > 1
+
+
+def test_names_of_one_layer_share_a_pattern():
+    model = nn.ModuleDict({"first": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
+    model["again"] = model["first"]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model["out"](model["again"](model["first"](x)).relu()).square().sum()
+
+    suggested = measure_sensitivity(model, loss, [torch.randn(8, 64)], sparsities=[0.5]).suggest(0.1)
+    assert suggested == {"first": 0.5, "out": 0.5}
+    assert len(convert(model, suggested).converted) == 2
+
+
+def test_yaml_has_all_that_was_asked_for():
+    model = nn.Sequential(nn.Conv1d(8, 16, 3), nn.Flatten(), nn.ReLU(), nn.Linear(32, 8))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum()
+
+    report = measure_sensitivity(
+        model,
+        loss,
+        [torch.randn(8, 8, 4)],
+        sparsities=[1 / 3],
+        value_formats=["int8"],
+        convolutions=True,
+        min_features=0,
+    )
+    for layers in (False, True):
+        given = yaml.safe_load(report.to_yaml(0.1, layers=layers))
+        converted = convert(model, **given).converted
+        assert [(layer.fqn, layer.sparsity, layer.value_format) for layer in converted] == [
+            ("0", 1 / 3, "int8"),
+            ("3", 1 / 3, "int8"),
+        ]
+        revert(model)
+    assert [yaml.safe_load(_number(value)) for value in (0.0, 1e-5, 2 / 3)] == [0.0, 1e-5, 2 / 3]
+
+
+class Cut(torch.autograd.Function):
+    """No gradient arrives behind it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        return None
+
+
+def test_a_call_without_a_gradient_is_left_out():
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 8)])
+    x = torch.randn(8, 64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model[1](model[0](x) + Cut.apply(model[0](2 * x))).square().sum()
+
+    def alone(x: torch.Tensor) -> torch.Tensor:
+        return model[1](model[0](x) + model[0](2 * x).detach()).square().sum()
+
+    found, wanted = (measure_sensitivity(model, each, [x], sparsities=[0.5]).rows for each in (loss, alone))
+    assert [row.cosine for row in found] == [row.cosine for row in wanted]
+
+
+def test_probes_that_close_in_any_order_leave_the_compiler_alone():
+    first, second = (SensitivityProbe(nn.Sequential(nn.Linear(64, 8)), SensitivityGrid([0.5])) for _ in range(2))
+    before = torch._dynamo.eval_frame._stance.stance
+    for probe in (first, second):
+        probe.__enter__()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    for probe in (first, second):
+        probe.close()
+    assert torch._dynamo.eval_frame._stance.stance == before
+
+
+def test_inputs_are_let_go_of_though_the_graph_lives():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    convert(model, 0.5)
+    probe = SensitivityProbe(model, SensitivityGrid([0.5]))
+    with probe:
+        x = torch.randn(8, 64)
+        y = model(x)
+        seen = weakref.ref(x)
+        del x
+    assert seen() is None
+    y.sum().backward()
+
+
+def test_buffers_are_as_they_were():
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 8)
+            self.register_buffer("shared", torch.ones(1).expand(8))
+            self.register_buffer("cache", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache = x.detach().mean()
+            self.register_buffer("late", torch.ones(2), persistent=False)
+            return self.layer(x) * self.shared
+
+    model = Caching()
+    measure_sensitivity(model, lambda x: model(x).square().sum(), [torch.randn(8, 64)], sparsities=[0.5])
+    assert model.cache is None
+    assert list(model._buffers) == ["shared", "cache"]
+    assert not model._non_persistent_buffers_set

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,6 +50,8 @@ METHODS = ("dense", "checkpoint", *PRESETS, "balanced, others", "max, others")
 STEPS = 3
 RESOLUTION = 32
 LARGEST = 2**16
+FINDER = {"margin": 0.0, "max_val": LARGEST}
+"""Arguments of Lightning's finder, as far as it knows them: the largest size that fits, not one below."""
 CASE_SECONDS = 560
 
 
@@ -123,9 +126,11 @@ def free() -> None:
 
 def largest(fits: Callable[[int], bool], start: int) -> int:
     """Return the largest size that fits, to 1 in 32; 0 if ``start`` and all its halves do not."""
-    low, high = 0, start
-    while high <= LARGEST and fits(high):
-        low, high = high, 2 * high
+    low, high = 0, min(start, LARGEST)
+    while fits(high):
+        if high == LARGEST:
+            return high
+        low, high = high, min(2 * high, LARGEST)
     while high - low > max(1, low // RESOLUTION):
         middle = (low + high) // 2
         if fits(middle):
@@ -146,7 +151,8 @@ def measure(name: str, method: str, cap_gib: float, accelerator: str = "gpu") ->
     train(name, method, batch, accelerator)
     peak = round(torch.cuda.max_memory_allocated() / MIB, 2) if accelerator == "gpu" else None
     free()
-    finder = BatchSizeFinder("binsearch", steps_per_trial=STEPS, init_val=max(1, batch // 2), margin=0.0)
+    known = {name: value for name, value in FINDER.items() if name in signature(BatchSizeFinder).parameters}
+    finder = BatchSizeFinder("binsearch", steps_per_trial=STEPS, init_val=max(1, batch // 2), **known)
     found: list[int] = []
     finder_fits = fits(lambda: found.append(train(name, method, start, accelerator, Noting(found), finder)))
     return {"batch": batch, "peak_mib": peak, "finder_batch": found[0] if found else None, "finder_fits": finder_fits}

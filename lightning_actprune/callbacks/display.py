@@ -50,7 +50,9 @@ def show(trainer: pl.Trainer, content: RenderableType) -> None:
         # Unlike the bar's own `print`, this also works while no bar is active.
         tqdm.write(as_text(content))
     elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
-        get_console().print(content)  # the console that Lightning's bar draws on; a second one would garble it
+        get_console().print(
+            content, markup=False
+        )  # the console that Lightning's bar draws on; a second one would garble it
     else:
         rank_zero_info(as_text(content))
 
@@ -63,7 +65,7 @@ def as_text(content: RenderableType) -> str:
     """Return ``content`` as plain text."""
     console = Console(file=io.StringIO(), width=120)
     with console.capture() as capture:
-        console.print(content)
+        console.print(content, markup=False)  # names and patterns may have brackets
     return capture.get().rstrip()
 
 

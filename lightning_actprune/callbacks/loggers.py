@@ -27,8 +27,10 @@ def log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memor
         in_bar: Whether the progress bar shows the saved fraction.
     """
     measured = report is not None
-    if not trainer.strategy.reduce_boolean_decision(measured):
-        if measured:
+    all_have = trainer.strategy.reduce_boolean_decision(measured)
+    any_has = trainer.strategy.reduce_boolean_decision(measured, all=False)
+    if not all_have:
+        if any_has:
             rank_zero_warn(
                 f"The memory totals of epoch {trainer.current_epoch} are not logged, since a rank has not measured a "
                 "step. HINT: give `measure_batch` the same value on all ranks, below the number of batches."

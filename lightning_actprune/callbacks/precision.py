@@ -33,4 +33,4 @@ def _few_bits(options: ConversionOptions) -> str | None:
     for pattern, settings in options.settings_by_name.items():
         if settings.value_format not in (None, "same"):
             return f"`layers[{pattern!r}]`, of value_format={settings.value_format!r}"
-    return "`others`" if options.other_formats else None
+    return "`others`" if any(value_format != "same" for value_format in options.other_formats.values()) else None

@@ -57,7 +57,8 @@ class ActivationPruning(pl.Callback):
         min_features: Linear layers with fewer input features stay dense.
         schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
-            schedule's progress is 1; by default the Trainer's estimate of the whole training.
+            schedule's progress is 1; by default the Trainer's estimate of the whole training, which counts batches:
+            with several optimizers, say it.
         skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
             the same.
         value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
@@ -75,8 +76,8 @@ class ActivationPruning(pl.Callback):
         layers: Settings of layers by glob patterns on their names, as ``{"head": LayerSettings(sparsity=0.3)}``, a
             schedule included: the first pattern that matches a layer counts, and what it does not say is as for all
             other layers.
-        exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of all that are
-            linear or asked for with ``others``.
+        exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of linear layers,
+            and of convolutions, affine layers and layer scales if asked for; those that ``exclude`` names count.
         exclude_last: So many layers stay dense: the last ones.
         verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
             be held.
@@ -130,7 +131,8 @@ class ActivationPruning(pl.Callback):
         self.skip_held = skip_held
         self.value_format = _given(value_format, base.value_format)
         self.block_selection = _given(block_selection, base.block_selection)
-        self.max_dropped_energy = _given(max_dropped_energy, base.max_dropped_energy)
+        energy = _given(max_dropped_energy, base.max_dropped_energy)
+        self.max_dropped_energy = checked(check_share, energy, "max_dropped_energy")
         self.others = others
         self.layers = layers
         self.exclude_first = exclude_first
@@ -240,7 +242,6 @@ class ActivationPruning(pl.Callback):
         self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
     def _checked_options(self, preset: Preset) -> ConversionOptions:
-        checked(check_share, self.max_dropped_energy, "max_dropped_energy")
         return checked(
             ConversionOptions,
             self.sparsity,
@@ -282,7 +283,8 @@ class ActivationPruning(pl.Callback):
         then, self._restored = self._restored or {}, None
         spread = then.get("spread")
         now = {name: value for name, value in self.state_dict().items() if name != "spread"}
-        if spread is not None and then.get("max_dropped_energy") == self.max_dropped_energy:
+        judged_alike = all(then.get(name) == value for name, value in now.items() if name != "total_steps")
+        if spread is not None and judged_alike:
             self._spread = spread
             keep_blocks(pl_module, self._report, spread)
             check_left(self._report)

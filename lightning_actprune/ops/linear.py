@@ -173,7 +173,10 @@ def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """
     if x.stride()[-1] == 1 or x.dim() < 3:
         return F.linear(x, weight, bias)
-    return F.linear(rows.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    y = F.linear(rows.reshape(-1, x.shape[-1]), weight, bias)
+    # Of a view that a function returns, autograd lets nobody write to it.
+    made: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+    return made
 
 
 def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:

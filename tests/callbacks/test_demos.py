@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
 from lightning.pytorch.demos.transformer import LightningTransformer
+from lightning.pytorch.demos.transformer import Transformer as DemoTransformer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +43,7 @@ class Transformer(LightningTransformer):
 
     def __init__(self) -> None:
         super().__init__(vocab_size=WORDS)
+        self.model = DemoTransformer(WORDS, ninp=64, nhead=2, nhid=64, nlayers=1)  # not 1.3 million parameters
 
     def prepare_data(self) -> None:
         pass

@@ -9,6 +9,7 @@ import gc
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ def test_a_larger_batch_fits_under_the_same_cap():
         torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
         try:
             model = Blocks()
-            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, margin=0.1)
+            margin = {"margin": 0.1} if "margin" in signature(theirs.BatchSizeFinder).parameters else {}
+            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, **margin)
             options = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 3, "limit_val_batches": 0}
             trainer(*callbacks, finder, **options).fit(model)
             found[name] = model.batch_size

@@ -160,6 +160,7 @@ def test_few_bits_in_both_processes(runs, accelerator, strategy):
     first, second = seen(runs, accelerator, strategy, "bf16-mixed", FEW_BITS)
     dense = seen(runs, accelerator, strategy, "bf16-mixed", DENSE)
     assert_equal(first.gradients, second.gradients)
+    assert not torch.equal(first.gradients[0]["body.0.weight"], dense[0].gradients[0]["body.0.weight"])
     assert [first.left, second.left] == [of_rank.left for of_rank in dense]
     assert list(first.state) == list(dense[0].state)
 
