@@ -36,8 +36,9 @@ from lightning_actprune.conversion import revert_layers
 from lightning_actprune.conversion_report import ConversionReport, SkippedLayer
 from lightning_actprune.nn.kinds import Layer
 from lightning_actprune.nn.settings import PrunedLayer, PruningSettings, torch_class
-from lightning_actprune.saved import Saved, SavedTensorRecorder, SharedContext, eager_stance, hooks_are_innermost
+from lightning_actprune.saved import Saved, SavedTensorRecorder, hooks_are_innermost
 from lightning_actprune.selection import WRAPPERS, prunable_layers
+from lightning_actprune.shared_context import SharedContext, eager_stance
 
 __all__ = ["HolderProbe"]
 

@@ -32,12 +32,12 @@ from lightning_actprune.hooks import ForwardHook, backward_runs
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import Layer, operator_kind
 from lightning_actprune.nn.settings import PrunedLayer, torch_class
-from lightning_actprune.saved import eager_stance
 from lightning_actprune.selection import Candidate, candidates, prunable_layers, refusal
 from lightning_actprune.sensitivity_grid import SensitivityGrid, check_names
 from lightning_actprune.sensitivity_input import ConvolutionInput, LayerInput, LinearInput, unreadable
 from lightning_actprune.sensitivity_report import SensitivityReport
 from lightning_actprune.sensitivity_sums import SUMS, MeasuredLayer, Pending
+from lightning_actprune.shared_context import eager_stance
 
 __all__ = ["SensitivityProbe"]
 

@@ -202,7 +202,8 @@ WRONG = [
         "`sparsity` pattern 'fc1' never counts, .* earlier.*HINT",
     ),
     ({"layers": 0.5}, TypeError, "`layers` must be a mapping from glob patterns to LayerSettings, got 0.5 .*HINT"),
-    ({"layers": {"fc1": 0.5}}, TypeError, r"`layers\['fc1'\]` must be LayerSettings, got 0.5\. HINT"),
+    ({"layers": {"fc1": 0.5}}, TypeError, r"`layers\['fc1'\]` must be LayerSettings, .* got 0.5\. HINT"),
+    ({"layers": {"fc1": {"bits": 2}}}, TypeError, r"`layers\['fc1'\]` must be .* some of sparsity, .*, got .*HINT"),
     ({"layers": {3: LayerSettings()}}, TypeError, r"`layers` must have glob patterns as its keys, got \[3\]"),
     ({"layers": {"fc": LayerSettings()}}, ValueError, "`layers` pattern 'fc' matches no layer.*HINT"),
     (

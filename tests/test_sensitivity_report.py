@@ -106,7 +106,7 @@ def test_layers_that_were_not_measured_are_not_matched_and_second_names_are():
 def test_yaml_is_read_as_what_was_suggested():
     yaml = pytest.importorskip("yaml", reason="comes with jsonargparse")
     found = report({**BLOCKS, "head": BAD})
-    rest = {"block_size": 32, "scope": "sample", "block_selection": "largest"}
+    rest = {"block_size": 32, "scope": "sample", "block_selection": "largest", "min_features": 64}
     assert yaml.safe_load(found.to_yaml(0.9)) == {"sparsity": found.suggest(0.9), "value_format": "same", **rest}
     formatted = yaml.safe_load(found.to_yaml(0.9, "int4"))
     assert (formatted["sparsity"], formatted["value_format"]) == (found.suggest(0.9, "int4"), "int4")

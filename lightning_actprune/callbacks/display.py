@@ -50,9 +50,8 @@ def show(trainer: pl.Trainer, content: RenderableType) -> None:
         # Unlike the bar's own `print`, this also works while no bar is active.
         tqdm.write(as_text(content))
     elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
-        get_console().print(
-            content, markup=False
-        )  # the console that Lightning's bar draws on; a second one would garble it
+        # The console that Lightning's bar draws on: a second one would garble it.
+        get_console().print(content, markup=False)
     else:
         rank_zero_info(as_text(content))
 

@@ -229,7 +229,7 @@ def test_precision_is_checked_for_the_formats_of_layers():
             {"sparsity": {"*": 0.5}, "schedule": ConstantSchedule(0.5)},
             "number or None beside a `schedule`.*HINT",
         ),
-        ({"layers": {"head": {"sparsity": 0.5}}}, r"`layers\['head'\]` must be LayerSettings.*HINT"),
+        ({"layers": {"head": 0.5}}, r"`layers\['head'\]` must be LayerSettings.*HINT"),
         ({"exclude_first": -1}, "`exclude_first` must be an int >= 0, got -1. HINT"),
         ({"exclude_last": 0.5}, "`exclude_last` must be an int >= 0, got 0.5. HINT"),
     ],

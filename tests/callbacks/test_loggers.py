@@ -256,11 +256,13 @@ def test_the_history_is_that_of_the_last_fit_and_bounded(monkeypatch):
 
 
 def test_totals_that_a_rank_lacks_are_not_logged():
-    strategy = SimpleNamespace(reduce_boolean_decision=lambda measured: False)  # what all ranks are told
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda measured, all=True: not all)  # what all ranks are told
     ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3)
-    with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch` the same"):
-        log_totals(ranks, Net(), MemoryReport(), in_bar=False)
-    log_totals(ranks, Net(), None, in_bar=False)
+    for report in (MemoryReport(), None):
+        with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch`"):
+            log_totals(ranks, Net(), report, in_bar=False)
+    strategy.reduce_boolean_decision = lambda measured, all=True: False
+    log_totals(ranks, Net(), None, in_bar=False)  # nobody has measured: nothing to warn of
 
 
 class MeasuresAlone(ActivationMemoryMonitor):

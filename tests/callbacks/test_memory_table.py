@@ -141,3 +141,9 @@ def test_table_of_the_holders():
 
 def test_an_empty_step():
     assert peak_text(StepMemory(0, 0)) == ""
+
+
+def test_names_and_patterns_may_have_brackets(caplog):
+    caplog.set_level("INFO")
+    trainer(ActivationPruning(0.5, exclude=["[/h]ead"])).fit(Net())
+    assert "matches the `exclude` pattern '[/h]ead'" in " ".join(caplog.text.split())
