@@ -94,7 +94,7 @@ def test_a_schedule_of_ones_own_is_checked():
             return 60 * progress
 
     model = Net()
-    with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.1\)` must be in \[0, 1\), got 6.0"):
+    with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.017\)` must be in \[0, 1\), got 1.02"):
         trainer(ActivationPruning(schedule=Percent(), verbose=False)).fit(model)
     assert_plain(model)
     assert model.seen == []  # the highest sparsity is needed, and so known, before the first step
