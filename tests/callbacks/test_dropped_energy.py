@@ -122,3 +122,18 @@ def test_what_is_found_is_shown(caplog):
     text = " ".join(caplog.text.split())
     assert "1 linear layers drop no block" in text
     assert "body.0 │ 41." in text
+
+
+def test_a_resume_with_another_sparsity_judges_anew(tmp_path):
+    def callback(sparsity: float) -> ActivationPruning:
+        chosen = {"max_dropped_energy": 0.2, "value_format": "int4", "skip_held": False, "verbose": False}
+        return ActivationPruning(sparsity, **chosen)
+
+    first = trainer(callback(0.05), max_epochs=1)
+    first.fit(Net())
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    fresh, resumed = callback(0.9), callback(0.9)
+    trainer(fresh, max_epochs=1).fit(Net())
+    with pytest.warns(UserWarning, match="continues a checkpoint made with other settings"):
+        trainer(resumed, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "first.ckpt")
+    assert fresh.spread.keys() == resumed.spread.keys() != set()

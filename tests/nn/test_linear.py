@@ -285,3 +285,14 @@ def test_docstring_examples_run(name):
     results = doctest.testmod(importlib.import_module(f"lightning_actprune.{name}"))
     assert results.attempted > 0
     assert results.failed == 0
+
+
+def test_the_output_of_a_turned_input_may_be_written_to():
+    layer = ActivationPrunedLinear(128, 64, sparsity=0.5)
+    x = torch.randn(4, 128, 64).transpose(1, 2).requires_grad_()
+    y = layer(x)
+    expected = y.detach().relu()
+    assert torch.equal(y.relu_(), expected)
+    y.sum().backward()
+    exact = (expected > 0).float() @ layer.weight.detach()
+    torch.testing.assert_close(x.grad, exact)
