@@ -48,13 +48,13 @@ METHODS += tuple(f"{name}{REDUCED}" for name in ("dense", *EAGER[-2:]))
 METHODS += tuple(f"{name}{GRAPH}" for name in ("dense", "checkpoint", *EAGER[-2:]))
 """``, others``: with ``others=True`` beside the preset."""
 BATCHES = 2
-"""Batches of ``models.py`` in one: with one the host is as slow as the GPU, and its times vary by half."""
+"""Batches of ``models.py`` in one, unless told: with one the host is as slow as the GPU, and times vary by half."""
 
 
-def prepare(name: str, method: str, device: torch.device) -> Training:
+def prepare(name: str, method: str, device: torch.device, batches: int = BATCHES) -> Training:
     """Return a training that is warm."""
     preset, others = parsed(method)
-    training = Training(name, preset, device, BATCHES, others, capturable=method.endswith(GRAPH))
+    training = Training(name, preset, device, batches, others, capturable=method.endswith(GRAPH))
     if method.startswith("checkpoint"):
         checkpoint_blocks(training.model)
     warm_up(training)
@@ -82,26 +82,26 @@ def facts(training: Training, method: str) -> dict[str, Any]:
     return {"converted": len(layers), "dropping": sum(layer.sparsity > 0 for layer in layers), **memory}
 
 
-def serve(name: str, method: str, steps: int, device: torch.device) -> None:
+def serve(name: str, method: str, steps: int, device: torch.device, batches: int = BATCHES) -> None:
     """Measure one case, then time it whenever asked to."""
-    training = prepare(name, method, device)
+    training = prepare(name, method, device, batches)
     found = facts(training, method)
     turns.answer(turns.captured(training.step) if method.endswith(GRAPH) else training.step, steps, found)
 
 
-def compare(name: str, methods: Sequence[str], steps: int, rounds: int) -> Records:
+def compare(name: str, methods: Sequence[str], steps: int, rounds: int, batches: int) -> Records:
     """Return the records of one model."""
-    commands = [[sys.executable, __file__, "--steps", str(steps), "--case", name, method] for method in methods]
-    figures = turns.take_turns(commands, rounds)
-    return [{**head(name, method), **found} for method, found in zip(methods, figures, strict=True)]
+    command = [sys.executable, __file__, "--steps", str(steps), "--batches", str(batches), "--case", name]
+    figures = turns.take_turns([[*command, method] for method in methods], rounds)
+    return [{**head(name, method, batches), **found} for method, found in zip(methods, figures, strict=True)]
 
 
-def head(name: str, method: str) -> dict[str, Any]:
+def head(name: str, method: str, batches: int) -> dict[str, Any]:
     """Return what a record says of its case."""
     preset, others = parsed(method)
     settings = dict.fromkeys(asdict(Preset())) if preset is None else asdict(preset)
     mode = next((suffix[2:] for suffix in (COMPILED, REDUCED, GRAPH) if method.endswith(suffix)), "eager")
-    return {**described(name, BATCHES), "mode": mode, "method": method, **settings, "others": others}
+    return {**described(name, batches), "mode": mode, "method": method, **settings, "others": others}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,16 +111,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=EAGER, choices=METHODS, metavar="METHOD")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=BATCHES, help="batches of models.py in one")
     parser.add_argument("--out", type=Path, default=Path("presets.json"))
     parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="serve one case")
     args = parser.parse_args(argv)
     require_gpu()
     if args.case:
-        serve(*args.case, args.steps, torch.device("cuda"))
+        serve(*args.case, args.steps, torch.device("cuda"), args.batches)
         return
     records: Records = []
     for model in args.models:
-        records += [{**record, **environment()} for record in compare(model, args.methods, args.steps, args.rounds)]
+        found = compare(model, args.methods, args.steps, args.rounds, args.batches)
+        records += [{**record, **environment()} for record in found]
         write_records(args.out, records)
     Console(width=None if sys.stdout.isatty() else 160).print(summaries.presets(records).rich())
 

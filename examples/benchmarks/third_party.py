@@ -110,6 +110,18 @@ def _transformers_lora() -> nn.Module:
     return add_lora(_transformers("ViTForImageClassification", "ViTConfig", num_labels=LABELS), "classifier")
 
 
+def _llama(width: int, hidden: int, layers: int, heads: int, groups: int) -> nn.Module:
+    options = {"num_attention_heads": heads, "num_key_value_heads": groups, "use_cache": False}
+    return _transformers(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        **options,
+    )
+
+
 def _encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True), 12)
 
@@ -185,16 +197,14 @@ WORKLOADS = {
     "LlamaForCausalLM": Workload(
         "transformers",
         8,
-        partial(
-            _transformers,
-            "LlamaForCausalLM",
-            "LlamaConfig",
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=12,
-            num_attention_heads=12,
-            use_cache=False,
-        ),
+        partial(_llama, 768, hidden=2048, layers=12, heads=12, groups=12),
+        partial(_text, length=1024, vocabulary=32000),
+        _own_loss,
+    ),
+    "LlamaForCausalLM, 1.1B": Workload(  # with the sizes of TinyLlama
+        "transformers",
+        5,
+        partial(_llama, 2048, hidden=5632, layers=22, heads=32, groups=4),
         partial(_text, length=1024, vocabulary=32000),
         _own_loss,
     ),
