@@ -80,7 +80,7 @@ def summary(records: Records) -> Summary:
     """Return the table: one row per model."""
     header = ("model", "layers", "layers x settings", "seconds", "first time", "dense step ms", "peak MiB", "of a step")
     rows = [
-        [f"{r['model']}, batch {r['batch']}", r["layers"], r["figures"], f"{r['seconds']:.1f}",
+        [f"{r['model']}, batch {r['batch']}", str(r["layers"]), str(r["figures"]), f"{r['seconds']:.1f}",
          f"{r['first_seconds']:.1f}", f"{r['step_ms']:.0f}", *(f"{r[k] or 0:.0f}" for k in ("peak_mib", "step_peak_mib"))]
         for r in records
     ]  # fmt: skip
