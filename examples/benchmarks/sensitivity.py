@@ -81,7 +81,8 @@ def summary(records: Records) -> Summary:
     header = ("model", "layers", "layers x settings", "seconds", "first time", "dense step ms", "peak MiB", "of a step")
     rows = [
         [f"{r['model']}, batch {r['batch']}", str(r["layers"]), str(r["figures"]), f"{r['seconds']:.1f}",
-         f"{r['first_seconds']:.1f}", f"{r['step_ms']:.0f}", *(f"{r[k] or 0:.0f}" for k in ("peak_mib", "step_peak_mib"))]
+         f"{r['first_seconds']:.1f}", f"{r['step_ms']:.0f}", f"{r['peak_mib'] or 0:.0f}",
+         f"{r['step_peak_mib'] or 0:.0f}"]
         for r in records
     ]  # fmt: skip
     return Summary("Sensitivity of every layer at every setting, two batches", header, rows)
