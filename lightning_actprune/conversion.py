@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from torch import nn
@@ -256,16 +257,17 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
 
 def _convert_layer(candidate: Candidate, settings: PruningSettings) -> ConvertedLayer:
     layer, attention, blocks = candidate.layer, candidate.attention, settings.blocks
+    features = candidate.features
     kind = torch_class(type(layer)).__name__
+    layer._pruning = replace(settings, features=features)  # type: ignore[assignment]
     if not isinstance(layer, PrunedLayer):
         layer.__class__ = pruned_class(type(layer))  # type: ignore[assignment]
-    layer._pruning = settings  # type: ignore[assignment]
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
     return ConvertedLayer(
         candidate.fqns[0],
         kind,
-        *candidate.features,
+        *features,
         settings.sparsity,
         blocks.block_size,
         cast(Scope, blocks.scope),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -31,6 +32,10 @@ WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_
 
 
 _SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
+_FLATTENED = (
+    "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
+    "configure_model"
+)
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
@@ -47,12 +52,14 @@ class Candidate:
         layer: The layer.
         attention: The module whose output projection it is.
         sharded: Whether ``fully_shard`` gathers its parameters to plain tensors before the forward.
+        flattened: Whether ``FullyShardedDataParallel`` has made one of its parameters and others.
     """
 
     fqns: list[str]
     layer: Layer
     attention: nn.MultiheadAttention | None
     sharded: bool
+    flattened: bool
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -64,6 +71,9 @@ class Candidate:
         """Sizes of its input and its output, of an in-projection those of the query and of all three outputs."""
         if isinstance(self.layer, _ConvNd):
             return self.layer.in_channels, self.layer.out_channels
+        known = self.layer._pruning.features if isinstance(self.layer, PrunedLayer) else None
+        if self.flattened and known is not None:
+            return known
         weights = self.weights
         if is_affine(self.layer):
             return weights[0].numel(), weights[0].numel()
@@ -91,10 +101,15 @@ def _named(model: nn.Module, chosen: Callable[[nn.Module], bool]) -> Iterator[tu
 
 def candidates(model: nn.Module) -> Iterator[Candidate]:
     """Yield every layer that can be pruned with what decides whether it is converted."""
-    sharded = {id(inner) for outer in model.modules() if isinstance(outer, FSDPModule) for inner in outer.modules()}
+    sharded, flattened = _inside(model, FSDPModule), _inside(model, FullyShardedDataParallel)
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in prunable_layers(model):
-        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded)
+        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded, id(layer) in flattened)
+
+
+def _inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
+    """Return the ids of all modules in modules of this class."""
+    return {id(inner) for outer in model.modules() if isinstance(outer, wrapper) for inner in outer.modules()}
 
 
 def layers_at_ends(model: nn.Module, options: ConversionOptions) -> dict[Layer, str]:
@@ -217,6 +232,8 @@ def _whole_in_forward(weight: DTensor) -> bool:
 
 def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | None:
     """Return why the layer's input cannot, or should not, be pruned."""
+    if candidate.flattened:
+        return _FLATTENED
     weights = candidate.weights
     split = [weight for weight in weights if isinstance(weight, DTensor)]
     if split and not (candidate.sharded and all(map(_whole_in_forward, split))):

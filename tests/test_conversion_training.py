@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_actprune import ActivationPrunedLinear, convert, revert
+from lightning_actprune.conversion import convert_layers
+from lightning_actprune.conversion_options import ConversionOptions
 from tests.conversion_models import deep, gradients, mlp
 
 
@@ -87,6 +90,27 @@ def test_revert_keeps_a_layer_sharded_after_conversion(mesh):
     assert not isinstance(model.fc1, ActivationPrunedLinear)
     assert isinstance(model.fc1, FSDPModule)
     assert torch.equal(model(x), y)
+
+
+class Flattened(FullyShardedDataParallel):
+    """What the wrapper, which needs a GPU, leaves of a model between steps: parameters that are part of one vector."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = model
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().flatten()[:7]
+
+
+def test_what_was_converted_before_its_weights_were_flattened_is_found_again():
+    model = mlp()
+    (before,) = convert_layers(model, ConversionOptions(0.5, 8, include="fc1"), "owner").converted
+    report = convert_layers(nn.Sequential(Flattened(model)), ConversionOptions(0.5, 8), "owner")
+    assert report.converted == [replace(before, fqn="0.fc1")]
+    assert before.in_features == 65
+    assert [(layer.fqn, "flattens its weight" in layer.reason) for layer in report.skipped] == [("0.fc2", True)]
+    assert revert(model) == ["fc1"]
+    assert type(model.fc1) is nn.Linear
 
 
 def test_model_compiled_before_conversion_recompiles_once():
