@@ -36,6 +36,7 @@ _FLATTENED = (
     "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
     "configure_model"
 )
+_PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
@@ -71,9 +72,8 @@ class Candidate:
         """Sizes of its input and its output, of an in-projection those of the query and of all three outputs."""
         if isinstance(self.layer, _ConvNd):
             return self.layer.in_channels, self.layer.out_channels
-        known = self.layer._pruning.features if isinstance(self.layer, PrunedLayer) else None
-        if self.flattened and known is not None:
-            return known
+        if isinstance(self.layer, PrunedLayer) and self.layer._pruning.features is not None:
+            return self.layer._pruning.features
         weights = self.weights
         if is_affine(self.layer):
             return weights[0].numel(), weights[0].numel()
@@ -235,6 +235,8 @@ def _weight_refusal(candidate: Candidate, options: ConversionOptions) -> str | N
     if candidate.flattened:
         return _FLATTENED
     weights = candidate.weights
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        return _PARTITIONED
     split = [weight for weight in weights if isinstance(weight, DTensor)]
     if split and not (candidate.sharded and all(map(_whole_in_forward, split))):
         return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"

@@ -113,6 +113,14 @@ def test_what_was_converted_before_its_weights_were_flattened_is_found_again():
     assert type(model.fc1) is nn.Linear
 
 
+def test_what_was_partitioned_before_conversion_is_skipped():
+    model = mlp()
+    model.fc1.weight.ds_id = 0  # as deepspeed.zero.Init leaves it: empty until the layer is called
+    model.fc1.weight.data = torch.empty(0)
+    report = convert(model)
+    assert [(layer.fqn, "was partitioned by DeepSpeed" in layer.reason) for layer in report.skipped] == [("fc1", True)]
+
+
 def test_model_compiled_before_conversion_recompiles_once():
     model, x = mlp(), torch.randn(3, 5, 65)
     counter = CompileCounter()

@@ -29,7 +29,7 @@ class PruningSettings:
     highest: float = 0.0
     """Sparsity that a schedule will raise it to, by which layers are judged that are still at less."""
     features: tuple[int, int] | None = None
-    """Sizes of input and output when it was converted: ``FullyShardedDataParallel`` then flattens its weights."""
+    """Sizes of input and output when it was converted: a strategy may flatten or partition its weights afterwards."""
     parts: Tensor = field(init=False, repr=False)
     turned_blocks: BlockSetting = field(init=False, repr=False)
     """For an input whose samples are its second dimension, as inside attention."""

@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,7 +38,8 @@ class Case(NamedTuple):
     """A fit in two processes.
 
     Args:
-        strategy: ``"ddp"``, ``"fsdp"``, ``"fsdp2"`` or, with layers split over the processes, ``"tensor"``.
+        strategy: ``"ddp"``, ``"fsdp"``, ``"fsdp2"``, DeepSpeed's ``"zero1"`` and ``"zero2"`` or, with layers split over
+            the processes, ``"tensor"``.
         precision: As the Trainer takes it.
         pruning: Arguments of the callback; none at all without.
         options: Further arguments of the Trainer.
@@ -120,7 +121,10 @@ class Witness(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         model = trainer.strategy.model
-        if isinstance(model, FullyShardedDataParallel):
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            if model.is_gradient_accumulation_boundary():  # it accumulates itself, and Lightning calls each time
+                self.seen.append(_zero_gradients(pl_module))
+        elif isinstance(model, FullyShardedDataParallel):
             with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
                 self.seen.append(_gradients(pl_module))
         else:
@@ -134,7 +138,16 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _zero_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of which DeepSpeed leaves each process a part."""
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: safe_get_full_grad(parameter).cpu().clone() for name, parameter in model.named_parameters()}
+
+
 def strategy_of(name: str) -> Strategy:
+    if name.startswith("zero"):
+        return DeepSpeedStrategy(stage=int(name[-1]), timeout=_LIMIT)
     if name == "fsdp":
         return FSDPStrategy(auto_wrap_policy={nn.Sequential, nn.Linear}, state_dict_type="full", timeout=_LIMIT)
     if name in ("fsdp2", "tensor"):
@@ -157,8 +170,17 @@ def fit(case: Case, accelerator: str, folder: Path) -> Seen:
     )  # fmt: skip
     made.fit(model)
     metrics = {name: float(value) for name, value in made.callback_metrics.items()}
-    state = torch.load(witness.checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+    state = _saved_state(witness.checkpoint)
     return Seen(witness.seen, state, model.seen, metrics, all_traces(model), None)
+
+
+def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
+    if checkpoint.is_dir():  # DeepSpeed's, with whole weights in the file of the first process
+        saved = torch.load(
+            checkpoint / "checkpoint" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+        )
+        return saved["module"]
+    return torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
 
 
 def all_traces(model: nn.Module) -> dict[str, list[str]]:
