@@ -55,7 +55,8 @@ class PrunedAffineFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
-        ctx.set_materialize_grads(False)
+        if eager:
+            ctx.set_materialize_grads(False)  # see `backward`
         rows, setting = input_rows(x), Setting(parts, None, blocks)
         key = sharing.key_of(x, setting) if eager else None
         if key is not None and rows is not x:  # a linear layer's blocks may run along the tokens here
@@ -76,7 +77,7 @@ class PrunedAffineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
-        if grad_y is None:  # the output is used, but nothing depends on it: no gradients, as torch's own layers
+        if grad_y is None:  # of an output on which nothing depends; torch's own layers leave gradients alone too
             return (None,) * 6
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None)

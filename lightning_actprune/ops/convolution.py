@@ -78,7 +78,8 @@ class PrunedConvolutionFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
-        ctx.set_materialize_grads(False)
+        if eager:
+            ctx.set_materialize_grads(False)  # see `backward`
         ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         setting = Setting(parts, autocast_dtype(x), blocks)
         ctx.bias_sizes = None if bias is None else bias.shape
@@ -92,7 +93,7 @@ class PrunedConvolutionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
-        if grad_y is None:  # the output is used, but nothing depends on it: no gradients, as torch's own layers
+        if grad_y is None:  # of an output on which nothing depends; torch's own layers leave gradients alone too
             return (None,) * 7
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
