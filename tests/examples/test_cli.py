@@ -121,5 +121,11 @@ def test_augmentation_varies_training_images_only(tmp_path):
         assert {image.shape for image in train + val} == {(3, 28, 28)}
         assert all(torch.equal(image, val[0]) for image in val)
         assert all(torch.equal(image, train[0]) for image in train) == (augmentation == "none")
-    with pytest.raises(ValueError, match=r"`augmentation` must be one of .*got 'mixup'"):
-        ImageData("folder", root, augmentation="mixup").setup("fit")
+
+
+def test_an_unknown_augmentation_is_refused_for_every_data_set(capsys):
+    with pytest.raises(ValueError, match=r"`augmentation` must be one of .*got 'mixup'. HINT: pass one of these"):
+        ImageData("digits", augmentation="mixup")
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--config", str(CONFIGS / "digits.yaml"), "--data.augmentation=mixup"])
+    assert "mixup" in capsys.readouterr().err

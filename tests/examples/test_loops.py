@@ -1,7 +1,12 @@
 """The examples without a Trainer: they learn, find the layer that reads the batch, and leave a plain model behind."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
+from torch.utils.data import DataLoader
 
 from examples import fabric, plain_loop
 from tests.helpers import assert_plain, pruned_layers
@@ -37,3 +42,18 @@ def test_fabric(monkeypatch):
     assert seen == [[*names, "head"]] * 23
     assert_plain(model)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("example", ["plain_loop", "fabric"])
+def test_an_exception_leaves_a_plain_model(example):
+    """One in the data of the second step, when the first has trained a pruned model."""
+    model, seen = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 10)), []
+    model.register_forward_pre_hook(lambda *_: seen.append(pruned_layers(model)))
+    loader = DataLoader([(torch.randn(64), 1), (None, None)], batch_size=1)
+    with pytest.raises(TypeError, match="found <class 'NoneType'>"):
+        if example == "fabric":
+            fabric.train(Fabric(accelerator="cpu"), model, SimpleNamespace(train_dataloader=lambda: loader), 1)
+        else:
+            plain_loop.train(model, loader, 1, torch.device("cpu"))
+    assert seen == [["1"]]
+    assert_plain(model)
