@@ -2,9 +2,9 @@
 
     python examples/fabric.py
 
-As in a plain loop, `convert` before the training and `revert` after it, also where an exception ends it; Fabric's
-precision, strategy and devices stay what they are. `convert` gets the model before `fabric.setup` wraps it, so that names
-of layers are the model's own.
+As in a plain loop, `convert` before the training and `revert` after it, also after an exception; Fabric's precision,
+strategy and devices stay what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of
+layers are the model's own.
 """
 
 from __future__ import annotations

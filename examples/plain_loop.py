@@ -2,8 +2,8 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also where an exception ends it. In the first step `HolderProbe` finds the layers whose input something
-else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by itself.
+`convert` before the loop, `revert` after it, also after an exception. In the first step `HolderProbe` finds the layers
+whose input something else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by itself.
 """
 
 from __future__ import annotations

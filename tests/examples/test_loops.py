@@ -44,16 +44,21 @@ def test_fabric(monkeypatch):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("example", ["plain_loop", "fabric"])
-def test_an_exception_leaves_a_plain_model(example):
+def in_a_plain_loop(model, loader):
+    plain_loop.train(model, loader, 1, torch.device("cpu"))
+
+
+def with_fabric(model, loader):
+    fabric.train(Fabric(accelerator="cpu"), model, SimpleNamespace(train_dataloader=lambda: loader), 1)
+
+
+@pytest.mark.parametrize("train", [in_a_plain_loop, with_fabric])
+def test_an_exception_leaves_a_plain_model(train):
     """One in the data of the second step, when the first has trained a pruned model."""
     model, seen = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 10)), []
     model.register_forward_pre_hook(lambda *_: seen.append(pruned_layers(model)))
     loader = DataLoader([(torch.randn(64), 1), (None, None)], batch_size=1)
     with pytest.raises(TypeError, match="found <class 'NoneType'>"):
-        if example == "fabric":
-            fabric.train(Fabric(accelerator="cpu"), model, SimpleNamespace(train_dataloader=lambda: loader), 1)
-        else:
-            plain_loop.train(model, loader, 1, torch.device("cpu"))
+        train(model, loader)
     assert seen == [["1"]]
     assert_plain(model)
