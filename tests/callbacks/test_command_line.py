@@ -51,6 +51,17 @@ def test_the_help_explains_every_argument(callback: type, capsys, monkeypatch):
         assert " ".join(explained.split(f"\n    {name}: ")[1].split()[:5]) in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "choice"),
+    [("value_format", "int5", "int4"), ("scope", "batch", "token"), ("preset", "best", "max")],
+)
+def test_a_wrong_value_is_an_error_that_names_the_choices(name: str, value: str, choice: str, capsys):
+    with pytest.raises(SystemExit):
+        cli(Net, "--trainer.callbacks+=lightning_actprune.ActivationPruning", f"--trainer.callbacks.{name}={value}")
+    said = capsys.readouterr().err
+    assert all(part in said for part in (name, value, choice))
+
+
 def test_a_schedule_of_the_users_own_is_named_in_yaml(tmp_path: Path):
     path = tmp_path / "config.yaml"
     path.write_text(f"""
