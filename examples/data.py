@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import CIFAR10, CIFAR100, ImageFolder
 from torchvision.transforms import v2
 
-from examples.transforms import Augmentation, plain_transform, train_transform
+from examples.transforms import AUGMENTATIONS, Augmentation, plain_transform, train_transform
 
 DATASETS = ("digits", "cifar10", "cifar100", "folder")
 IMAGE_SIZES = {"digits": 8, "cifar10": 32, "cifar100": 32, "folder": 224}
@@ -80,6 +80,10 @@ class ImageData(L.LightningDataModule):
         super().__init__()
         if dataset not in DATASETS:
             raise ValueError(f"`dataset` must be one of {DATASETS}, got {dataset!r}. HINT: pass one of these names.")
+        if augmentation not in AUGMENTATIONS:
+            raise ValueError(
+                f"`augmentation` must be one of {AUGMENTATIONS}, got {augmentation!r}. HINT: pass one of these names."
+            )
         self.augmentation, self.images_per_class = augmentation, images_per_class
         self.dataset, self.root, self.download = dataset, Path(root).expanduser(), download
         self.image_size = image_size or IMAGE_SIZES[dataset]

@@ -2,8 +2,9 @@
 
     python examples/fabric.py
 
-As in a plain loop, `convert` before the training and `revert` after it; Fabric's precision, strategy and devices stay
-what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of layers are the model's own.
+As in a plain loop, `convert` before the training and `revert` after it, also after an exception; Fabric's precision,
+strategy and devices stay what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of
+layers are the model's own.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from lightning_actprune import HolderProbe, convert, revert
 def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
     """Train `net` with pruned activations and return its losses; it is the plain model again afterwards."""
     report, losses = convert(net, sparsity=0.6, block_size=32), []
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-3))
-    loader = fabric.setup_dataloaders(data.train_dataloader())
-    for _ in range(epochs):
-        for images, labels in loader:
-            with nullcontext() if losses else HolderProbe(net, images) as probe:  # around the first forward
-                loss = nn.functional.cross_entropy(model(images), labels)
-            for layer in probe.apply(report) if probe else ():
-                fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
-            optimizer.zero_grad()
-            fabric.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-    revert(net)
+    try:
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-3))
+        loader = fabric.setup_dataloaders(data.train_dataloader())
+        for _ in range(epochs):
+            for images, labels in loader:
+                with nullcontext() if losses else HolderProbe(net, images) as probe:  # around the first forward
+                    loss = nn.functional.cross_entropy(model(images), labels)
+                for layer in probe.apply(report) if probe else ():
+                    fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                optimizer.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+    finally:
+        revert(net)
     return losses
 
 

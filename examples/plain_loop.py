@@ -2,8 +2,8 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it. In the first step `HolderProbe` finds the layers whose input something
-else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by itself.
+`convert` before the loop, `revert` after it, also after an exception. In the first step `HolderProbe` finds the layers
+whose input something else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by itself.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.devic
     """Train `model` with pruned activations and return its losses; it is the plain model again afterwards."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # before or after `convert`: parameters stay the same
     report, losses = convert(model, sparsity=0.6, block_size=32), []
-    for _ in range(epochs):
-        for images, labels in loader:
-            images, labels = images.to(device), labels.to(device)
-            with nullcontext() if losses else HolderProbe(model, images) as probe:  # around the first forward
-                loss = nn.functional.cross_entropy(model(images), labels)
-            for layer in probe.apply(report) if probe else ():
-                print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    revert(model)
+    try:
+        for _ in range(epochs):
+            for images, labels in loader:
+                images, labels = images.to(device), labels.to(device)
+                with nullcontext() if losses else HolderProbe(model, images) as probe:  # around the first forward
+                    loss = nn.functional.cross_entropy(model(images), labels)
+                for layer in probe.apply(report) if probe else ():
+                    print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    finally:
+        revert(model)
     return losses
 
 

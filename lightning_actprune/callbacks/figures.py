@@ -48,7 +48,7 @@ def log_figures(trainer: pl.Trainer, report: MemoryReport, history: Sequence[Map
     for logger in loggers(trainer):
         if isinstance(logger, TensorBoardLogger):
             for name, figure in made.items():
-                logger.experiment.add_figure(f"actprune/{name}", figure, global_step=at)
+                logger.experiment.add_figure(_prefixed(logger, f"actprune/{name}"), figure, global_step=at)
         elif isinstance(logger, WandbLogger):
             for name, figure in made.items():
                 logger.log_image(f"actprune/{name}", [_image(figure)], step=at)
@@ -77,6 +77,11 @@ def _figures(report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> dict
     if history:
         made["epochs"] = epochs_picture(history)
     return made
+
+
+def _prefixed(logger: TensorBoardLogger, name: str) -> str:
+    """Return the name as the logger's own methods write it: with the prefix that it was given."""
+    return logger.LOGGER_JOIN_CHAR.join((logger._prefix, name)) if logger._prefix else name
 
 
 def _image(figure: Figure) -> Any:

@@ -26,6 +26,8 @@ def log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memor
         report: What this rank has measured in the epoch, if it has.
         in_bar: Whether the progress bar shows the saved fraction.
     """
+    if trainer.barebones:  # which logs nothing, and warns of each attempt
+        return
     measured = report is not None
     all_have = trainer.strategy.reduce_boolean_decision(measured)
     any_has = trainer.strategy.reduce_boolean_decision(measured, all=False)
@@ -38,7 +40,7 @@ def log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memor
         return
     assert report is not None, "all ranks have measured"
     for name, value in _totals(report).items():
-        pl_module.log(name, value, prog_bar=bool(in_bar) and name == _IN_BAR, sync_dist=True)
+        pl_module.log(name, value, prog_bar=in_bar and name == _IN_BAR, sync_dist=True)
 
 
 def log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
@@ -60,7 +62,9 @@ def loggers(trainer: pl.Trainer) -> Sequence[Logger]:
 def step(trainer: pl.Trainer) -> int:
     """Return the step at which Lightning logs the totals of the epoch, so that all share an x-axis.
 
-    It counts from zero and has no public name; Lightning's own monitors read it in this place too.
+    It counts from zero and has no public name; Lightning's own monitors read it in this place too. A model that logs
+    ``"step"`` itself gives the totals that x-axis, which nobody can know here: it may still do so when all callbacks
+    have been called, and to ask what it has logged would be a reduction over the ranks.
     """
     return max(trainer.fit_loop.epoch_loop._batches_that_stepped - 1, 0)
 

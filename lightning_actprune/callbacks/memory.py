@@ -10,14 +10,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Group, RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_actprune.arguments import check_count
 from lightning_actprune.callbacks.display import show
 from lightning_actprune.callbacks.figures import check_figures, log_figures, save_figures
 from lightning_actprune.callbacks.loggers import log_layers, log_totals
 from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
+from lightning_actprune.callbacks.progress import checked
+from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose, each_epoch
 from lightning_actprune.footprint import MemoryReport, SavedTensorMeter
 from lightning_actprune.step_recorder import StepMemoryRecorder
 
@@ -58,12 +62,15 @@ class ActivationMemoryMonitor(pl.Callback):
     applies ``torch.func`` transforms cannot be measured, since they forbid the hooks that count saved tensors.
 
     Args:
-        measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer (of a
-            loader that does not know its length, none is then); the first batches also pay for what is set up lazily.
-        verbose: Whether to print a table at the end of each epoch and to show ``actprune/saved_frac`` in the progress
-            bar; logging does not depend on it.
+        measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer or
+            ``max_steps`` is reached before (of a loader that does not know its length, none is then, and a fit without
+            any says so); the first batches also pay for what is set up lazily.
+        verbose: What is printed: nothing (``False`` or 0), the tables of the first epoch (1), or a table in the end of
+            each epoch (``True`` or 2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging
+            does not depend on it.
         log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
-            and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``.
+            and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. Where the model logs ``"step"``, which Lightning
+            takes for the x-axis of the totals, layers and pictures stay at the step of the training.
         log_figures: Whether to give pictures of the layers and of the epochs to ``TensorBoardLogger`` and
             ``WandbLogger``, and to the latter a table of the layers. Needs matplotlib.
 
@@ -80,15 +87,12 @@ class ActivationMemoryMonitor(pl.Callback):
     """
 
     def __init__(
-        self, measure_batch: int = 3, verbose: bool = True, *, log_layers: bool = False, log_figures: bool = False
+        self, measure_batch: int = 3, verbose: Verbosity = True, *, log_layers: bool = False, log_figures: bool = False
     ) -> None:
         super().__init__()
-        if isinstance(measure_batch, bool) or not isinstance(measure_batch, int) or measure_batch < 0:
-            raise MisconfigurationException(
-                f"`measure_batch` must be an int >= 0, got {measure_batch!r}. HINT: 3 lets the first batches warm up."
-            )
-        self.measure_batch = measure_batch
-        self.verbose = verbose
+        hint = "3 lets the first batches warm up."
+        self.measure_batch = checked(check_count, measure_batch, "measure_batch", hint)
+        self.verbose = check_verbose(verbose)
         self.log_layers = log_layers
         self.log_figures = log_figures
         self._report: MemoryReport | None = None
@@ -149,9 +153,8 @@ class ActivationMemoryMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # "At least": a run resumed in the middle of an epoch may begin behind the batch to measure.
-        if self._epoch != trainer.current_epoch and batch_idx >= min(
-            self.measure_batch, trainer.num_training_batches - 1
-        ):
+        due = batch_idx >= min(self.measure_batch, trainer.num_training_batches - 1)
+        if self._epoch != trainer.current_epoch and (due or trainer.global_step == trainer.max_steps - 1):
             self._epoch, self._step = trainer.current_epoch, trainer.global_step
             self._begin(pl_module, batch, trainer.optimizers)
 
@@ -183,15 +186,23 @@ class ActivationMemoryMonitor(pl.Callback):
         self._stop()
         measured, self._to_log = self._to_log, False
         report = self._report if measured else None
-        log_totals(trainer, pl_module, report, in_bar=self.verbose)
+        log_totals(trainer, pl_module, report, in_bar=bool(self.verbose))
         if report is None:
             return
         if self.log_layers:
             log_layers(trainer, report)
         if self.log_figures:
             log_figures(trainer, report, self.history)
-        if self.verbose:
+        if each_epoch(self.verbose) or (self.verbose and not self._shown):
             self._show(trainer, report)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._history:
+            rank_zero_warn(
+                f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
+                "an epoch, or that batch was skipped. HINT: a lower `measure_batch`; 0 is the first."
+            )
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container
+from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
@@ -47,14 +48,14 @@ class SparsityProgress:
 
     def __init__(self, options: ConversionOptions, total_steps: Any) -> None:
         if total_steps is not None and (
-            isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1
+            isinstance(total_steps, bool) or not isinstance(total_steps, Integral) or total_steps < 1
         ):
             raise MisconfigurationException(
                 f"`total_steps` must be a positive int or None, got {total_steps!r}. HINT: it is the number of "
                 "optimizer steps of the whole training; None asks the Trainer."
             )
         self._options = options
-        self._total_steps: int | None = total_steps
+        self.total_steps = None if total_steps is None else int(total_steps)
         self._horizon: float | None = None
         self._layers: list[_Followed] = []
 
@@ -77,7 +78,7 @@ class SparsityProgress:
         schedules = [followed.sparsity for followed in self._layers if _changes(followed.sparsity)]
         if not schedules:
             return
-        steps = self._total_steps or trainer.estimated_stepping_batches
+        steps = self.total_steps or trainer.estimated_stepping_batches
         if math.isinf(steps) or steps < 0:
             raise MisconfigurationException(
                 f"{schedules[0]!r} needs the length of the training, which the Trainer does not know "

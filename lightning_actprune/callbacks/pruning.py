@@ -18,6 +18,7 @@ from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe, Questions, check_left, sum_over_ranks
 from lightning_actprune.callbacks.progress import SparsityProgress, checked
 from lightning_actprune.callbacks.resuming import settings_state, warn_of_other_settings
+from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose
 from lightning_actprune.conversion import check_conversion, convert_layers, new_owner, revert
 from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
@@ -79,8 +80,8 @@ class ActivationPruning(pl.Callback):
         exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of linear layers,
             and of convolutions, affine layers and layer scales if asked for; those that ``exclude`` names count.
         exclude_last: So many layers stay dense: the last ones.
-        verbose: Whether to print the converted and the skipped layers when the fit begins, and those that turn out to
-            be held.
+        verbose: Whether to print the converted and the skipped layers when the fit begins, and what the first batch
+            shows. 0 is ``False``; 1 and 2 are ``True``, since all of it is said once a fit.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
@@ -114,7 +115,7 @@ class ActivationPruning(pl.Callback):
         layers: Mapping[str, LayerSettings] | None = None,
         exclude_first: int = 0,
         exclude_last: int = 0,
-        verbose: bool = True,
+        verbose: Verbosity = True,
     ) -> None:
         super().__init__()
         paper = sparsity is not None or schedule is not None
@@ -137,7 +138,7 @@ class ActivationPruning(pl.Callback):
         self.layers = layers
         self.exclude_first = exclude_first
         self.exclude_last = exclude_last
-        self.verbose = verbose
+        self.verbose = check_verbose(verbose)
         self._options = self._checked_options(base)
         self._progress = SparsityProgress(self._options, total_steps)
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
@@ -147,6 +148,11 @@ class ActivationPruning(pl.Callback):
         self._spread: dict[str, float] | None = None  # not judged yet
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe()
+
+    @property
+    def report(self) -> ConversionReport:
+        """What the current or the last fit has converted and what not, with ``to_rows()`` and ``to_dict()``."""
+        return self._report
 
     @property
     def converted(self) -> list[ConvertedLayer]:
@@ -186,7 +192,7 @@ class ActivationPruning(pl.Callback):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
-        self._check_conversion(pl_module)
+        checked(check_conversion, pl_module, self._report, self._options)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
             show(trainer, conversion_summary(self._report, self._progress.last, value_bytes))
@@ -235,7 +241,7 @@ class ActivationPruning(pl.Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
-        return state | {"total_steps": self.total_steps, "layers": self._claimed, "spread": self._spread}
+        return state | {"total_steps": self._progress.total_steps, "layers": self._claimed, "spread": self._spread}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -267,9 +273,6 @@ class ActivationPruning(pl.Callback):
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
         """Find the layers whose sparsity follows a schedule."""
         self._progress.find_layers(pl_module, self._owner, without=self.spread)
-
-    def _check_conversion(self, pl_module: pl.LightningModule) -> None:
-        checked(check_conversion, pl_module, self._report, self._options)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._probe.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning_actprune.callbacks.display import MAX_ROWS, show
 from lightning_actprune.callbacks.probing import sum_over_ranks
 from lightning_actprune.callbacks.progress import checked
 from lightning_actprune.callbacks.pruning import ActivationPruning
+from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose
 from lightning_actprune.conversion_options import MIN_FEATURES
 from lightning_actprune.sensitivity_grid import SPARSITIES, VALUE_FORMATS, SensitivityGrid
 from lightning_actprune.sensitivity_probe import SensitivityProbe
@@ -49,7 +51,7 @@ class ActivationSensitivity(pl.Callback):
         batches: Training batches that are measured.
         at_step: Value of ``trainer.global_step`` from which on they are.
         min_cosine: Least cosine, in [0, 1], of the sparsities that are printed.
-        verbose: Whether to print.
+        verbose: Whether to print. 0 is ``False``; 1 and 2 are ``True``, since all of it is said once a fit.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; in training, if a pattern matches no layer.
@@ -77,7 +79,7 @@ class ActivationSensitivity(pl.Callback):
         batches: int = 2,
         at_step: int = 0,
         min_cosine: float = 0.9,
-        verbose: bool = True,
+        verbose: Verbosity = True,
     ) -> None:
         super().__init__()
         self.sparsities = sparsities
@@ -92,7 +94,7 @@ class ActivationSensitivity(pl.Callback):
         self.batches = _checked_count(batches, "batches", 1)
         self.at_step = _checked_count(at_step, "at_step", 0)
         self.min_cosine = checked(check_share, min_cosine, "min_cosine")
-        self.verbose = verbose
+        self.verbose = check_verbose(verbose)
         stored, patterns = (block_size, scope, block_selection), (include, exclude)
         self._grid = checked(SensitivityGrid, sparsities, value_formats, *stored, *patterns, min_features, convolutions)
         self._probe: SensitivityProbe | None = None
@@ -181,8 +183,8 @@ def _pruning_is_undecided(trainer: pl.Trainer) -> bool:
 
 
 def _checked_count(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise MisconfigurationException(
             f"`{name}` must be an int >= {least}, got {value!r}. HINT: two batches are a start; steps count from 0."
         )
-    return value
+    return int(value)

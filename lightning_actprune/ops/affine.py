@@ -55,6 +55,8 @@ class PrunedAffineFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
+        if eager:
+            ctx.set_materialize_grads(False)  # see `backward`
         rows, setting = input_rows(x), Setting(parts, None, blocks)
         key = sharing.key_of(x, setting) if eager else None
         if key is not None and rows is not x:  # a linear layer's blocks may run along the tokens here
@@ -73,8 +75,10 @@ class PrunedAffineFunction(torch.autograd.Function):
         return scaled(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
+        if grad_y is None:  # of an output on which nothing depends; torch's own layers leave gradients alone too
+            return (None,) * 6
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None)

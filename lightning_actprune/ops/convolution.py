@@ -78,6 +78,8 @@ class PrunedConvolutionFunction(torch.autograd.Function):
         eager: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
+        if eager:
+            ctx.set_materialize_grads(False)  # see `backward`
         ctx.windows, ctx.dtypes = windows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         setting = Setting(parts, autocast_dtype(x), blocks)
         ctx.bias_sizes = None if bias is None else bias.shape
@@ -89,8 +91,10 @@ class PrunedConvolutionFunction(torch.autograd.Function):
         return torch.convolution(given, weight, bias, stride, padding, dilation, False, (0,) * len(stride), groups)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
+        if grad_y is None:  # of an output on which nothing depends; torch's own layers leave gradients alone too
+            return (None,) * 7
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)

@@ -46,12 +46,15 @@ class FewBitDropoutFunction(torch.autograd.Function):
         else:
             y, mask = torch.native_dropout(x, p, True)
         ctx.strides, ctx.dtype, ctx.kept = mask.stride(), x.dtype, KeptMask(1 / (1 - p))
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(pack_mask(mask))
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 3
         if not torch.is_grad_enabled():
             return _backward(ctx, grad_y), None, None
         return (*without_derivative(lambda: (_backward(ctx, grad_y),), _NO_SECOND), None, None)

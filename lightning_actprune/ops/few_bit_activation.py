@@ -44,12 +44,16 @@ class FewBitActivationFunction(torch.autograd.Function):
         if in_place:
             ctx.mark_dirty(x)
         ctx.kept, ctx.dtype, ctx.strides = kept, x.dtype, y.stride()
+        if eager:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(codes)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 5
         if not torch.is_grad_enabled():
             return _backward(ctx, grad_y), None, None, None, None
         return (*without_derivative(lambda: (_backward(ctx, grad_y),), _NO_SECOND), None, None, None, None)

@@ -76,13 +76,17 @@ class FewBitGateFunction(torch.autograd.Function):
         ctx.stored, ctx.place, ctx.rows = stored, layout.place, rows_a.shape
         ctx.shapes = a.shape, None if u is None else u.shape
         ctx.dtypes = a.dtype, rows_u.dtype
+        if eager:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(values)
         # No view to autograd, which lets nobody write to one that a function returns (an in-place dropout, say).
         return torch.ops.aten._unsafe_view.default(z, shape)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_z: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of ``a`` and ``u``."""
+        if grad_z is None:  # of an output on which nothing depends
+            return (None,) * 5
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_z), None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_z), _NO_SECOND), None, None, None)

@@ -154,12 +154,15 @@ class PlannedBatchNormFunction(torch.autograd.Function):
         """Compute the exact output, and move ``running`` on."""
         y, values, statistics = plan.forward(x, weight, bias, running)
         ctx.plan = plan
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, statistics, weight)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 5
         if not torch.is_grad_enabled():
             return (*_planned_backward(ctx, grad_y), None, None)
         return (*without_derivative(partial(_planned_backward, ctx, grad_y), _NO_SECOND), None, None)
@@ -265,13 +268,17 @@ class FrozenBatchNormFunction(torch.autograd.Function):
     ) -> Tensor:
         """Compute what torch computes."""
         scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(scale if weight is None else scale * weight)
         ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input and bias, which have derivatives of their own."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 6
         (scale,) = ctx.saved_tensors
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:

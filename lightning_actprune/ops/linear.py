@@ -57,6 +57,8 @@ class PrunedLinearFunction(torch.autograd.Function):
         derives: bool,
     ) -> Tensor:
         """Compute the exact output and pack the input at a sparsity of ``parts`` (see ``ops.geometry``)."""
+        if eager:
+            ctx.set_materialize_grads(False)  # see `backward`
         ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         autocast = autocast_dtype(x)
@@ -79,8 +81,10 @@ class PrunedLinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return exact input and bias gradients and the pruned weight gradient."""
+        if grad_y is None:  # of an output on which nothing depends; torch's own layers leave gradients alone too
+            return (None,) * 7
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), _NO_SECOND), None, None, None, None)

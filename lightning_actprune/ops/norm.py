@@ -83,14 +83,18 @@ class FewBitNormFunction(torch.autograd.Function):
             y, values, rstd, ctx.layout = normalized(given, shape, setting, dtype, eager)
         else:
             y, values, rstd = plan.forward(*given)
+        if eager:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, rstd, weight)
         if eager and len(shape) == 1:
             derived.remember(y, values, weight, bias, (ctx.layout if plan is None else plan.layout).setting)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 7
         if not torch.is_grad_enabled():
             needs = ctx.needs_input_grad
             return *gradients(ctx, grad_y, needs[1], needs[2]), None, None, None, None

@@ -41,12 +41,16 @@ class ScaledSumFunction(torch.autograd.Function):
         else:
             y, values, rstd = plan.forward(*given)
         ctx.residual = residual.dtype
+        if eager:
+            ctx.set_materialize_grads(False)
         ctx.save_for_backward(values, rstd, weight)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of branch, weight and residual."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 6
         if not torch.is_grad_enabled():
             return (*_backward(ctx, grad_y), None, None, None)
         return (*without_derivative(partial(_backward, ctx, grad_y), NO_SECOND), None, None, None)

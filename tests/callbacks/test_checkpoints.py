@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, CubicSchedule, LinearSchedule
 from tests.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
@@ -172,3 +172,16 @@ def test_the_module_loads_from_a_checkpoint_as_usual(run):
     model = Net.load_from_checkpoint(path / "step=6.ckpt", map_location="cpu")
     assert_plain(model)
     assert BATCHES * EPOCHS == 8
+
+
+def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_path):
+    """A callback that changes the model's keys fails here: the finder saves and restores, and so does ``test``."""
+    best, finder = ModelCheckpoint(tmp_path, monitor="val_loss"), LearningRateFinder(num_training_steps=3)
+    pruning, model = ActivationPruning(preset="max", others=True, verbose=False), Net()
+    made = trainer(pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
+    made.fit(model)
+    losses = [made.test(model, ckpt_path="best", verbose=False), trainer().test(model, verbose=False)]
+    losses.append(trainer().test(Net.load_from_checkpoint(best.best_model_path), verbose=False))
+    assert losses[0] == losses[1] == losses[2]
+    assert len(made.predict(model, ckpt_path="best")) == 1
+    assert_plain(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +55,9 @@ class Board(TensorBoardLogger):
 
     log_dir = "board"
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
         Logger.__init__(self)
-        self._prefix, self.scalars, self.figures = "", [], []
+        self._prefix, self.scalars, self.figures = prefix, [], []
 
     @property
     def experiment(self) -> Any:
@@ -172,6 +173,44 @@ def test_loggers_that_take_figures_get_them(fitted):
     assert rows == fitted.monitor.report.to_rows()
 
 
+def test_a_loggers_prefix_stands_before_everything():
+    pytest.importorskip("matplotlib")
+    board = Board("run")
+    monitor = ActivationMemoryMonitor(verbose=False, log_layers=True, log_figures=True)
+    trainer(monitor, logger=board).fit(Net())
+    names = {name for _, metrics in board.scalars for name in metrics} | {name for _, name, _ in board.figures}
+    assert all(name.startswith("run-") for name in names)
+    assert names >= {"run-actprune/saved_mib", "run-actprune_layers/head/stored_mib", "run-actprune/epochs"}
+
+
+def test_a_barebones_fit_logs_nothing_and_says_nothing_of_it():
+    """Lightning warns of every attempt to log in such a fit; what is left is what the model's own attempts cause."""
+    said, model = [], Net()
+    monitor = ActivationMemoryMonitor(verbose=False, log_layers=True)
+    for callbacks in ([], [ActivationPruning(0.6, verbose=False), monitor]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
+            made.fit(model)
+        said.append(sorted(str(warning.message) for warning in caught))
+    assert said[0] == said[1]
+    assert said[0]
+    assert monitor.report.saved_bytes > 0
+    assert made.callback_metrics == {}
+
+
+def test_a_model_that_logs_its_own_step_moves_the_totals_alone():
+    class Stepping(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("step", float(self.current_epoch))
+
+    noting = Noting()
+    trainer(ActivationMemoryMonitor(verbose=False, log_layers=True), logger=noting, max_epochs=EPOCHS).fit(Stepping())
+    got = [(step, metrics) for _, step, metrics in noting.got]
+    assert [step for step, _ in series(got, "actprune/saved_mib")] == list(range(EPOCHS))  # as all that Lightning logs
+    assert [step for step, _ in series(got, "actprune_layers.head.stored_mib")] == STEPS
+
+
 def test_the_history_is_plain_rows(fitted, tmp_path):
     history = fitted.monitor.history
     assert [(row["epoch"], row["step"]) for row in history] == [(0, 3), (1, 7)]  # of the measured batches
@@ -257,7 +296,7 @@ def test_the_history_is_that_of_the_last_fit_and_bounded(monkeypatch):
 
 def test_totals_that_a_rank_lacks_are_not_logged():
     strategy = SimpleNamespace(reduce_boolean_decision=lambda measured, all=True: not all)  # what all ranks are told
-    ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3)
+    ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3, barebones=False)
     for report in (MemoryReport(), None):
         with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch`"):
             log_totals(ranks, Net(), report, in_bar=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, tra
 
 NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 MIB = 2**20
+NOTHING = pytest.warns(
+    UserWarning, match=r"has measured no step: .* before batch 3 of .* HINT: a lower `measure_batch`"
+)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])
@@ -85,6 +89,11 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
     assert made.current_epoch == 2  # the saving does not improve
 
 
+def says_so() -> Any:
+    """Expect the warning of a fit in which nothing was measured."""
+    return pytest.warns(UserWarning, match=r"measured no step: .* before batch 3 of .* HINT: a lower `measure_batch`")
+
+
 class Counting(ActivationMemoryMonitor):
     """Notes the batches that were measured and how often the model was hooked."""
 
@@ -103,6 +112,14 @@ class Counting(ActivationMemoryMonitor):
     def on_train_batch_end(self, *args):
         super().on_train_batch_end(*args)
         assert not args[1].head._forward_hooks
+
+
+@pytest.mark.parametrize(("max_steps", "expected"), [(2, [(0, 1)]), (6, [(0, 3), (1, 1)]), (8, [(0, 3), (1, 3)])])
+def test_the_last_step_is_measured_if_the_fit_ends_before_the_batch(max_steps: int, expected: list[tuple[int, int]]):
+    monitor = Counting(3)
+    trainer(monitor, max_steps=max_steps, max_epochs=-1).fit(Net())
+    assert monitor.measured == expected
+    assert [row["step"] for row in monitor.history] == [epoch * BATCHES + batch for epoch, batch in expected]
 
 
 @pytest.mark.parametrize(("measure_batch", "expected"), [(0, 0), (2, 2), (3, 3), (100, BATCHES - 1)])
@@ -135,6 +152,7 @@ def test_a_resumed_epoch_is_measured(tmp_path):
         {"overfit_batches": 1},
         {"precision": "bf16-mixed"},
         {"max_steps": 2, "max_epochs": -1},
+        {"max_steps": 2, "max_epochs": -1, "accumulate_grad_batches": 2, "limit_train_batches": 3},
     ],
     ids=str,
 )
@@ -143,11 +161,8 @@ def test_trainer_options(options: dict):
     made = trainer(ActivationPruning(0.6), monitor, **options)
     made.fit(model)
     assert_plain(model)
-    if "max_steps" in options:  # stops before the batch to measure
-        assert monitor.report is None
-    else:
-        assert monitor.report.dense_bytes > 0
-        assert made.callback_metrics.keys() >= NAMES
+    assert monitor.report.dense_bytes > 0
+    assert made.callback_metrics.keys() >= NAMES
 
 
 def test_no_training_batches():
@@ -210,7 +225,8 @@ def test_skipped_steps():
 
     for measure_batch, measured in ((1, True), (3, False)):
         monitor, model = ActivationMemoryMonitor(measure_batch), Skipping()
-        trainer(monitor).fit(model)
+        with nullcontext() if measured else says_so():
+            trainer(monitor).fit(model)
         assert (monitor.report is not None) is measured
         assert_plain(model)
 
@@ -231,7 +247,8 @@ def test_an_unsized_loader_is_measured_once_it_is_long_enough():
     for measure_batch, measured in ((2, True), (3, False)):
         monitor = ActivationMemoryMonitor(measure_batch)
         made = trainer(monitor)
-        made.fit(Net(), data)
+        with nullcontext() if measured else says_so():
+            made.fit(Net(), data)
         assert (monitor.report is not None) is measured
         assert (made.callback_metrics.keys() >= NAMES) is measured
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -198,6 +199,29 @@ def test_layers_built_pruned_stay_pruned():
     assert type(model.body[2]) is ActivationPrunedLinear
     assert (model.body[2].sparsity, model.body[2].block_size) == (0.1, 8)
     assert [c.fqn for c in callback.converted] == ["body.0", "head"]
+
+
+def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
+    class Held(Net):
+        def make(self) -> None:
+            super().make()
+            self.body[3] = nn.ReLU()
+
+    callback = ActivationPruning(0.5, exclude="body.0", others={"activation": "int4"}, skip_held=True, verbose=False)
+    assert callback.report.to_rows() == []
+    trainer(callback).fit(Net())
+    assert (callback.report.converted, callback.report.skipped) == (callback.converted, callback.skipped)
+    assert callback.report.few_bit == callback.few_bit
+    outcomes = {row["fqn"]: row["outcome"] for row in callback.report.to_rows()}
+    expected = dict.fromkeys(("body.2", "head"), "pruned") | dict.fromkeys(("body.1", "body.3"), "few_bit")
+    assert outcomes == expected | {"body.0": "skipped"}
+    table = callback.report.to_dict()
+    assert json.loads(json.dumps(table)) == table
+    callback = ActivationPruning(0.5, verbose=False)
+    trainer(callback).fit(Held())
+    assert {row["fqn"]: row["outcome"] for row in callback.report.to_rows()}["head"] == "skipped"
+    with pytest.raises(AttributeError):
+        callback.report = None
 
 
 @pytest.mark.parametrize("bar", BARS)

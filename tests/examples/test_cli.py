@@ -91,6 +91,14 @@ def test_the_saved_config_reproduces_the_run(fitted, tmp_path):
     assert (pruning.schedule.end, pruning.schedule.warmup, second.hparams.lr) == (0.6, 0.1, 0.003)
 
 
+@pytest.mark.parametrize("name", ["digits.yaml", "digits_schedule.yaml"])
+def test_a_fast_dev_run_of_a_config(fitted, name: str):
+    cli.main(["fit", "--config", str(CONFIGS / name), "--trainer.accelerator=cpu", "--trainer.fast_dev_run=true"])
+    (made,) = fitted
+    (pruning,) = (c for c in made.trainer.callbacks if isinstance(c, ActivationPruning))
+    assert (made.trainer.global_step, len(pruning.report.converted) > 0) == (1, True)
+
+
 @pytest.mark.parametrize("model", ["resmlp_s12", "vit_8x384"])
 def test_an_image_folder_at_224_pixels(fitted, image_folder, model):
     options = f"--data.root={image_folder} --data.images_per_class=2 --model.model={model} --trainer.precision=32-true"
@@ -121,5 +129,11 @@ def test_augmentation_varies_training_images_only(tmp_path):
         assert {image.shape for image in train + val} == {(3, 28, 28)}
         assert all(torch.equal(image, val[0]) for image in val)
         assert all(torch.equal(image, train[0]) for image in train) == (augmentation == "none")
-    with pytest.raises(ValueError, match=r"`augmentation` must be one of .*got 'mixup'"):
-        ImageData("folder", root, augmentation="mixup").setup("fit")
+
+
+def test_an_unknown_augmentation_is_refused_for_every_data_set(capsys):
+    with pytest.raises(ValueError, match=r"`augmentation` must be one of .*got 'mixup'. HINT: pass one of these"):
+        ImageData("digits", augmentation="mixup")
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--config", str(CONFIGS / "digits.yaml"), "--data.augmentation=mixup"])
+    assert "mixup" in capsys.readouterr().err

@@ -1,7 +1,12 @@
 """The examples without a Trainer: they learn, find the layer that reads the batch, and leave a plain model behind."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
+from torch.utils.data import DataLoader
 
 from examples import fabric, plain_loop
 from tests.helpers import assert_plain, pruned_layers
@@ -37,3 +42,23 @@ def test_fabric(monkeypatch):
     assert seen == [[*names, "head"]] * 23
     assert_plain(model)
     assert losses[-1] < losses[0]
+
+
+def in_a_plain_loop(model, loader):
+    plain_loop.train(model, loader, 1, torch.device("cpu"))
+
+
+def with_fabric(model, loader):
+    fabric.train(Fabric(accelerator="cpu"), model, SimpleNamespace(train_dataloader=lambda: loader), 1)
+
+
+@pytest.mark.parametrize("train", [in_a_plain_loop, with_fabric])
+def test_an_exception_leaves_a_plain_model(train):
+    """One in the data of the second step, when the first has trained a pruned model."""
+    model, seen = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 10)), []
+    model.register_forward_pre_hook(lambda *_: seen.append(pruned_layers(model)))
+    loader = DataLoader([(torch.randn(64), 1), (None, None)], batch_size=1)
+    with pytest.raises(TypeError, match="found <class 'NoneType'>"):
+        train(model, loader)
+    assert seen == [["1"]]
+    assert_plain(model)
