@@ -99,11 +99,6 @@ class SensitivityGrid:
         return tuple(GridSetting.of(sparsity, blocks) for blocks in checked for sparsity in self.sparsities)
 
     @cached_property
-    def exact(self) -> GridSetting:
-        """The setting with which nothing is lost."""
-        return GridSetting.of(0.0, BlockSetting(self.block_size, self.scope))
-
-    @cached_property
     def options(self) -> ConversionOptions:
         """Which layers are measured."""
         return ConversionOptions(0.0, self.block_size, self.scope, self.include, self.exclude, self.min_features)

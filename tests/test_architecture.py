@@ -114,7 +114,7 @@ ALLOWED = {
         "name_patterns",
         "sensitivity_picture",
     },
-    "sensitivity_sums": {"conversion_report", "energy", "nn", "selection"}
+    "sensitivity_sums": {"conversion_report", "nn", "ops", "selection"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report"},
     "sensitivity_probe": {"conversion", "conversion_report", "hooks", "nn", "selection", "shared_context"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report", "sensitivity_sums"},
