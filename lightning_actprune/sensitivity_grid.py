@@ -88,7 +88,9 @@ class SensitivityGrid:
         formats = _several(self.value_formats, "value_formats", "['same', 'int4']")
         object.__setattr__(self, "sparsities", tuple(check_sparsity(each, "sparsities") for each in sparsities))
         object.__setattr__(self, "value_formats", formats)
-        _ = self.settings, self.options  # checks the rest
+        object.__setattr__(self, "include", self.options.include)
+        object.__setattr__(self, "exclude", self.options.exclude)
+        _ = self.settings  # checks the rest
 
     @cached_property
     def settings(self) -> tuple[GridSetting, ...]:

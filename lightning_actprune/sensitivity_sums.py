@@ -45,6 +45,7 @@ class MeasuredLayer:
         stored_bytes: The same as each setting would store them.
         pending: What waits in the current batch, by the weight that is multiplied.
         reason: Why it cannot be measured after all.
+        unmeasured: Why its calls have shown nothing, if no gradient comes; ``None`` before the first one.
     """
 
     candidate: Candidate
@@ -54,6 +55,7 @@ class MeasuredLayer:
     stored_bytes: list[int] = field(default_factory=list)
     pending: dict[Any, Pending] = field(default_factory=dict)
     reason: str | None = None
+    unmeasured: str | None = None
 
     @property
     def name(self) -> str:
@@ -69,6 +71,8 @@ class MeasuredLayer:
     def measure(self, pending: Pending) -> None:
         """Compare the gradients of all settings with the exact one, and let go of what they were computed from."""
         arrived = [pair for pair in pending.arrived if pair[1].numel()]
+        if pending.arrived and not arrived:
+            self.unmeasured = "its inputs were empty"
         pending.calls, pending.arrived = 0, []
         if not arrived:
             return
@@ -92,9 +96,9 @@ class MeasuredLayer:
 
     def skipped(self) -> SkippedLayer:
         """Return why nothing was measured."""
-        nothing = "was not called, or no gradient of its output came (none comes out of a reentrant checkpoint)"
-        found = "its weight gradient was zero or not finite" if self.sums is not None else nothing
-        reason = self.reason or found
+        # Not `sums`, which are there once those of other ranks were added.
+        vanished = "its weight gradient was zero or not finite" if self.dense_bytes else None
+        reason = self.reason or vanished or self.unmeasured or "it was not called"
         if not any(weight.requires_grad for weight in self.candidate.weights):
             reason = "its weight is frozen"
         return SkippedLayer(self.name, self.kind, reason)

@@ -109,9 +109,9 @@ ALLOWED = {
     "sensitivity_picture": set(),
     "sensitivity_report": {
         "arguments",
-        "conversion_options",
         "conversion_report",
         "name_patterns",
+        "sensitivity_grid",
         "sensitivity_picture",
     },
     "sensitivity_sums": {"conversion_report", "nn", "ops", "selection"}

@@ -107,7 +107,7 @@ def pruned_linear(
 
 
 def weight_grad_of(grad_y: Tensor, blocks: BlockSetting, shape: tuple[int, int, int], transposed: bool) -> WeightGradOf:
-    """Return what computes the weight gradient, as backward of ``pruned_linear`` does, of an input or what is kept of it.
+    """Return what computes the weight gradient of an input, or of what is kept of it, as backward does.
 
     ``grad_y``: gradient of the output, inside attention ``[T, N, OUT]``; ``shape``, ``transposed``: of the input as
     stored. The function takes that as ``[batch * rows, length]``, and returns fp32, or fp64 of fp64.
@@ -117,7 +117,7 @@ def weight_grad_of(grad_y: Tensor, blocks: BlockSetting, shape: tuple[int, int, 
 
     def weight_grad(stored: Tensor) -> Tensor:
         if transposed:  # [rows, batch * length] is read as the columns of [R, IN]
-            stored = stored.unflatten(0, shape[:2]).transpose(0, 1).reshape(shape[1], -1).t()
+            stored = stored.reshape(shape).transpose(0, 1).reshape(shape[1], -1).t()
         return dense_weight_grad(rows, stored, dtype)
 
     return weight_grad

@@ -42,12 +42,12 @@ class KeptBlocks(NamedTuple):
 
     Args:
         numbers: Their numbers among the blocks of all samples, in the order of their places, then zeros.
-        count: How many they are.
+        nnz: How many they are.
         factors: What each is multiplied with, ``None`` if nothing is.
     """
 
     numbers: Tensor
-    count: int
+    nnz: int
     factors: Tensor | None
 
 
@@ -68,7 +68,7 @@ class RankedBlocks:
         short = -stored.shape[2] % self._size
         filled = F.pad(stored, (0, short)) if short else stored
         self._values = filled.reshape(-1, self._size)
-        pieces = self._values.split(CHUNK // self._size + 1)
+        pieces = torch.split(self._values, CHUNK // self._size + 1)
         self._squares = torch.cat([reference.block_keys(piece) for piece in pieces]).view(len(stored), every)
         self._keys = selection.selection_keys(self._squares, blocks.block_selection)
         self._sorted, self._order = self._keys.sort(dim=1, descending=True, stable=True)
@@ -82,45 +82,46 @@ class RankedBlocks:
 
     def whole(self) -> Tensor:
         """Return the input as stored, ``[batch * rows, length]``."""
-        return self._stored.reshape(-1, self.shape[2])
+        batch, rows, length = self.shape
+        return self._stored.reshape(batch * rows, length)
 
     def kept(self, parts: int) -> KeptBlocks:
         """Return the blocks that are kept at a sparsity of ``parts`` (see ``ops.geometry``)."""
         (samples, every), keep = self._order.shape, self._keep(parts)
-        count, device, factors = samples * keep, self._order.device, None
+        nnz, device, factors = samples * keep, self._order.device, None
         if keep == every:
-            numbers = torch.arange(count, device=device)
+            numbers = torch.arange(nnz, device=device)
         else:
             first = torch.arange(0, samples * every, every, device=device)[:, None]
             numbers = (self._order[:, :keep].sort(dim=1).values + first).flatten()
         if device.type != "cpu":
-            numbers = F.pad(numbers, (0, -count % ROUND))
+            numbers = F.pad(numbers, (0, -nnz % ROUND))
         if self._blocks.block_selection == "unbiased" and keep < every:
             chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, self._order[:, :keep], True)
             factors = selection.factors(self._squares, self._keys, chosen).flatten()[numbers]
-        return KeptBlocks(numbers, count, factors)
+        return KeptBlocks(numbers, nnz, factors)
 
     def pruned(self, kept: KeptBlocks, value_format: str) -> Tensor:
         """Return the pruned input as it is unpacked, ``[batch * rows, length]``; rows may have gaps between them."""
         values = self._read(kept, value_format)
-        if kept.count == len(self._values):
+        if kept.nnz == len(self._values):
             blocks = values
         else:
-            blocks = self._values.new_zeros(self._values.shape).index_copy_(0, kept.numbers[: kept.count], values)
+            blocks = self._values.new_zeros(self._values.shape).index_copy_(0, kept.numbers[: kept.nnz], values)
         batch, rows, length = self.shape
         return blocks.view(batch * rows, ceil_div(length, self._size) * self._size)[:, :length]
 
     def _read(self, kept: KeptBlocks, value_format: str) -> Tensor:
-        """Return the values of kept blocks as they are read again, ``[count, block]``."""
-        everything = len(kept.numbers) == kept.count == len(self._values)
+        """Return the values of kept blocks as they are read again, ``[nnz, block]``."""
+        everything = len(kept.numbers) == kept.nnz == len(self._values)
         values = self._values if everything else self._values.index_select(0, kept.numbers)
         if kept.factors is not None:
             values = selection.rescale(values, kept.factors)
         if value_format != "same":
             eager, stored = library.in_plain_eager_mode(values), (self._size, value_format)
             packed = library.pack(values[None], self._size, ALL_BLOCKS, value_format, "largest", eager)
-            values = library.unpack(*values.shape, packed, *stored, values.dtype, eager=eager)
-        return values[: kept.count]
+            values = library.unpack(len(values), self._size, packed, *stored, values.dtype, eager=eager)
+        return values[: kept.nnz]
 
     def _keep(self, parts: int) -> int:
         return block_and_keep(self._stored, self._blocks.block_size, parts, "same")[1]
