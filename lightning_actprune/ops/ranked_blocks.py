@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_actprune.ops import block_selection as selection
 from lightning_actprune.ops import library, reference
+from lightning_actprune.ops.dispatch import choose_backend
 from lightning_actprune.ops.geometry import ALL_BLOCKS, block_and_keep, ceil_div, stored_shape, stored_view
 from lightning_actprune.ops.setting import BlockSetting
 
@@ -94,7 +95,7 @@ class RankedBlocks:
         else:
             first = torch.arange(0, samples * every, every, device=device)[:, None]
             numbers = (self._order[:, :keep].sort(dim=1).values + first).flatten()
-        if device.type != "cpu":
+        if choose_backend(self._values.shape, self._values.dtype, device, self._size, 1) == "triton":
             numbers = F.pad(numbers, (0, -nnz % ROUND))
         if self._blocks.block_selection == "unbiased" and keep < every:
             chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, self._order[:, :keep], True)
@@ -118,9 +119,10 @@ class RankedBlocks:
         if kept.factors is not None:
             values = selection.rescale(values, kept.factors)
         if value_format != "same":
-            eager, stored = library.in_plain_eager_mode(values), (self._size, value_format)
-            packed = library.pack(values[None], self._size, ALL_BLOCKS, value_format, "largest", eager)
-            values = library.unpack(len(values), self._size, packed, *stored, values.dtype, eager=eager)
+            (rows, size), dtype, eager = values.shape, values.dtype, library.in_plain_eager_mode(values)
+            packed = library.pack(values[None], size, ALL_BLOCKS, value_format, "largest", eager)
+            del values  # so that one copy of them is in memory
+            values = library.unpack(rows, size, packed, size, value_format, dtype, eager=eager)
         return values[: kept.nnz]
 
     def _keep(self, parts: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune import functional
+from lightning_actprune.kernels.launch import Launch
 from lightning_actprune.ops import library, ranked_blocks
 from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
 from lightning_actprune.ops.dispatch import force_backend
@@ -84,15 +85,35 @@ def test_energy_is_that_of_the_blocks_of_least_norm():
         assert dropped.item() == pytest.approx((x - kept).double().square().sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("value_format", ["int4", "fp8"])
-def test_kernels_read_rows_of_one_block(value_format, kernel_device):
-    """The same launches whatever the layer is: with as many blocks as ``ROUND`` makes of them."""
-    x = torch.randn(3, 7, 40, device=kernel_device)
-    ranked = RankedBlocks(x, BlockSetting(16, "sample"))
-    kept = ranked.kept(sparsity_parts(0.3))
-    filled = kept._replace(numbers=torch.nn.functional.pad(kept.numbers[: kept.nnz], (0, 64 - kept.nnz % 64)))
+@pytest.mark.parametrize("selection", ["largest", "unbiased"])
+def test_kernels_make_the_same_of_it(selection, kernel_device, monkeypatch):
+    monkeypatch.setattr(ranked_blocks, "ROUND", 64)
+    x, blocks = torch.randn(3, 7, 40, device=kernel_device), BlockSetting(16, "sample", "same", selection)
+    ranked, parts, formats = RankedBlocks(x, blocks), sparsity_parts(0.3), ("same", "int4", "fp8")
     with force_backend("reference"):
-        expected = ranked.pruned(kept, value_format)
+        expected = [ranked.pruned(ranked.kept(parts), name) for name in formats]
     with force_backend("triton"):
-        found = ranked.pruned(filled, value_format)
+        kept = ranked.kept(parts)
+        assert (len(kept.numbers), kept.nnz) == (64, 3 * 15)
+        found = [ranked.pruned(kept, name) for name in formats]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_all_layers_and_sparsities_share_their_kernels(kernel_device, monkeypatch):
+    seen, call = set(), Launch.__call__
+
+    def noted(self: Launch, *tensors: Tensor) -> None:
+        kernel = self._kernel.fn
+        names = list(kernel.__annotations__)  # the compile-time constants, which come last
+        seen.add((kernel.__name__, self._scalars[-len(names) :], *self._options.items()))
+        call(self, *tensors)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
+    monkeypatch.setattr(ranked_blocks, "ROUND", 128)
+    for shape in ((3, 7, 40), (2, 5, 64), (9, 100)):
+        ranked = RankedBlocks(torch.randn(shape, device=kernel_device), BlockSetting(16, "sample"))
+        with force_backend("triton"):
+            for parts in map(sparsity_parts, SPARSITIES):
+                for value_format in ("same", "int4", "int2"):
+                    ranked.pruned(ranked.kept(parts), value_format)
+    assert sorted(name for name, *_ in seen) == ["quantize_all_kernel"] * 2 + ["unpack_kernel"] * 2
