@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +41,17 @@ def eager_modules(module: nn.Module) -> set[nn.Module]:
 def backward_runs() -> bool:
     """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return whether this call comes from the first forward of a reentrant checkpoint, which records no gradients."""
+    module = sys.modules.get("torch.utils.checkpoint")
+    if module is None:
+        return False
+    frame, code = inspect.currentframe(), module.CheckpointFunction.forward.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:

@@ -88,7 +88,9 @@ class SensitivityGrid:
         formats = _several(self.value_formats, "value_formats", "['same', 'int4']")
         object.__setattr__(self, "sparsities", tuple(check_sparsity(each, "sparsities") for each in sparsities))
         object.__setattr__(self, "value_formats", formats)
-        _ = self.settings, self.options  # checks the rest
+        object.__setattr__(self, "include", self.options.include)
+        object.__setattr__(self, "exclude", self.options.exclude)
+        _ = self.settings  # checks the rest
 
     @cached_property
     def settings(self) -> tuple[GridSetting, ...]:
@@ -97,11 +99,6 @@ class SensitivityGrid:
             BlockSetting.checked(self.block_size, self.scope, each, self.block_selection) for each in self.value_formats
         ]
         return tuple(GridSetting.of(sparsity, blocks) for blocks in checked for sparsity in self.sparsities)
-
-    @cached_property
-    def exact(self) -> GridSetting:
-        """The setting with which nothing is lost."""
-        return GridSetting.of(0.0, BlockSetting(self.block_size, self.scope))
 
     @cached_property
     def options(self) -> ConversionOptions:

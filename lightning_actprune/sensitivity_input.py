@@ -12,9 +12,11 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_actprune.nn.convolutions import windows_of
 from lightning_actprune.ops import convolution, linear
 from lightning_actprune.ops.autocast import as_dtype, autocast_dtype, cast, cast_input
-from lightning_actprune.ops.convolution_plan import input_rows
+from lightning_actprune.ops.convolution_plan import input_rows, rows_of, without_gaps
 from lightning_actprune.ops.geometry import input_geometry
 from lightning_actprune.ops.library import in_plain_eager_mode
+from lightning_actprune.ops.linear import WeightGradOf
+from lightning_actprune.ops.ranked_blocks import KeptBlocks, RankedBlocks
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.sensitivity_grid import GridSetting, SensitivityGrid
 
@@ -30,8 +32,8 @@ class LayerInput(ABC):
         self.x = x
 
     @abstractmethod
-    def weight_grad(self, grad_y: Tensor, setting: GridSetting) -> Tensor:
-        """Return the weight gradient that a layer with this setting computes."""
+    def ranked(self, grad_y: Tensor, setting: GridSetting) -> RankedCall:
+        """Return this call with its blocks ranked; the sparsity and the format of ``setting`` do not matter."""
 
     @abstractmethod
     def cut(self, setting: GridSetting) -> Tensor:
@@ -50,6 +52,27 @@ class LayerInput(ABC):
         return geometry.stored_bytes(self.x.itemsize, blocks.value_format)
 
 
+class RankedCall:
+    """A call of a layer whose gradient has arrived: what each setting makes of its weight gradient.
+
+    Args:
+        blocks: The blocks of its input.
+        weight_grad: Computes its weight gradient.
+    """
+
+    def __init__(self, blocks: RankedBlocks, weight_grad: WeightGradOf) -> None:
+        self.blocks = blocks
+        self._weight_grad = weight_grad
+
+    def exact(self) -> Tensor:
+        """Return the weight gradient of the dense layer, in fp32, or fp64 of fp64."""
+        return self._weight_grad(self.blocks.whole())
+
+    def pruned(self, kept: KeptBlocks, value_format: str) -> Tensor:
+        """Return the weight gradient of a layer that keeps these blocks in this format."""
+        return self._weight_grad(self.blocks.pruned(kept, value_format))
+
+
 class LinearInput(LayerInput):
     """The input of a linear layer, or of a projection inside attention.
 
@@ -63,12 +86,12 @@ class LinearInput(LayerInput):
         super().__init__(cast_input(x.detach(), autocast_dtype(x), block_size))
         self._turned = turned
 
-    def weight_grad(self, grad_y: Tensor, setting: GridSetting) -> Tensor:
-        """Return it in fp32, or fp64 of fp64."""
-        x = self.cut(setting)
-        dtype = torch.promote_types(x.dtype, torch.float32)
+    def ranked(self, grad_y: Tensor, setting: GridSetting) -> RankedCall:
+        """Return this call with its blocks ranked."""
+        x, blocks = self.cut(setting), self.blocks(setting)
+        ranked = RankedBlocks(x, blocks)
         grad_y = grad_y.reshape(*x.shape[:-1], grad_y.shape[-1])
-        return linear.pruned_weight_grad(x, grad_y, setting.parts, self.blocks(setting), dtype)
+        return RankedCall(ranked, linear.weight_grad_of(grad_y, blocks, ranked.shape, ranked.transposed))
 
     def cut(self, setting: GridSetting) -> Tensor:
         """Return the input, inside attention a copy if that has the samples first in memory, as torch makes one."""
@@ -94,12 +117,17 @@ class ConvolutionInput(LayerInput):
         super().__init__(x if autocast is None else cast(x, autocast))
         self._sizes, self._windows = layer.weight.shape, windows_of(layer)
 
-    def weight_grad(self, grad_y: Tensor, setting: GridSetting) -> Tensor:
-        """Return it in fp32, or fp64 of fp64, rounded to the type of the input."""
+    def ranked(self, grad_y: Tensor, setting: GridSetting) -> RankedCall:
+        """Return this call with its blocks ranked."""
+        x, blocks = without_gaps(self.x), setting.blocks
         grad_y = grad_y.unsqueeze(0) if self._is_sample else grad_y
-        given = self.x, grad_y, self._sizes, self._windows
-        grad = convolution.pruned_weight_grad(*given, setting.parts, setting.blocks)
-        return as_dtype(grad, torch.promote_types(grad.dtype, torch.float32))
+
+        def weight_grad(stored: Tensor) -> Tensor:
+            as_read = stored.contiguous().as_strided(x.shape, x.stride())
+            grad = convolution.weight_grad(as_read, grad_y, self._sizes, self._windows)
+            return as_dtype(grad, torch.promote_types(grad.dtype, torch.float32))
+
+        return RankedCall(RankedBlocks(rows_of(x, blocks.block_size, blocks.scope), blocks), weight_grad)
 
     def cut(self, setting: GridSetting) -> Tensor:
         """Return the rows of the input, which is as it lies in memory."""

@@ -7,8 +7,9 @@ would learn from ``P = g^T x_hat`` instead of ``G = g^T x``::
 
 Nothing else differs between a dense and a pruned layer (``ops.linear``), so one forward and one backward of the model
 as it is shows this for all layers and settings at once: when the gradient of an output arrives, ``P`` is computed for
-one setting after the other, by the operators of training, and three numbers of it are kept. Of a layer that is called
-several times, ``G`` and ``P`` are the sums over its calls: its inputs and gradients wait for the last one.
+one setting after the other, from the values that training would read (``ops.ranked_blocks``), and three numbers of it
+are kept. Of a layer that is called several times, ``G`` and ``P`` are the sums over its calls: its inputs and gradients
+wait for the last one.
 
 All sums stay on the device, in fp64, until ``report`` reads them; batches whose ``G`` is not finite do not count.
 """
@@ -28,7 +29,7 @@ from typing_extensions import Self
 
 from lightning_actprune.conversion import convert_layers, new_owner, revert
 from lightning_actprune.conversion_report import SkippedLayer
-from lightning_actprune.hooks import ForwardHook, backward_runs
+from lightning_actprune.hooks import ForwardHook, backward_runs, in_reentrant_checkpoint
 from lightning_actprune.nn.attention import Projection, watchers
 from lightning_actprune.nn.kinds import Layer, operator_kind
 from lightning_actprune.nn.settings import PrunedLayer, torch_class
@@ -165,9 +166,7 @@ class SensitivityProbe:
     def report(self) -> SensitivityReport:
         """Return what was measured so far."""
         names = {fqn: fqns[0] for fqns, _ in prunable_layers(self._model) for fqn in fqns}
-        blocks = self._grid.block_size, self._grid.scope, self._grid.block_selection
-        which = self._grid.min_features, self._grid.convolutions
-        report = SensitivityReport([], list(self._skipped.values()), self.batches, *blocks, names, *which)
+        report = SensitivityReport([], list(self._skipped.values()), self.batches, self._grid, names)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []
         for (measured, _), sums in zip(known, read, strict=True):
@@ -228,12 +227,16 @@ class SensitivityProbe:
         pending = measured.pending.setdefault(key, Pending())
         pending.calls += not backward_runs()  # a checkpoint's second forward is the same call again
         if not y.requires_grad:
+            measured.unmeasured = measured.unmeasured or _unrecorded()
             return
+        measured.unmeasured = "no gradient of its output came: the loss does not depend on it"
         layer = measured.candidate.layer
         if isinstance(layer, _ConvNd):
             call = _Call(ConvolutionInput(x, layer))
         else:
             call = _Call(LinearInput(x, turned, self._grid.block_size))
+
+        shape = y.shape
 
         def arrive(grad_y: Tensor | None) -> None:
             given, call.given = call.given, None
@@ -242,12 +245,35 @@ class SensitivityProbe:
                 if grad_y is None:  # autograd's zero
                     pending.calls -= 1
                 else:
-                    pending.arrived.append((given, grad_y.detach()))
+                    pending.arrived.append((given, grad_y.detach().reshape(shape)))
                 if len(pending.arrived) == pending.calls:
                     measured.measure(pending)
 
-        y.register_hook(arrive)
+        made: Any = _made(y)
+        made.register_hook(arrive)
         self._calls.append(call)
+
+
+def _made(y: Tensor) -> Tensor:
+    """Return the tensor of which ``y`` is a view in other words, or ``y``.
+
+    The gradient of a view is not computed if it is changed in place, by an activation function say, but that of what it
+    is a view of before that change is.
+    """
+    base = y._base
+    if base is None or not base.requires_grad or base.numel() != y.numel():
+        return y
+    return base if base.is_contiguous() and y.is_contiguous() else y
+
+
+def _unrecorded() -> str:
+    """Return why the output of a layer has no gradient."""
+    if in_reentrant_checkpoint():
+        return (
+            "it runs inside a reentrant activation checkpoint, of which torch.autograd.grad gets no gradients "
+            "(ActivationSensitivity does, and so does use_reentrant=False)"
+        )
+    return "it was called only where no gradients are recorded"
 
 
 def _leaves(candidate: Candidate) -> list[Tensor]:

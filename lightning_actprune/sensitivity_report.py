@@ -12,10 +12,10 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
-from lightning_actprune.conversion_options import MIN_FEATURES
+from lightning_actprune.arguments import ValueFormatName, check_share
 from lightning_actprune.conversion_report import SkippedLayer
 from lightning_actprune.name_patterns import grouped
+from lightning_actprune.sensitivity_grid import SensitivityGrid
 from lightning_actprune.sensitivity_picture import heatmap_picture
 
 __all__ = ["LayerSensitivity", "SensitivityReport"]
@@ -61,27 +61,21 @@ class SensitivityReport:
         rows: One for each layer and setting, layer by layer.
         skipped: Layers that were not measured, with the reason.
         batches: Batches that were measured.
-        block_size: Values per block.
-        scope: Within what blocks competed.
-        block_selection: Which blocks were kept.
+        grid: What was measured, and of which layers.
         layer_names: First name of every layer that can be pruned, measured or not, by each of its names.
-        min_features: Linear layers with fewer input features were not measured.
-        convolutions: Whether convolutions were measured, which are pruned with ``others={"convolution": ...}`` only.
     """
 
     rows: list[LayerSensitivity]
     skipped: list[SkippedLayer]
     batches: int
-    block_size: int
-    scope: Scope
-    block_selection: BlockSelection
+    grid: SensitivityGrid
     layer_names: dict[str, str] = field(default_factory=dict, repr=False)
-    min_features: int = MIN_FEATURES
-    convolutions: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings; ``pandas.DataFrame(report.to_dict()["rows"])`` is a table."""
-        return {name: value for name, value in asdict(self).items() if name != "layer_names"}
+        values = {name: value for name, value in asdict(self).items() if name != "layer_names"}
+        grid = {name: list(value) if isinstance(value, tuple) else value for name, value in values["grid"].items()}
+        return values | {"grid": grid}
 
     def suggest(self, min_cosine: float = 0.9, value_format: ValueFormatName | None = None) -> dict[str, float]:
         """Return sparsities by pattern, for ``ActivationPruning(sparsity=...)``: the highest that is good enough.
@@ -141,10 +135,10 @@ class SensitivityReport:
             sparsities = self.suggest(min_cosine, value_format)
             lines = _mapping("sparsity", {pattern: _number(value) for pattern, value in sparsities.items()})
             lines.append(f"value_format: {self._measured_format(value_format)}")
-        if self.convolutions:
+        if self.grid.convolutions:  # which are pruned on request only
             lines.append(f"others: {{convolution: {'same' if layers else self._measured_format(value_format)}}}")
-        lines += [f"block_size: {self.block_size}", f"scope: {self.scope}", f"block_selection: {self.block_selection}"]
-        lines.append(f"min_features: {self.min_features}")
+        same = "block_size", "scope", "block_selection", "min_features"
+        lines += [f"{name}: {getattr(self.grid, name)}" for name in same]
         return "\n".join(lines) + "\n"
 
     def table(self, max_layers: int | None = None) -> Group:
@@ -167,7 +161,7 @@ class SensitivityReport:
             ImportError: If matplotlib is not installed.
             ValueError: If no layer was measured.
         """
-        title = f"Cosine of pruned and exact weight gradient (blocks of {self.block_size})"
+        title = f"Cosine of pruned and exact weight gradient (blocks of {self.grid.block_size})"
         heatmap_picture(title, *self._matrix()).savefig(path)
 
     def _table_of(self, value_format: ValueFormatName, max_layers: int | None) -> Table:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.conversion_report import SkippedLayer
-from lightning_actprune.energy import dropped_energy
 from lightning_actprune.nn.settings import torch_class
+from lightning_actprune.ops.ranked_blocks import KeptBlocks
 from lightning_actprune.selection import Candidate
 from lightning_actprune.sensitivity_grid import GridSetting, SensitivityGrid
-from lightning_actprune.sensitivity_input import LayerInput
+from lightning_actprune.sensitivity_input import LayerInput, RankedCall
 from lightning_actprune.sensitivity_report import LayerSensitivity
 
 Pair = tuple[LayerInput, Tensor]
@@ -44,6 +45,7 @@ class MeasuredLayer:
         stored_bytes: The same as each setting would store them.
         pending: What waits in the current batch, by the weight that is multiplied.
         reason: Why it cannot be measured after all.
+        unmeasured: Why its calls have shown nothing, if no gradient comes; ``None`` before the first one.
     """
 
     candidate: Candidate
@@ -53,6 +55,7 @@ class MeasuredLayer:
     stored_bytes: list[int] = field(default_factory=list)
     pending: dict[Any, Pending] = field(default_factory=dict)
     reason: str | None = None
+    unmeasured: str | None = None
 
     @property
     def name(self) -> str:
@@ -68,10 +71,12 @@ class MeasuredLayer:
     def measure(self, pending: Pending) -> None:
         """Compare the gradients of all settings with the exact one, and let go of what they were computed from."""
         arrived = [pair for pair in pending.arrived if pair[1].numel()]
+        if pending.arrived and not arrived:
+            self.unmeasured = "its inputs were empty"
         pending.calls, pending.arrived = 0, []
         if not arrived:
             return
-        sums = torch.stack(list(self._compare(arrived)))
+        sums = self._compare(arrived)
         sums = torch.where(sums[0, 2].isfinite(), sums, 0.0)
         self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
         self.dense_bytes += sum(given.x.nbytes for given, _ in arrived)
@@ -91,34 +96,40 @@ class MeasuredLayer:
 
     def skipped(self) -> SkippedLayer:
         """Return why nothing was measured."""
-        nothing = "was not called, or no gradient of its output came (none comes out of a reentrant checkpoint)"
-        found = "its weight gradient was zero or not finite" if self.sums is not None else nothing
-        reason = self.reason or found
+        # Not `sums`, which are there once those of other ranks were added.
+        vanished = "its weight gradient was zero or not finite" if self.dense_bytes else None
+        reason = self.reason or vanished or self.unmeasured or "it was not called"
         if not any(weight.requires_grad for weight in self.candidate.weights):
             reason = "its weight is frozen"
         return SkippedLayer(self.name, self.kind, reason)
 
-    def _compare(self, arrived: list[Pair]) -> Iterator[Tensor]:
-        """Yield the sums of each setting."""
-        exact = _weight_grad(arrived, self.grid.exact)
-        squares = _dot(exact, exact)
-        energies: dict[float, Tensor] = {}
-        for setting in self.grid.settings:
-            if setting.sparsity not in energies:
-                parts = [dropped_energy(g.cut(setting), setting.sparsity, g.blocks(setting)) for g, _ in arrived]
-                energies[setting.sparsity] = torch.stack(parts).sum(0, dtype=torch.float64)
-            pruned = exact if setting.is_dense else _weight_grad(arrived, setting)
-            products = torch.stack([_dot(exact, pruned), _dot(pruned, pruned), squares])
-            yield torch.cat([products, energies[setting.sparsity]])
+    def _compare(self, arrived: list[Pair]) -> Tensor:
+        """Return the sums of all settings."""
+        settings = self.grid.settings
+        calls = [given.ranked(grad_y, settings[0]) for given, grad_y in arrived]
+        exact = _total(call.exact() for call in calls)
+        products: dict[GridSetting, list[Tensor]] = {}
+        energies: dict[int, Tensor] = {}
+        for parts in {setting.parts: None for setting in settings}:
+            kept = [call.blocks.kept(parts) for call in calls]  # for all formats
+            energies[parts] = torch.stack([call.blocks.energy(parts) for call in calls]).sum(0, dtype=torch.float64)
+            for setting in settings:
+                if setting.parts == parts:
+                    pruned = exact if setting.is_dense else _pruned(calls, kept, setting.value_format)
+                    products[setting] = [_dot(exact, pruned), _dot(pruned, pruned)]
+        dots = torch.stack([product for setting in settings for product in products[setting]]).view(-1, 2)
+        squares = _dot(exact, exact).expand(len(settings), 1)
+        return torch.cat([dots, squares, torch.stack([energies[setting.parts] for setting in settings])], dim=1)
 
 
-def _weight_grad(arrived: list[Pair], setting: GridSetting) -> Tensor:
-    """Return the weight gradient of all calls as training with ``setting`` computes it."""
-    (given, grad_y), *others = arrived
-    total = given.weight_grad(grad_y, setting)
-    for given, grad_y in others:
-        total = total + given.weight_grad(grad_y, setting)
-    return total
+def _pruned(calls: list[RankedCall], kept: list[KeptBlocks], value_format: str) -> Tensor:
+    """Return the weight gradient of all calls as training computes it."""
+    return _total(call.pruned(blocks, value_format) for call, blocks in zip(calls, kept, strict=True))
+
+
+def _total(grads: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors, of which two are in memory at once."""
+    return functools.reduce(torch.add, grads)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

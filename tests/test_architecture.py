@@ -109,12 +109,12 @@ ALLOWED = {
     "sensitivity_picture": set(),
     "sensitivity_report": {
         "arguments",
-        "conversion_options",
         "conversion_report",
         "name_patterns",
+        "sensitivity_grid",
         "sensitivity_picture",
     },
-    "sensitivity_sums": {"conversion_report", "energy", "nn", "selection"}
+    "sensitivity_sums": {"conversion_report", "nn", "ops", "selection"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report"},
     "sensitivity_probe": {"conversion", "conversion_report", "hooks", "nn", "selection", "shared_context"}
     | {"sensitivity_grid", "sensitivity_input", "sensitivity_report", "sensitivity_sums"},

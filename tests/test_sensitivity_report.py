@@ -10,9 +10,10 @@ from fnmatch import fnmatchcase
 import pytest
 from rich.console import Console
 
-from lightning_actprune import LayerSensitivity, SensitivityReport, SkippedLayer
+from lightning_actprune import LayerSensitivity, SensitivityGrid, SensitivityReport, SkippedLayer
 from lightning_actprune.name_patterns import grouped
 
+GRID = SensitivityGrid([0, 0.5, 0.8], ["same", "int4"])
 BYTES = {"same": 1.0, "int4": 0.3}
 
 
@@ -24,7 +25,7 @@ def report(cosines: dict[str, dict[tuple[str, float], float]], **names: str) -> 
         for (form, sparsity), cosine in line.items()
     ]
     known = {name: name for name in cosines} | names
-    return SensitivityReport(rows, [SkippedLayer("idle", "Linear", "not called")], 2, 32, "sample", "largest", known)
+    return SensitivityReport(rows, [SkippedLayer("idle", "Linear", "not called")], 2, GRID, known)
 
 
 def line(*cosines: float) -> dict[tuple[str, float], float]:
@@ -56,7 +57,7 @@ def test_equally_cheap_settings_are_told_apart_by_their_cosine():
     rows = [
         LayerSensitivity("a", "Linear", s, "int4", c, 1, 0, 0.2) for s, c in ((0.1, 0.91), (0.2, 0.95), (0.3, 0.92))
     ]
-    found = SensitivityReport(rows, [], 1, 32, "sample", "largest", {"a": "a"})
+    found = SensitivityReport(rows, [], 1, GRID, {"a": "a"})
     assert found.suggest_layers() == {"a": {"sparsity": 0.2, "value_format": "int4"}}
 
 
@@ -64,7 +65,7 @@ def test_what_is_no_number_or_stores_no_less_is_not_suggested():
     nan = float("nan")
     rows = [LayerSensitivity("a", "Linear", 0.5, "same", nan, nan, 0, 0.5)]
     rows.append(LayerSensitivity("b", "Linear", 0.01, "same", 0.99, 1, 0, 1.02))
-    found = SensitivityReport(rows, [], 1, 32, "sample", "largest", {"a": "a", "b": "b"})
+    found = SensitivityReport(rows, [], 1, GRID, {"a": "a", "b": "b"})
     assert found.suggest(0) == found.suggest_layers(0) == {}
 
 
@@ -130,6 +131,7 @@ def test_rows_are_plain_values():
         "dropped_energy": 0.5,
         "stored_share": 0.5,
     }
+    assert (plain["grid"]["sparsities"], plain["grid"]["block_size"]) == ([0, 0.5, 0.8], 32)
     assert plain["skipped"] == [{"fqn": "idle", "kind": "Linear", "reason": "not called"}]
 
 
@@ -149,7 +151,7 @@ def test_tables_fit_a_narrow_terminal():
     assert [cell.strip() for cell in same] == ["head", "1.00", "0.50", "0.20"]
     assert [cell.strip() for cell in int4] == ["head", "0.97", "0.50"]
     assert "... and 5 more" in shown(found.table(max_layers=2))
-    assert shown(SensitivityReport([], [], 0, 32, "sample", "largest").table()) == ""
+    assert shown(SensitivityReport([], [], 0, GRID).table()) == ""
 
 
 def test_heatmap(tmp_path, monkeypatch):
@@ -160,7 +162,7 @@ def test_heatmap(tmp_path, monkeypatch):
     assert (tmp_path / "cosines.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "cosines.svg").read_text()
     with pytest.raises(ValueError, match="no layer was measured"):
-        SensitivityReport([], [], 0, 32, "sample", "largest").heatmap(tmp_path / "none.png")
+        SensitivityReport([], [], 0, GRID).heatmap(tmp_path / "none.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"lightning_actprune\[plots\]"):
         found.heatmap(tmp_path / "cosines.png")

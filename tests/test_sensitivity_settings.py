@@ -1,14 +1,12 @@
-"""What a report on the sensitivity of layers suggests is what ``convert`` takes; what a measurement leaves behind."""
+"""What a report on the sensitivity of layers suggests is what ``convert`` takes."""
 
 from __future__ import annotations
-
-import weakref
 
 import torch
 import yaml
 from torch import nn
 
-from lightning_actprune import LayerSettings, SensitivityGrid, SensitivityProbe, convert, measure_sensitivity, revert
+from lightning_actprune import LayerSettings, convert, measure_sensitivity, revert
 from lightning_actprune.sensitivity_report import _number
 
 
@@ -70,73 +68,3 @@ def test_yaml_has_all_that_was_asked_for():
         ]
         revert(model)
     assert [yaml.safe_load(_number(value)) for value in (0.0, 1e-5, 2 / 3)] == [0.0, 1e-5, 2 / 3]
-
-
-class Cut(torch.autograd.Function):
-    """No gradient arrives behind it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        return None
-
-
-def test_a_call_without_a_gradient_is_left_out():
-    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 8)])
-    x = torch.randn(8, 64)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return model[1](model[0](x) + Cut.apply(model[0](2 * x))).square().sum()
-
-    def alone(x: torch.Tensor) -> torch.Tensor:
-        return model[1](model[0](x) + model[0](2 * x).detach()).square().sum()
-
-    found, wanted = (measure_sensitivity(model, each, [x], sparsities=[0.5]).rows for each in (loss, alone))
-    assert [row.cosine for row in found] == [row.cosine for row in wanted]
-
-
-def test_probes_that_close_in_any_order_leave_the_compiler_alone():
-    first, second = (SensitivityProbe(nn.Sequential(nn.Linear(64, 8)), SensitivityGrid([0.5])) for _ in range(2))
-    before = torch._dynamo.eval_frame._stance.stance
-    for probe in (first, second):
-        probe.__enter__()
-    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-    for probe in (first, second):
-        probe.close()
-    assert torch._dynamo.eval_frame._stance.stance == before
-
-
-def test_inputs_are_let_go_of_though_the_graph_lives():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
-    convert(model, 0.5)
-    probe = SensitivityProbe(model, SensitivityGrid([0.5]))
-    with probe:
-        x = torch.randn(8, 64)
-        y = model(x)
-        seen = weakref.ref(x)
-        del x
-    assert seen() is None
-    y.sum().backward()
-
-
-def test_buffers_are_as_they_were():
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 8)
-            self.register_buffer("shared", torch.ones(1).expand(8))
-            self.register_buffer("cache", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.cache = x.detach().mean()
-            self.register_buffer("late", torch.ones(2), persistent=False)
-            return self.layer(x) * self.shared
-
-    model = Caching()
-    measure_sensitivity(model, lambda x: model(x).square().sum(), [torch.randn(8, 64)], sparsities=[0.5])
-    assert model.cache is None
-    assert list(model._buffers) == ["shared", "cache"]
-    assert not model._non_persistent_buffers_set

@@ -82,21 +82,13 @@ class ActivationSensitivity(pl.Callback):
         verbose: Verbosity = True,
     ) -> None:
         super().__init__()
-        self.sparsities = sparsities
-        self.value_formats = value_formats
-        self.block_size = block_size
-        self.scope = scope
-        self.block_selection = block_selection
-        self.include = include
-        self.exclude = exclude
-        self.min_features = min_features
-        self.convolutions = convolutions
+        stored, patterns = (block_size, scope, block_selection), (include, exclude)
+        self.grid = checked(SensitivityGrid, sparsities, value_formats, *stored, *patterns, min_features, convolutions)
+        """What is measured, and of which layers."""
         self.batches = _checked_count(batches, "batches", 1)
         self.at_step = _checked_count(at_step, "at_step", 0)
         self.min_cosine = checked(check_share, min_cosine, "min_cosine")
         self.verbose = check_verbose(verbose)
-        stored, patterns = (block_size, scope, block_selection), (include, exclude)
-        self._grid = checked(SensitivityGrid, sparsities, value_formats, *stored, *patterns, min_features, convolutions)
         self._probe: SensitivityProbe | None = None
         self._result: SensitivityReport | None = None
         self._left = 0
@@ -111,7 +103,7 @@ class ActivationSensitivity(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._result = None
         self._left = self.batches
-        self._probe = SensitivityProbe(pl_module, self._grid)
+        self._probe = SensitivityProbe(pl_module, self.grid)
 
     @override
     def on_train_batch_start(
@@ -164,7 +156,7 @@ class ActivationSensitivity(pl.Callback):
 
     def _shown(self, result: SensitivityReport) -> Iterator[RenderableType]:
         yield result.table(MAX_ROWS)
-        for value_format in self._grid.value_formats:
+        for value_format in self.grid.value_formats:
             suggested = result.suggest(self.min_cosine, value_format)
             listing = ", ".join(f"{pattern!r}: {sparsity:g}" for pattern, sparsity in suggested.items())
             found = f"sparsity={{{listing}}}" if suggested else "no layer can be pruned"

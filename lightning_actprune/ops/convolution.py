@@ -113,21 +113,14 @@ def pruned_convolution(
     return y
 
 
-def pruned_weight_grad(
-    x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows, parts: int, blocks: BlockSetting
-) -> Tensor:
-    """Return the weight gradient that backward of ``pruned_convolution`` computes, without a forward and at once.
+def weight_grad(x: Tensor, grad_y: Tensor, sizes: torch.Size, windows: Windows) -> Tensor:
+    """Return the weight gradient that backward of ``pruned_convolution`` computes from ``x``, the pruned input.
 
-    ``x``: the input, a batch, as autocast casts it; ``sizes``: those of the weight, whose values are not needed. At
-    ``parts`` 0 and with values as they are, the gradient is exact.
+    ``sizes``: those of the weight, whose values are not needed.
     """
-    eager, given = library.in_plain_eager_mode(x), without_gaps(x)
-    _, shared = _cast_and_pack(given, Setting(parts, None, blocks), eager)
-    layout = given.shape, given.stride(), given.dtype, shared.shape, shared.block, blocks.value_format
-    x_hat = _unpack(None, InputLayout(*layout), shared.packed, eager)
     stride, padding, dilation, groups = windows
     moves = stride, padding, dilation, False, (0,) * len(stride), groups
-    grads = _convolution_backward(grad_y, x_hat, x_hat.new_empty(sizes), None, *moves, [False, True, False])
+    grads = _convolution_backward(grad_y, x, x.new_empty(sizes), None, *moves, [False, True, False])
     grad: Tensor = grads[1]
     return grad
 

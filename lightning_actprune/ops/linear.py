@@ -18,6 +18,7 @@ Pruning", arXiv:2311.16883.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,10 @@ from lightning_actprune.ops.second_derivative import without_derivative
 from lightning_actprune.ops.setting import BlockSetting
 from lightning_actprune.ops.sharing import Shared
 from lightning_actprune.ops.unseen import eager_apply
+from lightning_actprune.ops.weight_grad import dense_weight_grad
 
+WeightGradOf = Callable[[Tensor], Tensor]
+"""Returns a weight gradient, given an input."""
 _NO_SECOND = (
     "Second derivatives through a linear layer with pruned activations are not defined: the dropped blocks are no "
     "longer there. HINT: exclude the layer from pruning (`exclude=[...]`), or set its sparsity to 0, where you need "
@@ -106,19 +110,21 @@ def pruned_linear(
     return y
 
 
-def pruned_weight_grad(x: Tensor, grad_y: Tensor, parts: int, blocks: BlockSetting, dtype: torch.dtype) -> Tensor:
-    """Return the weight gradient that backward of ``pruned_linear`` computes, without a forward and at once.
+def weight_grad_of(grad_y: Tensor, blocks: BlockSetting, shape: tuple[int, int, int], transposed: bool) -> WeightGradOf:
+    """Return what computes the weight gradient of an input, or of what is kept of it, as backward does.
 
-    ``x``: the input as autocast casts it, inside attention ``[T, N, IN]``; at ``parts`` 0 and with values as they are,
-    the gradient is exact.
+    ``grad_y``: gradient of the output, inside attention ``[T, N, OUT]``; ``shape``, ``transposed``: of the input as
+    stored. The function takes that as ``[batch * rows, length]``, and returns fp32, or fp64 of fp64.
     """
-    eager = library.in_plain_eager_mode(x)
-    stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
-    block, keep = block_and_keep(stored, blocks.block_size, parts, blocks.value_format)
-    packed = library.pack(stored, block, keep, blocks.value_format, blocks.block_selection, eager)
     rows = _flat(grad_y.transpose(0, 1) if blocks.scope == "sample_second" else grad_y)
-    shared = Shared(packed, stored_shape(x, transposed), transposed, block)
-    return library.weight_grad(rows, shared, dtype, blocks.value_format, eager)
+    dtype = torch.promote_types(grad_y.dtype, torch.float32)
+
+    def weight_grad(stored: Tensor) -> Tensor:
+        if transposed:  # [rows, batch * length] is read as the columns of [R, IN]
+            stored = stored.reshape(shape).transpose(0, 1).reshape(shape[1], -1).t()
+        return dense_weight_grad(rows, stored, dtype)
+
+    return weight_grad
 
 
 def _dense_and_share(

@@ -218,6 +218,11 @@ def weight_grad(
         dense = _unpack((values, bitmap, offsets), shape, transposed, backend, blocks).view(matrix)
     if transposed:  # the reduced dimensions come last: [rows, batch * length] is read as the columns of [R, IN]
         dense = dense.t()
+    return dense_weight_grad(grad_y, dense, dtype)
+
+
+def dense_weight_grad(grad_y: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``grad_y^T @ dense`` in ``dtype``, of ``grad_y [R, OUT]`` and an input ``[R, IN]``."""
     if dtype != grad_y.dtype and dtype == torch.float32 and has_fp32_product(grad_y):
         return torch.mm(grad_y.t(), dense, out_dtype=dtype)  # spares a launch, and a rounding to 16 bits
     grad = torch.mm(grad_y.t(), dense)

@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_actprune import ActivationPruning, ActivationSensitivity, measure_sensitivity
+from lightning_actprune import ActivationPruning, ActivationSensitivity, SensitivityGrid, measure_sensitivity
 from lightning_actprune.nn.attention import watchers
 from tests.helpers import BARS, BATCHES, ConfiguredNet, Gradients, Net, assert_plain, trainer
 
@@ -159,10 +159,7 @@ def test_it_is_made_from_yaml_and_written_again(tmp_path):
     parsed = parser.parse_object({"callback": {"class_path": path, "init_args": given}})
     again = parser.parse_string(parser.dump(parsed))
     made = parser.instantiate_classes(again).callback
-    assert {name: getattr(made, name) for name in given} == given
-    assert (made.batches, made.min_cosine) == (2, 0.9)
+    assert made.grid == SensitivityGrid([0.5], ["int4"], include=["head"])
+    assert (made.at_step, made.batches, made.min_cosine) == (100, 2, 0.9)
     default = parser.parse_object({"callback": {"class_path": path}})
-    assert list(parser.instantiate_classes(parser.parse_string(parser.dump(default))).callback.sparsities)[:2] == [
-        0,
-        0.3,
-    ]
+    assert parser.instantiate_classes(parser.parse_string(parser.dump(default))).callback.grid == SensitivityGrid()

@@ -31,6 +31,7 @@ def specimens() -> list[Specimen]:
         found.append(whole(name, size, value))
     found.append(whole("int4", 32, "bf16", casts=True))
     found.append(unpacked("int4", 32, "bf16", everything=True))
+    found.extend(one_block("int4", 32, "bf16"))
     found.extend(sparse(size, value) for size, value in itertools.product(SPARSE, ("bf16", "fp32")))
     for (name, size, blocks), value in itertools.product(SAMPLES, ("bf16", "fp32")):
         found.append(sample(name, size, blocks, value))
@@ -79,6 +80,14 @@ def unpacked(name: str, size: int, value: str, everything: bool = False) -> Spec
     _, (_, _, lanes), options = pack.run_tile(64, 4704, size)
     tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(name, size)}
     return f"unpack_all_{name}_b{size}", unpack.unpack_kernel, tile | rows(6 * size, size), value, options
+
+
+def one_block(name: str, size: int, value: str) -> list[Specimen]:
+    """Return the kernels that store and read rows of one block, as ``ops.ranked_blocks`` has them."""
+    return [
+        (f"{label}_block", kernel, constants | rows(size, size), *others)
+        for label, kernel, constants, *others in (whole(name, size, value), unpacked(name, size, value, True))
+    ]
 
 
 def decoded(name: str, size: int, value: str) -> Specimen:

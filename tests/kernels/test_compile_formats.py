@@ -15,6 +15,7 @@ KERNELS = {
 }
 KERNELS |= {f"{kernel}_{name}_b{size}" for kernel in ("count_and_dequantize", "quantize_all") for name, size in CASES}
 KERNELS |= {"quantize_all_cast_int4_b32", "unpack_all_int4_b32"}
+KERNELS |= {"quantize_all_int4_b32_block", "unpack_all_int4_b32_block"}
 KERNELS |= {f"sparse_unpack_int4_b{size}" for size in SPARSE}
 KERNELS |= {f"sample_{name}_b{size}" for name, size, _ in SAMPLES}
 
