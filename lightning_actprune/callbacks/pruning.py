@@ -236,7 +236,8 @@ class ActivationPruning(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # compared when training starts: not all layers may exist yet
+        if not self._trials.ran:
+            self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
     def _checked_options(self, preset: Preset) -> ConversionOptions:
         return checked(
@@ -262,7 +263,6 @@ class ActivationPruning(pl.Callback):
         self._find_layers(pl_module)
 
     def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Findings | None:
-        """Act on what the batch has shown, if it was probed."""
         found = self._probe.batch_ends(trainer, pl_module, self._report)
         if found is not None:
             self._find_layers(pl_module)

@@ -38,13 +38,17 @@ class TrialProbe(pl.Callback):
         end: Callable[[pl.Trainer, pl.LightningModule], None],
     ) -> None:
         self._owner, self._probe, self._begin, self._end = owner, probe, begin, end
+        self.ran = False
+        """Whether there were trials in this fit, which is still to begin: who loads a checkpoint is their tuner."""
 
     def wait(self, pl_module: pl.LightningModule) -> None:
         """Join the trials of ``pl_module`` from now on."""
+        self.ran = False
         call_before_train_start(pl_module, self._join)
 
     def leave(self, pl_module: pl.LightningModule) -> None:
         """Join no more of them; close what one that ran out of memory has left open."""
+        self.ran = False
         restore_hook(pl_module, "on_train_start")
         self._probe.stop()
 
@@ -52,6 +56,7 @@ class TrialProbe(pl.Callback):
         callbacks: list[pl.Callback] = pl_module.trainer.callbacks  # type: ignore[attr-defined]
         if self._owner not in callbacks and self not in callbacks:
             callbacks.append(self)  # the tuner's own list, which ends with it
+            self.ran = True
             self._begin(pl_module)
 
     @override
@@ -69,3 +74,7 @@ class TrialProbe(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end(trainer, pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._owner.on_exception(trainer, pl_module, exception)  # `LearningRateFinder` has not put it back
