@@ -27,7 +27,7 @@ def call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[
         original()
         action(pl_module)
 
-    _replace_hook(pl_module, configure_model)
+    _replace_hook(pl_module, "configure_model", configure_model)
 
 
 def call_before_train_start(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
@@ -39,7 +39,7 @@ def call_before_train_start(pl_module: pl.LightningModule, action: Callable[[pl.
         action(pl_module)
         original()
 
-    _replace_hook(pl_module, on_train_start)
+    _replace_hook(pl_module, "on_train_start", on_train_start)
 
 
 def restore_hooks(pl_module: pl.LightningModule) -> None:
@@ -57,7 +57,7 @@ def restore_hook(pl_module: pl.LightningModule, name: str) -> None:
             attributes[name] = replaced
 
 
-def _replace_hook(pl_module: pl.LightningModule, hook: Callable[[], None]) -> None:
-    attributes, name = vars(pl_module), hook.__name__
+def _replace_hook(pl_module: pl.LightningModule, name: str, hook: Callable[[], None]) -> None:
+    attributes = vars(pl_module)
     vars(hook)[_REPLACED] = attributes.get(name)
     attributes[name] = hook
