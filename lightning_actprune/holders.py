@@ -111,16 +111,13 @@ class HolderProbe(SavedTensorRecorder):
     @property
     def held(self) -> list[SkippedLayer]:
         """The layers that are better left dense, with the reason, in the order of the model."""
-        return list(self._held().values())
-
-    def _held(self) -> dict[Layer, SkippedLayer]:
         names = {layer: fqns[0] for fqns, layer in prunable_layers(self._model)}
         reasons = _Ledger(self._calls, self._packs).reasons(self._holders, names)
-        return {
-            layer: SkippedLayer(name, torch_class(type(layer)).__name__, reasons[layer])
+        return [
+            SkippedLayer(name, torch_class(type(layer)).__name__, reasons[layer])
             for layer, name in names.items()
             if layer in reasons
-        }
+        ]
 
     def check_alive(self) -> None:
         """Look for references in Python; leaving the context does it too.
@@ -154,13 +151,7 @@ class HolderProbe(SavedTensorRecorder):
         Returns:
             These layers, which are now in ``report.skipped`` with the reason.
         """
-        converted = {layer.fqn for layer in report.converted}
-        held = {layer: skipped for layer, skipped in self._held().items() if skipped.fqn in converted}
-        names = {skipped.fqn for skipped in held.values()}
-        revert_layers(self._model, held.__contains__)
-        report.converted[:] = [layer for layer in report.converted if layer.fqn not in names]
-        report.skipped.extend(held.values())
-        return list(held.values())
+        return leave_dense(self._model, report, self.held)
 
     def _followed(self) -> Iterable[nn.Module]:
         return self._model.modules()
@@ -208,6 +199,16 @@ class HolderProbe(SavedTensorRecorder):
         if not name:
             return f"is kept for backward by {operator or 'the step itself'}"
         return f"is kept for backward by {name!r}" + (f" ({operator})" if operator else "")
+
+
+def leave_dense(model: nn.Module, report: ConversionReport, held: Iterable[SkippedLayer]) -> list[SkippedLayer]:
+    """Turn the converted layers that ``held`` names back to dense; see ``HolderProbe.apply``."""
+    converted = {layer.fqn for layer in report.converted}
+    found = {skipped.fqn: skipped for skipped in held if skipped.fqn in converted}
+    revert_layers(model, {layer for fqns, layer in prunable_layers(model) if fqns[0] in found}.__contains__)
+    report.converted[:] = [layer for layer in report.converted if layer.fqn not in found]
+    report.skipped.extend(found.values())
+    return list(found.values())
 
 
 def _prune_again(layer: Layer) -> None:

@@ -67,6 +67,11 @@ PRESETS: dict[PresetName, Preset] = {
 }
 
 
+def given(value: Any, default: Any) -> Any:
+    """Return ``value``, or ``default`` if it is ``None``."""
+    return default if value is None else value
+
+
 def check_preset(value: Any) -> Preset:
     """Return the preset of that name."""
     if value not in get_args(PresetName):

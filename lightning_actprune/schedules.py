@@ -216,10 +216,19 @@ def sparsity_at(sparsity: float | SparsitySchedule, progress: float) -> float:
 
 def highest_sparsity(sparsity: float | SparsitySchedule) -> float:
     """Return the highest sparsity of the training, looked at in thousandths, and at the jumps of a ``StepSchedule``."""
+    return max(_sparsities(sparsity))
+
+
+def lowest_sparsity(sparsity: float | SparsitySchedule) -> float:
+    """Return the lowest sparsity of the training, looked at as for the highest."""
+    return min(_sparsities(sparsity))
+
+
+def _sparsities(sparsity: float | SparsitySchedule) -> list[float]:
     if not isinstance(sparsity, SparsitySchedule):
-        return sparsity
+        return [sparsity]
     jumps = sparsity.at if isinstance(sparsity, StepSchedule) else []
-    return max(sparsity_at(sparsity, progress) for progress in (*(part / 1000 for part in range(1001)), *jumps))
+    return [sparsity_at(sparsity, progress) for progress in (*(part / 1000 for part in range(1001)), *jumps)]
 
 
 def check_schedule(value: Any) -> SparsitySchedule | None:

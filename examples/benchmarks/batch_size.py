@@ -5,26 +5,30 @@
 Models as their libraries build them, ``Trainer(precision="bf16-mixed")``, fused AdamW. Every case runs in a process of
 its own, which torch lets allocate no more than the cap (``set_per_process_memory_fraction``; what CUDA itself takes
 comes on top). A batch fits if a fit of three steps with it ends: the first is probed by the callback, and from the
-second on there is the state of the optimizer. Sizes are doubled until one does not fit, then halved in between until
-the largest that fits is known to 1 in 32.
+second on there is the state of the optimizer. The memory of two sizes is measured, a straight line through it says
+where the cap is reached, and sizes around that are tried until the largest that fits is known to 1 in 32.
 
-``batch`` is that size and ``peak_mib`` the most that was allocated at it. ``finder_batch`` is what Lightning's
-``BatchSizeFinder`` finds by itself in its mode ``"binsearch"``, without a margin, and ``finder_fits`` whether a fit
-with it ends: in the finder's trials no callback runs, so the layers that the first batch of a fit is to judge are not
-judged.
+``batch`` is that size, ``peak_mib`` the most that was allocated at it and ``trials`` how many fits it took.
+``finder_batch`` is what Lightning's ``BatchSizeFinder`` finds by itself in its mode ``"binsearch"``, without a margin,
+and ``finder_fits`` whether the fit that goes on with it ends. What runs out of memory is what it takes for that.
+
+A model is built once in a case. The data are a few samples, repeated on the GPU to the size of a batch: to collate and
+to copy a thousand images takes longer than to train on them.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import subprocess
 import sys
+import time
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
+from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,9 +36,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from rich.console import Console
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -48,35 +53,34 @@ from lightning_actprune.presets import PRESETS
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 METHODS = ("dense", "checkpoint", *PRESETS, "balanced, others", "max, others")
 STEPS = 3
+SAMPLES = 4
 RESOLUTION = 32
 LARGEST = 2**16
 FINDER = {"margin": 0.0, "max_val": LARGEST}
 """Arguments of Lightning's finder, as far as it knows them: the largest size that fits, not one below."""
-CASE_SECONDS = 560
+CASE_SECONDS = 240
 
 
-class Repeated(Dataset[Any]):
-    """A few samples over and over, as many as are asked for."""
+class Few(IterableDataset[Any]):
+    """The same few samples over and over, as ready batches of an unknown number."""
 
     def __init__(self, samples: Sequence[Tensor]) -> None:
-        self.samples = samples
+        self.samples = tuple(samples)
 
-    def __len__(self) -> int:
-        return STEPS * LARGEST
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(tensor[index % len(tensor)] for tensor in self.samples)
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return repeat(self.samples)
 
 
 class Training(pl.LightningModule):
     """A workload as a LightningModule."""
 
-    def __init__(self, name: str, method: str, batch_size: int) -> None:
+    def __init__(self, name: str, method: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.workload = WORKLOADS[name]
         self.model = self.workload.build()
-        self.batch_size = batch_size
+        self.samples = self.workload.data(SAMPLES)
+        self.batch_size = self.workload.batch
         if method == "checkpoint":
             checkpoint_blocks(self.model)
 
@@ -87,56 +91,104 @@ class Training(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Repeated(self.workload.data(4)), self.batch_size)
+        return DataLoader(Few(self.samples), batch_size=None)
+
+    def on_after_batch_transfer(self, batch: tuple[Tensor, ...], dataloader_idx: int) -> tuple[Tensor, ...]:
+        times = -(-self.batch_size // SAMPLES)
+        return tuple(torch.cat([samples] * times)[: self.batch_size] for samples in batch)
 
 
-def train(name: str, method: str, batch_size: int, accelerator: str, *callbacks: pl.Callback) -> int:
-    """Return the batch size of a fit of three steps, which a callback may have changed."""
-    model = Training(name, method, batch_size)
-    if method not in ("dense", "checkpoint"):
-        preset, _, others = method.partition(", ")
-        callbacks = (ActivationPruning(preset=preset, others=bool(others), verbose=False), *callbacks)
-    with TemporaryDirectory() as folder:
-        pl.Trainer(
-            max_steps=STEPS, accelerator=accelerator, devices=1, precision="bf16-mixed", callbacks=list(callbacks),
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            limit_val_batches=0, default_root_dir=folder,
-        ).fit(model)  # fmt: skip
-    return model.batch_size
+class Case:
+    """A model and a method, trained at one batch size after the other.
 
+    Args:
+        name: Of the workload.
+        method: How it is trained.
+        accelerator: Where.
+    """
 
-def fits(run: Callable[[], Any]) -> bool:
-    """Return whether ``run`` ends without running out of memory; what it leaves is freed."""
-    try:
-        run()
-    except torch.OutOfMemoryError:
-        return False
-    finally:
+    def __init__(self, name: str, method: str, accelerator: str) -> None:
+        self.label, self.method, self.accelerator = f"{name}, {method}", method, accelerator
+        self.training = Training(name, method)
+        self.peaks: dict[int, float | None] = {}
+        """MiB of every size that was tried; ``None`` if it does not fit."""
+
+    def fits(self, batch_size: int) -> bool:
+        """Return whether a fit of three steps ends; no size is tried twice."""
+        if batch_size not in self.peaks:
+            self.peaks[batch_size] = self.fit(batch_size)
+        return self.peaks[batch_size] is not None
+
+    def fit(self, batch_size: int, *callbacks: pl.Callback) -> float | None:
+        """Return the peak of a fit in MiB, ``None`` if it runs out of memory."""
+        start, self.training.batch_size = time.perf_counter(), batch_size
         free()
-    return True
+        try:
+            self._train(*callbacks)
+            peak = torch.cuda.max_memory_allocated() / MIB if self.accelerator == "gpu" else 0.0
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            peak = None
+        self.training.zero_grad()
+        found = "out of memory" if peak is None else f"{peak:.0f} MiB"
+        seconds = time.perf_counter() - start
+        report(f"{self.label}: {self.training.batch_size} samples, {found}, {seconds:.1f} s")
+        return peak
+
+    def _train(self, *callbacks: pl.Callback) -> None:
+        if self.method not in ("dense", "checkpoint"):
+            preset, _, others = self.method.partition(", ")
+            callbacks = (ActivationPruning(preset=preset, others=bool(others), verbose=False), *callbacks)
+        with TemporaryDirectory() as folder:
+            pl.Trainer(
+                max_steps=STEPS, accelerator=self.accelerator, devices=1, precision="bf16-mixed", logger=False,
+                callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
+            ).fit(self.training)  # fmt: skip
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Return whether Lightning's finder takes ``error`` for that, or cuBLAS names it so."""
+    return is_oom_error(error) or "STATUS_ALLOC_FAILED" in str(error)
+
+
+def report(line: str) -> None:
+    """Tell how far a case is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def free() -> None:
     """Return all that is no longer used to the GPU, so that no trial pays for the fragments of another."""
-    gc.collect()
+    garbage_collection_cuda()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
+def guess(case: Case, start: int, cap_mib: float) -> int:
+    """Return the size at which a straight line through the peaks of ``start`` and twice as many reaches the cap."""
+    if not (case.fits(start) and case.fits(2 * start)):
+        return start
+    first, second = case.peaks[start] or 0.0, case.peaks[2 * start] or 0.0
+    if second <= first:
+        return 2 * start
+    return min(LARGEST, max(2 * start, int(start + start * (cap_mib - first) / (second - first))))
+
+
 def largest(fits: Callable[[int], bool], start: int) -> int:
-    """Return the largest size that fits, to 1 in 32; 0 if ``start`` and all its halves do not."""
-    low, high = 0, min(start, LARGEST)
-    while fits(high):
-        if high == LARGEST:
-            return high
-        low, high = high, min(2 * high, LARGEST)
+    """Return the largest size that fits, to 1 in 32, looked for from ``start`` on; 0 if none does."""
+    low, high, size = 0, LARGEST + 1, min(start, LARGEST)
+    step = max(1, size // RESOLUTION)
     while high - low > max(1, low // RESOLUTION):
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
+        if fits(size):
+            low = size
         else:
-            high = middle
+            high = size
+        if low and high <= LARGEST:
+            size = (low + high) // 2
+        else:
+            size = min(low + step, LARGEST) if low else max(high - step, 1)
+            step *= 2
     return low
 
 
@@ -144,40 +196,38 @@ def measure(name: str, method: str, cap_gib: float, accelerator: str = "gpu") ->
     """Return the figures of one case."""
     if accelerator == "gpu":
         torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    start = WORKLOADS[name].batch
-    batch = largest(lambda size: fits(lambda: train(name, method, size, accelerator)), start)
-    if not batch:
-        return {"batch": 0, "peak_mib": None, "finder_batch": None, "finder_fits": None}
-    train(name, method, batch, accelerator)
-    peak = round(torch.cuda.max_memory_allocated() / MIB, 2) if accelerator == "gpu" else None
-    free()
-    known = {name: value for name, value in FINDER.items() if name in signature(BatchSizeFinder).parameters}
-    finder = BatchSizeFinder("binsearch", steps_per_trial=STEPS, init_val=max(1, batch // 2), **known)
-    found: list[int] = []
-    finder_fits = fits(lambda: found.append(train(name, method, start, accelerator, Noting(found), finder)))
-    return {"batch": batch, "peak_mib": peak, "finder_batch": found[0] if found else None, "finder_fits": finder_fits}
+    begin, case = time.perf_counter(), Case(name, method, accelerator)
+    batch = largest(case.fits, guess(case, WORKLOADS[name].batch, cap_gib * 1024))
+    found = {"batch": batch, "peak_mib": None, "trials": len(case.peaks), "finder_batch": None, "finder_fits": None}
+    if batch:
+        peak = case.peaks[batch]
+        noting = Noting()
+        known = {name: value for name, value in FINDER.items() if name in signature(BatchSizeFinder).parameters}
+        first = max(1, batch - batch // 8)
+        finder = BatchSizeFinder("binsearch", steps_per_trial=STEPS, init_val=first, **known)
+        ends = case.fit(first, noting, finder) is not None
+        found |= {"peak_mib": round(peak, 2) if peak else None, "finder_batch": noting.batch_size, "finder_fits": ends}
+    return {**found, "seconds": round(time.perf_counter() - begin, 1)}
 
 
 class Noting(pl.Callback):
     """Notes the batch size with which training starts, whether or not it ends."""
 
-    def __init__(self, found: list[int]) -> None:
-        self.found = found
+    batch_size: int | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.found.append(pl_module.batch_size)
+        self.batch_size = pl_module.batch_size
 
 
 def run_case(name: str, method: str, cap_gib: float) -> dict[str, Any]:
-    """Measure one case in a fresh process; return its figures, or its error."""
+    """Measure one case in a fresh process, which tells on stderr how far it is; return its figures, or its error."""
     command = [sys.executable, __file__, "--cap-gib", str(cap_gib), "--case", name, method]
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS)
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CASE_SECONDS)
     except subprocess.TimeoutExpired:
         return {"error": f"took over {CASE_SECONDS} s"}
-    if output.returncode:
-        return {"error": (output.stderr.strip().splitlines() or [f"exit status {output.returncode}"])[-1][:300]}
-    return json.loads(output.stdout.splitlines()[-1])
+    lines = output.stdout.splitlines()
+    return json.loads(lines[-1]) if lines else {"error": f"exit status {output.returncode}"}
 
 
 def summary(records: Records) -> Summary:
@@ -211,7 +261,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.case:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-        print(json.dumps(measure(*args.case, args.cap_gib)))
+        try:
+            found = measure(*args.case, args.cap_gib)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(json.dumps(found))
         return
     records: Records = []
     for name in args.models:

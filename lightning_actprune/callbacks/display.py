@@ -17,7 +17,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.arguments import OtherOperator, PrunedOperator
 from lightning_actprune.callbacks.own_settings import differing_settings
-from lightning_actprune.callbacks.probing import Findings
+from lightning_actprune.callbacks.verdict import Findings
 from lightning_actprune.conversion_report import (
     AFFINE_LAYERS,
     CONVOLUTIONS,
@@ -43,17 +43,18 @@ _TYPICAL_ROWS = 4096
 
 
 @rank_zero_only
-def show(trainer: pl.Trainer, content: RenderableType) -> None:
-    """Print ``content`` on rank zero by the way that suits the progress bar in use."""
+def show(trainer: pl.Trainer, *contents: RenderableType) -> None:
+    """Print ``contents`` on rank zero by the way that suits the progress bar in use."""
     bar = trainer.progress_bar_callback
-    if isinstance(bar, TQDMProgressBar):
-        # Unlike the bar's own `print`, this also works while no bar is active.
-        tqdm.write(as_text(content))
-    elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
-        # The console that Lightning's bar draws on: a second one would garble it.
-        get_console().print(content, markup=False)
-    else:
-        rank_zero_info(as_text(content))
+    for content in contents:
+        if isinstance(bar, TQDMProgressBar):
+            # Unlike the bar's own `print`, this also works while no bar is active.
+            tqdm.write(as_text(content))
+        elif isinstance(bar, RichProgressBar) or _has(trainer, RichModelSummary):
+            # The console that Lightning's bar draws on: a second one would garble it.
+            get_console().print(content, markup=False)
+        else:
+            rank_zero_info(as_text(content))
 
 
 def _has(trainer: pl.Trainer, kind: type[pl.Callback]) -> bool:

@@ -7,15 +7,16 @@ the user's choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
+from lightning_actprune.callbacks.verdict import Findings, Verdict, check_left
+from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer
 from lightning_actprune.energy import EnergyProbe, keep_blocks
 from lightning_actprune.holders import HolderProbe
 from lightning_actprune.recomputed import RecomputationProbe
@@ -29,33 +30,26 @@ class Questions(NamedTuple):
 
     Args:
         sparsity: Highest sparsity that any of the layers will have.
-        quantizes: Whether values are stored in few bits: then layers pack at sparsity 0 too.
         skip_held: Whether to turn held layers dense; without it, nothing inside compiled modules is seen.
         max_dropped_energy: Largest share of an input's energy that dropped blocks may hold.
     """
 
     sparsity: float
-    quantizes: bool
     skip_held: bool
     max_dropped_energy: float
 
 
-class Findings(NamedTuple):
-    """What the first batch has shown and what was done about it.
+class FirstBatchProbe:
+    """Decides once, in the first training batch that runs a forward, which layers are left dense.
 
     Args:
-        held: Layers turned dense, since something else keeps their input.
-        spread: Share of the energy that was to be dropped, by the name of the layers that drop nothing for it.
+        max_dropped_energy: Largest share of an input's energy that dropped blocks may hold.
+        skip_held: Whether to turn held layers dense; without it, nothing inside compiled modules is seen.
     """
 
-    held: list[SkippedLayer]
-    spread: dict[str, float]
-
-
-class FirstBatchProbe:
-    """Decides once in a fit, in the first training batch that runs a forward, which layers are left dense."""
-
-    def __init__(self) -> None:
+    def __init__(self, max_dropped_energy: float, skip_held: bool) -> None:
+        self._max_dropped_energy, self._skip_held = max_dropped_energy, skip_held
+        self.verdict = Verdict()
         self._questions: Questions | None = None
         self._holders: HolderProbe | None = None
         self._energy: EnergyProbe | None = None
@@ -66,16 +60,30 @@ class FirstBatchProbe:
         """Whether this batch or the next will be probed: whoever keeps inputs alive in it is taken for a holder."""
         return self._questions is not None
 
-    def fit_starts(self, questions: Questions) -> None:
-        """Probe the next batch; nothing where no layer packs."""
-        self._questions = questions if questions.sparsity > 0 or questions.quantizes else None
+    @property
+    def judges_energy(self) -> bool:
+        """Whether the next batch will show which layers drop nothing; not if a checkpoint has told."""
+        return self.undecided and self._max_dropped_energy < 1 and self.verdict.spread is None
+
+    def ask(self, report: ConversionReport, sparsity: float) -> None:
+        """Probe the next batch for what is not known yet; nothing where no layer packs.
+
+        Args:
+            report: The conversion.
+            sparsity: Highest sparsity that any of the layers will have.
+        """
+        self._questions = None
+        quantizes = any(layer.value_format != "same" for layer in report.converted)
+        if not self.verdict.complete and (sparsity > 0 or quantizes):
+            limit = self._max_dropped_energy if self.verdict.spread is None else 1.0
+            self._questions = Questions(sparsity, self._skip_held, limit)
 
     def batch_starts(self, model: nn.Module, batch: Any) -> None:
         """Open the probes unless all is decided."""
         self.stop()  # of a batch that was skipped
         if self._questions is None:
             return
-        sparsity, _, skip_held, limit = self._questions
+        sparsity, skip_held, limit = self._questions
         self._recomputations = RecomputationProbe(model, eagerly=skip_held)
         self._recomputations.__enter__()
         if limit < 1 and sparsity > 0:
@@ -90,18 +98,16 @@ class FirstBatchProbe:
         if self._holders is not None:
             self._holders.check_alive()
 
-    def batch_ends(
-        self, model: nn.Module, report: ConversionReport, over_ranks: Callable[[Tensor], Tensor]
-    ) -> Findings | None:
+    def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Findings | None:
         """Turn layers dense, or let them drop nothing; warn of pruned ones inside activation checkpoints.
 
         Not before backward is over: a checkpointed region has to run there as it did in the forward. By then references
         in Python show also for layers that kept their input themselves, at sparsity 0.
 
         Args:
+            trainer: Knows the other ranks.
             model: The module that holds the layers.
             report: The conversion, which is brought up to date.
-            over_ranks: Returns the sum of a tensor over all ranks.
 
         Returns:
             What was found; ``None`` unless this was the batch that was probed.
@@ -122,14 +128,16 @@ class FirstBatchProbe:
         held = [] if holders is None else holders.apply(report)
         spread: dict[str, float] = {}
         if energy is not None:
-            energy.add_up(over_ranks)
+            energy.add_up(partial(sum_over_ranks, trainer))
             converted = {layer.fqn for layer in report.converted}
             spread = {name: share for name, share in energy.spread.items() if name in converted}
             keep_blocks(model, report, spread)
         check_left(report)
         recomputed = set(recomputations.recomputed)
         _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
-        return Findings(held, spread)
+        found = Findings(held, spread)
+        self.verdict.add(found)
+        return found
 
     def stop(self) -> None:
         """Close the probes, whatever happened in the step."""
@@ -144,16 +152,6 @@ def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
     total = trainer.strategy.reduce(values, reduce_op="sum")
     assert isinstance(total, Tensor)
     return total
-
-
-def check_left(report: ConversionReport) -> None:
-    """Raise if no layer is left to prune, and none of another operator is converted."""
-    if not report.converted and not report.few_bit and report.rest is None:
-        raise MisconfigurationException(
-            "No layer is left to prune: packing their inputs would add memory, or drop too much of them:\n"
-            f"{report.describe_skipped()}\nHINT: choose other layers with `include`, take the callback out, or prune "
-            "all the same with `ActivationPruning(skip_held=False)` or a higher `max_dropped_energy`."
-        )
 
 
 def _warn_of_checkpoints(layers: Sequence[ConvertedLayer]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_actprune.conversion_options import ConversionOptions
 from lightning_actprune.nn.settings import PrunedLayer
-from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, sparsity_at
+from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, lowest_sparsity, sparsity_at
 from lightning_actprune.selection import prunable_layers
 
 _Result = TypeVar("_Result")
@@ -95,6 +95,11 @@ class SparsityProgress:
                 sparsity = checked(sparsity_at, schedule, progress)
                 if layer.sparsity != sparsity:
                     layer.sparsity = sparsity
+
+    def wait(self, *, at_zero: bool) -> None:
+        """Let every layer drop the fewest blocks that it will drop in this training, or none, until training starts."""
+        for _, layer, sparsity in self._layers:
+            layer.wait_at(0.0 if at_zero else checked(lowest_sparsity, sparsity))
 
     @property
     def highest(self) -> float:

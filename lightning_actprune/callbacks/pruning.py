@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,19 +12,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_share
-from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
+from lightning_actprune.callbacks.configure import call_after_configure_model, restore_hooks
 from lightning_actprune.callbacks.display import conversion_summary, findings, show
 from lightning_actprune.callbacks.precision import check_precision
-from lightning_actprune.callbacks.probing import FirstBatchProbe, Questions, check_left, sum_over_ranks
+from lightning_actprune.callbacks.probing import FirstBatchProbe
 from lightning_actprune.callbacks.progress import SparsityProgress, checked
 from lightning_actprune.callbacks.resuming import settings_state, warn_of_other_settings
+from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose
+from lightning_actprune.callbacks.verdict import Findings
 from lightning_actprune.conversion import check_conversion, convert_layers, new_owner, revert
 from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
-from lightning_actprune.energy import keep_blocks
 from lightning_actprune.layer_settings import LayerSettings
-from lightning_actprune.presets import Preset, PresetName, check_preset
+from lightning_actprune.presets import Preset, PresetName, check_preset, given
 from lightning_actprune.schedules import SparsitySchedule
 
 
@@ -36,14 +37,14 @@ class ActivationPruning(pl.Callback):
     exception. Validation, test, prediction and checkpoints are those of the plain model: no key is added, and the
     package is not needed to load one.
 
-    The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a resumed run continues it. Layers
-    made in ``LightningModule.setup`` of a module without ``configure_model`` are converted after the tuners have run,
-    which therefore measure them dense.
+    The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a resumed run continues it.
 
     The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
     (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
     eagerly in that batch. It also shows the pruned layers that run only inside an activation checkpoint, of which a
-    warning tells (see ``RecomputationProbe``); without ``skip_held`` nothing inside compiled modules is seen.
+    warning tells (see ``RecomputationProbe``); without ``skip_held`` nothing inside compiled modules is seen. In a fit
+    with a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials, and all others have
+    the layers that the fit has.
 
     Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
 
@@ -56,7 +57,7 @@ class ActivationPruning(pl.Callback):
         include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
         exclude: Glob patterns on fully qualified layer names; a layer must match none.
         min_features: Linear layers with fewer input features stay dense.
-        schedule: Sparsity as a function of training progress. Before the first step (tuners) it is at progress 0.
+        schedule: Sparsity as a function of training progress. Trials of tuners are at its lowest.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
             schedule's progress is 1; by default the Trainer's estimate of the whole training, which counts batches:
             with several optimizers, say it.
@@ -118,11 +119,10 @@ class ActivationPruning(pl.Callback):
         verbose: Verbosity = True,
     ) -> None:
         super().__init__()
-        paper = sparsity is not None or schedule is not None
-        base = checked(check_preset, _given(preset, "paper" if paper else "balanced"))
+        base = checked(check_preset, given(preset, "balanced" if sparsity is None and schedule is None else "paper"))
         self.preset = preset
-        self.sparsity = _given(sparsity, base.sparsity)
-        self.block_size = _given(block_size, base.block_size)
+        self.sparsity = given(sparsity, base.sparsity)
+        self.block_size = given(block_size, base.block_size)
         self.scope = scope
         self.include = include
         self.exclude = exclude
@@ -130,9 +130,9 @@ class ActivationPruning(pl.Callback):
         self.schedule = schedule
         self.total_steps = total_steps
         self.skip_held = skip_held
-        self.value_format = _given(value_format, base.value_format)
-        self.block_selection = _given(block_selection, base.block_selection)
-        energy = _given(max_dropped_energy, base.max_dropped_energy)
+        self.value_format = given(value_format, base.value_format)
+        self.block_selection = given(block_selection, base.block_selection)
+        energy = given(max_dropped_energy, base.max_dropped_energy)
         self.max_dropped_energy = checked(check_share, energy, "max_dropped_energy")
         self.others = others
         self.layers = layers
@@ -144,10 +144,10 @@ class ActivationPruning(pl.Callback):
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
-        self._claimed: list[str] = []
-        self._spread: dict[str, float] | None = None  # not judged yet
         self._restored: dict[str, Any] | None = None
-        self._probe = FirstBatchProbe()
+        self._probe = FirstBatchProbe(self.max_dropped_energy, skip_held)
+        self._verdict = self._probe.verdict
+        self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
 
     @property
     def report(self) -> ConversionReport:
@@ -172,7 +172,7 @@ class ActivationPruning(pl.Callback):
     @property
     def spread(self) -> dict[str, float]:
         """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
-        return dict(self._spread or {})
+        return dict(self._verdict.spread or {})
 
     @property
     @override
@@ -184,27 +184,29 @@ class ActivationPruning(pl.Callback):
         if stage == "fit":
             check_precision(trainer, self._options)
             self._restored = None
-            self._spread = None
+            self._verdict.fit_begins(pl_module)
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
                 call_after_configure_model(pl_module, self._convert)
+            self._trials.wait(pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trials.leave(pl_module)
         self._convert(pl_module)  # layers made in LightningModule.setup
         checked(check_conversion, pl_module, self._report, self._options)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
-            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes))
+            found = findings(Findings([], self.spread), self._report)  # in trials
+            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes), *found)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress.start(trainer)
         self._restore(pl_module)
         self._progress.follow(trainer)
-        limit = self.max_dropped_energy if self._spread is None else 1.0  # judged already, before a checkpoint
-        quantizes = any(layer.value_format != "same" for layer in self.converted)
-        self._probe.fit_starts(Questions(self._progress.highest, quantizes, self.skip_held, limit))
+        self._probe.ask(self._report, self._progress.highest)
+        self._verdict.end_with_the_fit()
 
     @override
     def on_train_batch_start(
@@ -221,14 +223,9 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        found = self._probe.batch_ends(pl_module, self._report, functools.partial(sum_over_ranks, trainer))
-        if found is None:
-            return
-        self._spread = self.spread | found.spread
-        self._find_layers(pl_module)
-        if self.verbose:
-            for summary in findings(found, self._report):
-                show(trainer, summary)
+        found = self._judge(trainer, pl_module)
+        if found is not None and self.verbose:
+            show(trainer, *findings(found, self._report))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -237,63 +234,64 @@ class ActivationPruning(pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._release(pl_module)  # Lightning calls no `teardown` after an exception
+        self._verdict.end_with_the_fit()
 
     @override
     def state_dict(self) -> dict[str, Any]:
         state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
-        return state | {"total_steps": self._progress.total_steps, "layers": self._claimed, "spread": self._spread}
+        return state | {
+            "total_steps": self._progress.total_steps,
+            "layers": self._verdict.layers,
+            "spread": self._verdict.spread,
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # compared when training starts: not all layers may exist yet
+        if not self._trials.ran:
+            self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
     def _checked_options(self, preset: Preset) -> ConversionOptions:
-        return checked(
-            ConversionOptions,
-            self.sparsity,
-            self.block_size,
-            scope=self.scope,
-            include=self.include,
-            exclude=self.exclude,
-            min_features=self.min_features,
-            value_format=self.value_format,
-            block_selection=self.block_selection,
-            others=preset.others if self.others is True else self.others,
-            layers=self.layers,
-            schedule=self.schedule,
-            exclude_first=self.exclude_first,
-            exclude_last=self.exclude_last,
-        )
+        chosen = {field.name: getattr(self, field.name) for field in fields(ConversionOptions) if field.init}
+        return checked(ConversionOptions, **chosen | {"others": preset.others if self.others is True else self.others})
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
         self._report = checked(convert_layers, pl_module, self._options, self._owner)
-        self._claimed = [layer.fqn for layer in self.converted]
+        self._verdict.apply(pl_module, self._report)
         self._find_layers(pl_module)
 
+    def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Findings | None:
+        found = self._probe.batch_ends(trainer, pl_module, self._report)
+        if found is not None:
+            self._find_layers(pl_module)
+        return found
+
+    def _begin_trials(self, pl_module: pl.LightningModule) -> None:
+        self._convert(pl_module)  # layers made in LightningModule.setup
+        self._restore(pl_module)
+        self._probe.ask(self._report, self._progress.highest)
+        self._progress.wait(at_zero=self._probe.judges_energy)
+
+    def _end_trial_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._judge(trainer, pl_module) is not None:
+            self._verdict.add_trial_of(pl_module)
+            self._progress.wait(at_zero=False)
+
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
-        """Find the layers whose sparsity follows a schedule."""
         self._progress.find_layers(pl_module, self._owner, without=self.spread)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._probe.stop()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
-            restore_configure_model(pl_module)
+            restore_hooks(pl_module)
             revert(pl_module, self._owner)
 
     def _restore(self, pl_module: pl.LightningModule) -> None:
         """Go on with what was found before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        spread = then.get("spread")
         now = {name: value for name, value in self.state_dict().items() if name != "spread"}
         judged_alike = all(then.get(name) == value for name, value in now.items() if name != "total_steps")
-        if spread is not None and judged_alike:
-            self._spread = spread
-            keep_blocks(pl_module, self._report, spread)
-            check_left(self._report)
+        if then.get("spread") is not None and judged_alike:
+            self._verdict.restore(pl_module, self._report, then["spread"])
             self._find_layers(pl_module)
         warn_of_other_settings(self._owner, then, now)
-
-
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -67,6 +67,10 @@ class PrunedLayer(Converted):
         """The highest sparsity that the layer has, or will have, in this training."""
         return max(self.sparsity, self._pruning.highest)
 
+    def wait_at(self, sparsity: float) -> None:
+        """Drop so many blocks for now; the layer is judged by what it would have dropped otherwise."""
+        self._pruning = replace(self._pruning, sparsity=check_sparsity(sparsity), highest=self.highest_sparsity)
+
     def drop_nothing(self) -> None:
         """Keep all blocks from now on."""
         self._pruning = replace(self._pruning, sparsity=0.0, highest=0.0)

@@ -211,6 +211,45 @@ def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, e
     assert len(model.seen) == BATCHES
 
 
+def stopped_by(other: pl.Callback) -> tuple[pl.Trainer, Net]:
+    made, model = trainer(*ours(preset="max", others=True), other, max_epochs=4), Net()
+    made.fit(model)
+    assert_plain(model)
+    return made, model
+
+
+def test_early_stopping_ends_the_fit():
+    """On the loss of a validation, which never falls by so much; on a metric of ours, see ``test_memory``."""
+    stopping = theirs.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    made, model = stopped_by(stopping)
+    assert stopping.stopped_epoch == 1
+    assert made.current_epoch == 2
+    assert len(model.seen) == 2 * BATCHES
+
+
+def test_a_timer_ends_the_fit():
+    timer = theirs.Timer(timedelta(microseconds=1), interval="step")
+    made, model = stopped_by(timer)
+    assert timer.time_remaining() < 0
+    assert made.global_step == len(model.seen) == 1
+
+
+def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
+    model, weights = Net(), list[dict[str, Tensor]]()
+    model.watch = lambda net: weights.append(copy.deepcopy(net.state_dict()))
+    saving = theirs.OnExceptionCheckpoint(tmp_path)
+    callbacks = *ours(preset="max", others=True), saving, Interrupting("on_before_backward", RuntimeError)
+    with pytest.raises(RuntimeError):
+        trainer(*callbacks, enable_checkpointing=True).fit(model)
+    assert_plain(model)
+    dense = Net()
+    dense.load_state_dict(torch.load(saving.ckpt_path, weights_only=True)["state_dict"])
+    torch.testing.assert_close(dense.state_dict(), weights[-1], rtol=0, atol=0)
+    resumed = trainer()
+    resumed.fit(dense, ckpt_path=saving.ckpt_path)
+    assert resumed.global_step == len(dense.seen) + 2 == BATCHES
+
+
 @pytest.mark.gpu
 def test_a_larger_batch_fits_under_the_same_cap():
     """What the finder finds by itself, less its margin, is then trained with."""

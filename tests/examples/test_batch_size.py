@@ -21,10 +21,13 @@ def test_the_largest_size_is_found_to_one_in_32(start: int, limit: int):
     found = batch_size.largest(lambda size: tried.append(size) or size <= limit, start)
     assert found <= limit < found + max(2, 2 * found // 32)
     assert len(tried) == len(set(tried)) < 25
+    if abs(start - limit) <= limit / 32:
+        assert len(tried) <= 4
 
 
-def test_nothing_fits():
+def test_nothing_fits_and_everything_fits():
     assert batch_size.largest(lambda size: False, 100) == 0
+    assert batch_size.largest(lambda size: True, 100) == batch_size.LARGEST
 
 
 @pytest.fixture
@@ -40,11 +43,54 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(third_party.WORKLOADS, "small", small)
 
 
+class Line(batch_size.Case):
+    """A case whose peak is a straight line, up to the cap."""
+
+    def fit(self, batch_size: int, *callbacks: object) -> float | None:
+        peak = 100.0 + 3.0 * batch_size
+        return peak if peak <= 1000 else None
+
+
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("method", ["dense", "max, others"])
-def test_a_case(method: str):
+def test_a_case(method: str, capfd):
     found = batch_size.measure("small", method, 1.0, accelerator="cpu")
-    assert found == {"batch": LIMIT, "peak_mib": None, "finder_batch": LIMIT, "finder_fits": True}
+    assert found.pop("seconds") < 60
+    assert found == {"batch": LIMIT, "peak_mib": None, "trials": 4, "finder_batch": LIMIT, "finder_fits": True}
+    assert f"small, {method}: 4 samples, out of memory" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_small")
+def test_two_small_sizes_say_where_the_cap_is():
+    case = Line("small", "dense", "cpu")
+    assert batch_size.largest(case.fits, batch_size.guess(case, 8, 1000)) == 300
+    assert len(case.peaks) == 4
+
+
+def test_batches_are_as_large_as_they_say_and_of_the_given_samples(monkeypatch: pytest.MonkeyPatch):
+    data = torch.arange(4)[:, None].expand(4, 3), torch.arange(4)
+    monkeypatch.setitem(
+        third_party.WORKLOADS, "small", third_party.Workload("torch", 2, Blocks, lambda n: data, lambda *_: None)
+    )
+    training = batch_size.Training("small", "dense")
+    batch = next(iter(training.train_dataloader()))
+    for size in (1, 4, 6):
+        training.batch_size = size
+        x, y = training.on_after_batch_transfer(batch, 0)
+        assert x.shape == (size, 3)
+        assert y.tolist() == x[:, 0].tolist() == [0, 1, 2, 3, 0, 1][:size]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_what_counts_as_out_of_memory(message: str, expected: bool):
+    assert batch_size.out_of_memory(RuntimeError(message)) is expected
 
 
 def test_the_table_names_what_failed_and_the_ratio_to_dense():

@@ -1,0 +1,179 @@
+"""What Lightning's tuners find is found with the layers that the fit will have."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import groupby
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor, nn
+
+from lightning_actprune import ActivationPruning, LinearSchedule
+from lightning_actprune.footprint import SavedTensorMeter
+from tests.callbacks.test_dropped_energy import CONCENTRATED, SPREAD, Uneven
+from tests.helpers import BATCHES, assert_plain, trainer
+
+SIZE = 4
+QUICK = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
+
+
+class Judged(Uneven):
+    """Of its layers one is spread, one is concentrated, and the input of the head is held by a ReLU.
+
+    ``kept`` has a row for each training step: whether a callback saw it, the batch size and the bytes kept. Batches
+    above the ``largest`` size do not fit.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.kept: list[tuple[bool, int, int]] = []
+        self.largest = SIZE
+
+    def make(self) -> None:
+        super().make()
+        self.body[3] = nn.ReLU()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with SavedTensorMeter(self, batch) as meter:
+            loss = super().training_step(batch, batch_idx)
+        if len(batch[0]) > self.largest:
+            raise RuntimeError("CUDA out of memory.")
+        in_fit = any(isinstance(callback, ActivationPruning) for callback in self.trainer.callbacks)
+        self.kept.append((in_fit, len(batch[0]), meter.report().total_bytes))
+        return loss
+
+    @property
+    def phases(self) -> list[tuple[bool, int, list[int]]]:
+        """The bytes of every trial and of the fit."""
+        phases = groupby(self.kept, lambda row: row[:2])
+        return [(*phase, [nbytes for *_, nbytes in rows]) for phase, rows in phases]
+
+
+def fitted(pruning: ActivationPruning, *others: pl.Callback, model: Judged | None = None, **options: Any) -> Judged:
+    model = model or Judged()
+    trainer(pruning, *others, **(QUICK | options)).fit(model)
+    assert_clean(model)
+    return model
+
+
+def assert_clean(model: Judged) -> None:
+    assert_plain(model)
+    assert not {"configure_model", "on_train_start"} & vars(model).keys()
+
+
+@pytest.fixture(autouse=True)
+def _files_in_a_temporary_folder(tmp_path, monkeypatch):
+    """Tuners write their checkpoints to the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "max, others": {"preset": "max", "others": True},
+    "balanced": {"preset": "balanced"},
+    "paper": {"sparsity": 0.6},
+    "judged, values as they are": {"sparsity": 0.5, "max_dropped_energy": 0.2},
+    "up": {"schedule": LinearSchedule(end=0.6), "value_format": "int4", "max_dropped_energy": 0.2},
+    "down": {"schedule": LinearSchedule(start=0.8, end=0.1)},
+}
+
+
+ONE_STEP = "max, others", "judged, values as they are", "up"
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "trials"), [*((name, 2, 2) for name in SETTINGS), *((name, 1, 1) for name in ONE_STEP)]
+)
+def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str, steps: int, trials: int):
+    """Also if that trial is the only one, of one step."""
+    first = SIZE // trials
+    model, pruning = Judged(batch_size=first), ActivationPruning(**SETTINGS[name], verbose=False)
+    fitted(pruning, BatchSizeFinder(steps_per_trial=steps, init_val=first), model=model)
+    *_, (_, tried, in_trial), (_, size, in_fit) = model.phases
+    assert [phase[0] for phase in model.phases] == [False] * trials + [True]
+    assert tried == size == SIZE
+    assert max(in_fit) <= max(in_trial)
+    assert len(in_fit) == BATCHES
+    if "schedule" not in SETTINGS[name] and trials > 1:
+        assert set(in_fit) == set(in_trial)
+
+
+def judged() -> ActivationPruning:
+    return ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, verbose=False)
+
+
+@pytest.mark.parametrize("made_in", ["init", "setup"])
+def test_the_learning_rate_is_found_with_the_layers_of_the_fit(made_in: str, recwarn):
+    """Layers made in ``LightningModule.setup`` are found before the first trial."""
+    model, pruning = Judged(made_in=made_in), judged()
+    fitted(pruning, LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2), model=model)
+    assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
+    assert len(model.seen) > 3
+    assert pruning.spread.keys() == {SPREAD}
+    assert {layer.fqn: layer.sparsity for layer in pruning.converted} == {SPREAD: 0.0, CONCENTRATED: 0.5}
+    assert [layer.fqn for layer in pruning.skipped] == ["head"]
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, caplog):
+    caplog.set_level("INFO")
+    pruning = judged()
+    pruning.verbose = True
+    tuners = LearningRateFinder(num_training_steps=2), BatchSizeFinder(steps_per_trial=1, init_val=SIZE)
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    model = fitted(pruning, *tuners, save, enable_checkpointing=True)
+    assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
+    assert "1 linear layers drop no block" in " ".join(caplog.text.split())
+    state = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["callbacks"][pruning.state_key]
+    assert state["spread"] == pruning.spread
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    first = judged()
+    fitted(first, save, enable_checkpointing=True)
+    resumed, pruning = Judged(), judged()
+    with torch.no_grad():
+        resumed.body[0].weight.zero_()  # nothing would be found now
+    finder = BatchSizeFinder(steps_per_trial=1, init_val=SIZE)
+    trainer(pruning, finder).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    assert pruning.spread == first.spread
+    assert resumed.seen[-1] == [0.0, 0.5]
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_a_first_trial_that_runs_out_of_memory_leaves_nothing_open():
+    """What it would have shown is shown by the next, or by the fit."""
+    model, pruning = Judged(batch_size=2 * SIZE), judged()
+    fitted(pruning, BatchSizeFinder(steps_per_trial=1, init_val=2 * SIZE), model=model)
+    assert model.batch_size == SIZE
+    assert pruning.spread.keys() == {SPREAD}
+    assert model.seen[:3] == [[0.0] * 3, [0.0] * 3, [0.0, 0.5]]
+    assert torch.overrides._get_current_function_mode() is None
+
+
+def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
+    model, pruning = Judged(), judged()
+    made = trainer(pruning, **QUICK)
+    Tuner(made).scale_batch_size(model, steps_per_trial=1, init_val=SIZE)
+    assert_clean(model)
+    pickle.loads(pickle.dumps(pruning))
+    other = Judged()
+    trainer(pickle.loads(pickle.dumps(pruning))).fit(other)
+    assert other.seen == [[0.5] * 3] + [[0.0, 0.5]] * (BATCHES - 1)
+    for expected in ([0.0, 0.5], [0.5] * 3):
+        model.seen.clear()
+        trainer(pruning, **QUICK).fit(model)
+        assert model.seen == [expected] + [[0.0, 0.5]] * (BATCHES - 1)
+
+
+def test_a_trial_after_which_no_layer_is_left_is_an_error():
+    model = Judged()
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="No layer is left to prune"):
+        trainer(ActivationPruning(0.5, include="head"), LearningRateFinder(num_training_steps=2)).fit(model)
+    assert_clean(model)
