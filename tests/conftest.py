@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,15 @@ from tests import conv1d as conv1d_module
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_only_here() -> Iterator[None]:
+    """Let Lightning log what it did before a test: the examples, which run in this process, make it quiet."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(params=["cpu-reference", "cpu-triton", pytest.param("cuda-triton", marks=pytest.mark.gpu)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+OLD_COMPILER = importlib.metadata.version("triton").startswith("3.4")
+"""That of torch 2.8 gives some kernels more registers, so that fewer of their programs run at a time."""
 
 
 def compiled_by(script: str, targets: Iterable[int]) -> list[dict[str, Any]]:
