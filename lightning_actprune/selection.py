@@ -104,7 +104,8 @@ def candidates(model: nn.Module) -> Iterator[Candidate]:
     sharded, flattened = _inside(model, FSDPModule), _inside(model, FullyShardedDataParallel)
     attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for fqns, layer in prunable_layers(model):
-        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded, id(layer) in flattened)
+        managed = id(layer) in flattened and "_is_fsdp_managed_module" in vars(layer)  # not one of `ignored_modules`
+        yield Candidate(fqns, layer, attentions.get(id(layer)), id(layer) in sharded, managed)
 
 
 def _inside(model: nn.Module, wrapper: type[Any]) -> set[int]:

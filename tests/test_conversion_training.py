@@ -93,11 +93,13 @@ def test_revert_keeps_a_layer_sharded_after_conversion(mesh):
 
 
 class Flattened(FullyShardedDataParallel):
-    """What the wrapper, which needs a GPU, leaves of a model between steps: parameters that are part of one vector."""
+    """What the wrapper leaves of a model between steps, without a process group: parts of one vector as parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)
         self._fsdp_wrapped_module = model
+        for module in model.modules():
+            module._is_fsdp_managed_module = True
         for parameter in model.parameters():
             parameter.data = parameter.detach().flatten()[:7]
 

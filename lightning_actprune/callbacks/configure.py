@@ -1,7 +1,4 @@
-"""Act in hooks of the module that Lightning calls where it calls none of a callback.
-
-Right after ``configure_model`` no hook of a callback runs, and in the trials of a tuner there are no callbacks.
-"""
+"""Act right after ``LightningModule.configure_model``, for which Lightning has no hook."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable
 import lightning.pytorch as pl
 
 _REPLACED = "_actprune_replaced"
-"""Marks our hook on a module instance; holds the instance attribute that it stands in for."""
+"""Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
 
 
 def call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
@@ -23,41 +20,18 @@ def call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[
 
     @functools.wraps(original)
     def configure_model() -> None:
-        restore_hook(pl_module, "configure_model")
+        restore_configure_model(pl_module)
         original()
         action(pl_module)
 
-    _replace_hook(pl_module, "configure_model", configure_model)
+    vars(configure_model)[_REPLACED] = vars(pl_module).get("configure_model")
+    vars(pl_module)["configure_model"] = configure_model
 
 
-def call_before_train_start(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
-    """Let every ``pl_module.on_train_start()`` begin with ``action``, until ``restore_hook``."""
-    original = pl_module.on_train_start
-
-    @functools.wraps(original)
-    def on_train_start() -> None:
-        action(pl_module)
-        original()
-
-    _replace_hook(pl_module, "on_train_start", on_train_start)
-
-
-def restore_hooks(pl_module: pl.LightningModule) -> None:
-    """Undo every ``call_after_configure_model`` and ``call_before_train_start``."""
-    for name in ("configure_model", "on_train_start"):
-        restore_hook(pl_module, name)
-
-
-def restore_hook(pl_module: pl.LightningModule, name: str) -> None:
-    """Undo what was done to this hook."""
+def restore_configure_model(pl_module: pl.LightningModule) -> None:
+    """Undo every ``call_after_configure_model``."""
     attributes = vars(pl_module)
-    while _REPLACED in getattr(attributes.get(name), "__dict__", {}):
-        replaced = vars(attributes.pop(name))[_REPLACED]
+    while _REPLACED in getattr(attributes.get("configure_model"), "__dict__", {}):
+        replaced = vars(attributes.pop("configure_model"))[_REPLACED]
         if replaced is not None:
-            attributes[name] = replaced
-
-
-def _replace_hook(pl_module: pl.LightningModule, name: str, hook: Callable[[], None]) -> None:
-    attributes = vars(pl_module)
-    vars(hook)[_REPLACED] = attributes.get(name)
-    attributes[name] = hook
+            attributes["configure_model"] = replaced

@@ -101,7 +101,7 @@ class ActivationMemoryMonitor(pl.Callback):
         self._epoch: int | None = None
         self._step = 0
         self._history: deque[dict[str, float | None]] = deque(maxlen=MAX_EPOCHS)
-        self._shown = False
+        self._shown = self._began = False
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
@@ -146,15 +146,16 @@ class ActivationMemoryMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._history.clear()
         self._epoch = None
-        self._to_log = self._shown = False
+        self._to_log = self._shown = self._began = False
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._began = True
         # "At least": a run resumed in the middle of an epoch may begin behind the batch to measure.
         due = batch_idx >= min(self.measure_batch, trainer.num_training_batches - 1)
-        if self._epoch != trainer.current_epoch and (due or trainer.global_step == trainer.max_steps - 1):
+        if self._epoch != trainer.current_epoch and (due or _is_last(trainer, pl_module, batch_idx)):
             self._epoch, self._step = trainer.current_epoch, trainer.global_step
             self._begin(pl_module, batch, trainer.optimizers)
 
@@ -198,10 +199,10 @@ class ActivationMemoryMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._history:
+        if self._began and not self._history:
             rank_zero_warn(
                 f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
-                "an epoch, or that batch was skipped. HINT: a lower `measure_batch`; 0 is the first."
+                f"an epoch, or that batch was skipped.{' HINT: lower `measure_batch`.' if self.measure_batch else ''}"
             )
 
     @override
@@ -271,3 +272,13 @@ class ActivationMemoryMonitor(pl.Callback):
 def _requested_bytes(device: torch.device) -> int:
     """Return the bytes that live tensors asked the allocator for: no rounding, no cache."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+
+
+def _is_last(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int) -> bool:
+    """Return whether ``max_steps`` ends the fit with this batch.
+
+    Without automatic optimization, all optimizers are taken to step in every batch; each of them counts.
+    """
+    steps = 1 if pl_module.automatic_optimization else len(trainer.optimizers)
+    completes = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return completes and 0 < trainer.max_steps <= trainer.global_step + steps

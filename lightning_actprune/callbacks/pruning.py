@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_share
-from lightning_actprune.callbacks.configure import call_after_configure_model, restore_hooks
+from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
 from lightning_actprune.callbacks.display import conversion_summary, findings, show
 from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe
@@ -188,12 +188,12 @@ class ActivationPruning(pl.Callback):
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
                 call_after_configure_model(pl_module, self._convert)
-            self._trials.wait(pl_module)
+            self._trials.wait(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trials.leave(pl_module)
-        self._convert(pl_module)  # layers made in LightningModule.setup
+        if not self._trials.leave():  # which convert too, before a strategy may have wrapped what they turn dense
+            self._convert(pl_module)  # layers made in LightningModule.setup
         checked(check_conversion, pl_module, self._report, self._options)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
@@ -280,10 +280,10 @@ class ActivationPruning(pl.Callback):
         self._progress.find_layers(pl_module, self._owner, without=self.spread)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
-        self._probe.stop()
+        self._trials.leave()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
-            restore_hooks(pl_module)
+            restore_configure_model(pl_module)
             revert(pl_module, self._owner)
 
     def _restore(self, pl_module: pl.LightningModule) -> None:
@@ -292,6 +292,9 @@ class ActivationPruning(pl.Callback):
         now = {name: value for name, value in self.state_dict().items() if name != "spread"}
         judged_alike = all(then.get(name) == value for name, value in now.items() if name != "total_steps")
         if then.get("spread") is not None and judged_alike:
+            if self._verdict.complete:  # by trials, which may have changed other layers
+                self._verdict.forget()
+                self._convert(pl_module)
             self._verdict.restore(pl_module, self._report, then["spread"])
             self._find_layers(pl_module)
         warn_of_other_settings(self._owner, then, now)

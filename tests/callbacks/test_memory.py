@@ -21,9 +21,6 @@ from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, tra
 
 NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 MIB = 2**20
-NOTHING = pytest.warns(
-    UserWarning, match=r"has measured no step: .* before batch 3 of .* HINT: a lower `measure_batch`"
-)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "3", True, None])
@@ -91,7 +88,7 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
 
 def says_so() -> Any:
     """Expect the warning of a fit in which nothing was measured."""
-    return pytest.warns(UserWarning, match=r"measured no step: .* before batch 3 of .* HINT: a lower `measure_batch`")
+    return pytest.warns(UserWarning, match=r"measured no step: .* before batch 3 of .* HINT: lower `measure_batch`")
 
 
 class Counting(ActivationMemoryMonitor):
@@ -165,6 +162,19 @@ def test_trainer_options(options: dict):
     assert made.callback_metrics.keys() >= NAMES
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_steps": 1, "accumulate_grad_batches": 4}, [(0, 3)]),
+        ({"max_steps": 3, "accumulate_grad_batches": 2}, [(0, 3), (1, 1)]),
+    ],
+)
+def test_of_the_last_step_the_batch_that_ends_it_is_measured(options: dict[str, Any], expected: list[tuple[int, int]]):
+    monitor = Counting(3)
+    trainer(monitor, max_epochs=9, **options).fit(Net())
+    assert monitor.measured == expected
+
+
 def test_no_training_batches():
     monitor, model = ActivationMemoryMonitor(), Net()
     trainer(ActivationPruning(schedule=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
@@ -193,6 +203,12 @@ class Manual(Net):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+def test_every_optimizer_counts_as_a_step():
+    monitor = ActivationMemoryMonitor()
+    trainer(monitor, max_steps=4).fit(Manual(True))
+    assert [row["step"] for row in monitor.history] == [2]
 
 
 @pytest.mark.parametrize("through_lightning", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from itertools import groupby
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -133,15 +135,23 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, c
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn):
+@pytest.mark.parametrize("before", [False, True])
+def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn, before: bool):
+    """What its own checkpoint says counts more than what a tuner has found before the checkpoint was loaded."""
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     first = judged()
     fitted(first, save, enable_checkpointing=True)
     resumed, pruning = Judged(), judged()
     with torch.no_grad():
         resumed.body[0].weight.zero_()  # nothing would be found now
+        if before:
+            resumed.body[0].bias.fill_(1.0)  # and now both
     finder = BatchSizeFinder(steps_per_trial=1, init_val=SIZE)
-    trainer(pruning, finder).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    made = trainer(pruning) if before else trainer(pruning, finder)
+    if before:
+        Tuner(made).lr_find(resumed, num_training=3)
+        assert pruning.spread != first.spread
+    made.fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
     assert pruning.spread == first.spread
     assert resumed.seen[-1] == [0.0, 0.5]
     assert not [w for w in recwarn if "other settings" in str(w.message)]
@@ -177,3 +187,64 @@ def test_a_trial_after_which_no_layer_is_left_is_an_error():
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="No layer is left to prune"):
         trainer(ActivationPruning(0.5, include="head"), LearningRateFinder(num_training_steps=2)).fit(model)
     assert_clean(model)
+
+
+class Twice(Judged):
+    """Has two optimizers, which Lightning's learning rate finder refuses before its trial starts to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [super().configure_optimizers(), super().configure_optimizers()]
+
+
+def test_a_trial_that_fails_before_it_starts_leaves_a_plain_model():
+    model = Twice()
+    made = trainer(ActivationPruning(0.5), LearningRateFinder(num_training_steps=2), **QUICK)
+    with pytest.raises(MisconfigurationException, match="single optimizer"):
+        made.fit(model)
+    assert_clean(model)
+    assert not {"on_train_start", "on_exception"} & vars(made.strategy).keys()
+
+
+class Copied(Judged):
+    """Is pickled in every step, in trials too, as a loader with processes of its own may do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert "on_train_start" not in vars(pickle.loads(pickle.dumps(self)))
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_model_can_be_pickled_in_a_trial():
+    model = fitted(judged(), LearningRateFinder(num_training_steps=3), model=Copied())
+    assert len(model.seen) > 3
+
+
+class Wrapping(pl.Callback):
+    """Does something in a hook of the module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        original = pl_module.on_train_start
+
+        @functools.wraps(original)
+        def on_train_start() -> None:
+            self.calls += 1
+            original()
+
+        pl_module.on_train_start = on_train_start
+
+
+def test_hooks_that_others_have_put_on_the_module_stay():
+    model, wrapping = Judged(), Wrapping()
+    trainer(judged(), wrapping, LearningRateFinder(num_training_steps=3), **QUICK).fit(model)
+    assert wrapping.calls == 2  # in the trial and in the fit
+    assert_plain(model)
+    model.seen.clear()
+    trainer(**QUICK).fit(model)
+    assert wrapping.calls == 3
+    assert model.seen == [[]] * BATCHES  # no layer is pruned
