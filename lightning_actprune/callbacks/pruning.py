@@ -128,7 +128,6 @@ class ActivationPruning(pl.Callback):
         self.exclude = exclude
         self.min_features = min_features
         self.schedule = schedule
-        self.total_steps = total_steps
         self.skip_held = skip_held
         self.value_format = given(value_format, base.value_format)
         self.block_selection = given(block_selection, base.block_selection)
@@ -141,6 +140,7 @@ class ActivationPruning(pl.Callback):
         self.verbose = check_verbose(verbose)
         self._options = self._checked_options(base)
         self._progress = SparsityProgress(self._options, total_steps)
+        self.total_steps = self._progress.total_steps
         patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
         self._owner = new_owner(f"ActivationPruning({patterns})")
         self._report = ConversionReport()
@@ -240,7 +240,7 @@ class ActivationPruning(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
         return state | {
-            "total_steps": self._progress.total_steps,
+            "total_steps": self.total_steps,
             "layers": self._verdict.layers,
             "spread": self._verdict.spread,
         }

@@ -1,9 +1,9 @@
 r"""What one input would be after packing and unpacking it, for many settings, from one ranking of its blocks.
 
 Training packs with kernels whose constants are the rows of a layer and its number of kept blocks: fast, and compiled
-anew for each layer, sparsity and format. To look at all of them once, compiling is what takes long: 82 variants, half a
-second each, for the 15 settings of the 37 layers of timm's ResMLP-12. Here the blocks are sorted once, as in
-``ops.reference``, each sparsity takes the first of them, and all formats of one sparsity share that choice:
+anew for each layer, sparsity and format. To look at all of them once, compiling is what takes long. Here the blocks
+are sorted once, as in ``ops.reference``, each sparsity takes the first of them, and all formats of one sparsity share
+that choice:
 
 1. ``squares`` and keys of all blocks and their order: by torch, once;
 2. the numbers of the blocks that a sparsity keeps, in their order, which is that of their places;
