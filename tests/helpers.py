@@ -144,9 +144,10 @@ class Gradients(pl.Callback):
 
 
 def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(samples, tokens, FEATURES, generator=generator)
-    y = torch.randint(4, (samples,), generator=generator)
+    # On the CPU, said here: DeepSpeed's strategy asks for the data while new tensors are made on the GPU.
+    generator, device = torch.Generator("cpu").manual_seed(1), "cpu"
+    x = torch.randn(samples, tokens, FEATURES, generator=generator, device=device)
+    y = torch.randint(4, (samples,), generator=generator, device=device)
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
