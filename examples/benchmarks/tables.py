@@ -18,8 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from examples.benchmarks import batch_size as batch_sizes
 from examples.benchmarks import formats as format_times
-from examples.benchmarks import plots, summaries, timeline
+from examples.benchmarks import plots, sensitivity, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
 from examples.benchmarks.summaries import Records, Summary, groups
@@ -170,6 +171,28 @@ def peak(records: Records) -> str:
     )
 
 
+BATCH_SIZE_TEXT = """\
+The largest batch of which a fit of three steps ends in a process that may allocate {cap_gib:g} GiB, to 1 in 32:
+`Trainer(precision="bf16-mixed")`, fused AdamW; in brackets the ratio to dense. Last, what Lightning's `BatchSizeFinder`
+finds by itself (`mode="binsearch"`, no margin), and whether the fit that goes on with it runs out of memory."""
+
+
+def batch_size(records: Records) -> str:
+    """How large a batch fits under a cap."""
+    return BATCH_SIZE_TEXT.format_map(records[0]) + "\n\n" + summarised(batch_sizes.summary(records), records)
+
+
+SENSITIVITY_TEXT = """\
+`measure_sensitivity(model, loss, batches)` with its default grid and two batches, bf16 autocast, and the memory that it
+takes beside a dense step. "First time" includes the compilation of kernels, but for those that the model above it has
+compiled in the same process."""
+
+
+def sensitivities(records: Records) -> str:
+    """How long a sensitivity measurement takes."""
+    return SENSITIVITY_TEXT + "\n\n" + summarised(sensitivity.summary(records), records)
+
+
 TABLES: dict[str, tuple[str, Callable[[Records], str]]] = {
     "memory": ("memory", memory),
     "presets": ("accuracy", presets),
@@ -181,6 +204,8 @@ TABLES: dict[str, tuple[str, Callable[[Records], str]]] = {
     "step": ("step", step),
     "models": ("models", models),
     "peak": ("timeline", peak),
+    "batch_size": ("batch_size", batch_size),
+    "sensitivity": ("sensitivity", sensitivities),
 }
 """Tables of the README: the result file and what is made of it."""
 
