@@ -33,11 +33,11 @@ class ActivationPruning(pl.Callback):
     """Cut training memory by keeping only the largest blocks of every linear layer's input for backward.
 
     Forward, input gradients and bias gradients stay exact; the weight gradient is computed from the kept blocks
-    (arXiv:2311.16883). Layers are converted in place when a fit begins and turned back when it ends, also after an
+    (arXiv:2311.16883). With ``others``, gradients that pass through activation functions, norms and attention are
+    rounded, too. Layers are converted in place when a fit begins and turned back when it ends, also after an
     exception. Validation, test, prediction and checkpoints are those of the plain model: no key is added, and the
-    package is not needed to load one.
-
-    The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a resumed run continues it.
+    package is not needed to load one. The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a
+    resumed run continues it.
 
     The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
     (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
