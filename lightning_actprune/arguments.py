@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, get_args
 
+from torch import nn
+
 Scope = Literal["sample", "token"]
 ValueFormatName = Literal["same", "fp8", "int8", "int4", "int3", "int2"]
 BlockSelection = Literal["largest", "swap", "unbiased"]
@@ -31,12 +33,29 @@ MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
 
+def check_model(value: Any) -> nn.Module:
+    """Return ``value`` if it is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"`model` must be a torch.nn.Module, got {value!r} of type {type(value).__name__}. HINT: pass the network, "
+            "or the LightningModule, not its class, its layers or its weights."
+        )
+    return value
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """Return ``value`` if it is a bool: ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a bool, got {value!r} of type {type(value).__name__}. HINT: True or False.")
+    return value
+
+
 def check_sparsity(value: Any, name: str = "sparsity") -> float:
     """Return ``value`` as a float in [0, 1), the fraction of blocks to drop."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"`{name}` must be a number in [0, 1), got {value!r} of type {type(value).__name__}. "
-            "HINT: pass the fraction of blocks to drop, such as 0.6."
+            "HINT: pass the fraction of blocks to drop, such as 0.6; a schedule is an argument of its own."
         )
     number = float(value)
     if math.isnan(number) or not 0.0 <= number < 1.0:
@@ -82,18 +101,18 @@ def check_scope(value: Any) -> Scope:
     return value  # type: ignore[no-any-return]
 
 
-def check_value_format(value: Any, block_size: int) -> ValueFormatName:
+def check_value_format(value: Any, block_size: int, name: str = "value_format") -> ValueFormatName:
     """Return ``value`` if it names a format of stored values that blocks of ``block_size`` values can have."""
     names = get_args(ValueFormatName)
     if value not in names:
         raise ValueError(
-            f"`value_format` must be one of {', '.join(map(repr, names))}, got {value!r}. HINT: 'same' stores values "
+            f"`{name}` must be one of {', '.join(map(repr, names))}, got {value!r}. HINT: 'same' stores values "
             "as they are, 'int4' in four bits each with a scale and an offset per block."
         )
     if value != "same" and block_size < MIN_QUANTIZED_BLOCK:
         raise ValueError(
-            f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with value_format={value!r}, got {block_size}. HINT: "
-            "each block has a scale of its own; 32 is a good start."
+            f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with {name}={value!r}, got {block_size}. HINT: each "
+            "block has a scale of its own; 32 is a good start. 'same', the format of preset='paper', has none."
         )
     return value  # type: ignore[no-any-return]
 
@@ -169,7 +188,7 @@ def check_others(value: Any, block_size: int) -> dict[OtherOperator, ValueFormat
             refused = ("same", "fp8")
         elif operator in get_args(PrunedOperator):  # drops blocks too
             refused = ()
-        if check_value_format(value_format, block_size) in refused:
+        if check_value_format(value_format, block_size, f"others[{operator!r}]") in refused:
             raise ValueError(
                 f"`others[{operator!r}]` must be a format of few bits{' of integers' * (len(refused) > 1)}, got "
                 f"{value_format!r}. {hint}"

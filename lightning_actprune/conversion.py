@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 
 from torch import nn
 
-from lightning_actprune.arguments import BlockSelection, OtherOperator, Others, Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, OtherOperator, Others, Scope, ValueFormatName, check_model
 from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, SkippedLayer
 from lightning_actprune.layer_settings import LayerSettings, check_that_all_count, matches
@@ -109,6 +109,7 @@ def convert(
         >>> revert(model)
         ['0', '2']
     """
+    check_model(model)
     options = ConversionOptions(
         sparsity,
         block_size,
@@ -142,7 +143,7 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
         owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
             built as ``ActivationPrunedLinear`` stay.
     """
-    detach_rest(model, owner)
+    detach_rest(check_model(model), owner)
     return revert_layers(model, lambda layer: owner in (None, layer.owner))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from lightning_actprune.arguments import (
@@ -62,7 +62,7 @@ class ConversionOptions:
     value_format: ValueFormatName = "same"
     block_selection: BlockSelection = "largest"
     others: Others = False
-    layers: Mapping[str, LayerSettings] | None = field(default_factory=dict)
+    layers: Mapping[str, LayerSettings] | None = None
     schedule: SparsitySchedule | None = None
     exclude_first: int = 0
     exclude_last: int = 0

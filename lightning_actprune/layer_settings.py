@@ -113,6 +113,8 @@ def check_layers(value: Any) -> dict[str, LayerSettings]:
             f"{type(value).__name__}. HINT: such as {example}."
         )
     _check_patterns(value, "layers", example)
+    if not value:
+        raise ValueError(f"`layers` must have at least one pattern or be None, got {value!r}. HINT: such as {example}.")
     return {pattern: _as_settings(settings, f"layers[{pattern!r}]", example) for pattern, settings in value.items()}
 
 
@@ -126,7 +128,10 @@ def _as_settings(value: Any, name: str, example: str) -> LayerSettings:
             f"`{name}` must be LayerSettings, or a mapping of some of {', '.join(known)}, got {value!r}. HINT: such as "
             f"{example}."
         )
-    return LayerSettings(**value)
+    try:
+        return LayerSettings(**value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`{name}`: {error}") from error
 
 
 def check_that_all_count(patterns: Sequence[str], layers: Sequence[Sequence[str]], argument: str) -> None:

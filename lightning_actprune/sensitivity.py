@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName
+from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_model
 from lightning_actprune.conversion_options import MIN_FEATURES
 from lightning_actprune.sensitivity_grid import SPARSITIES, VALUE_FORMATS, SensitivityGrid
 from lightning_actprune.sensitivity_probe import SensitivityProbe
@@ -74,6 +74,7 @@ def measure_sensitivity(
         >>> sorted(report.suggest(min_cosine=0.1))
         ['0', '2']
     """
+    check_model(model)
     stored = block_size, scope, block_selection
     grid = SensitivityGrid(sparsities, value_formats, *stored, include, exclude, min_features, convolutions)
     probe = SensitivityProbe(model, grid)

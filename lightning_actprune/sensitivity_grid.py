@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_sparsity
+from lightning_actprune.arguments import (
+    MIN_QUANTIZED_BLOCK,
+    BlockSelection,
+    Scope,
+    ValueFormatName,
+    check_flag,
+    check_sparsity,
+    check_value_format,
+)
 from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
 from lightning_actprune.nn.settings import PruningSettings
 from lightning_actprune.ops.geometry import sparsity_parts
@@ -87,6 +95,9 @@ class SensitivityGrid:
         sparsities = _several(self.sparsities, "sparsities", "[0.5, 0.8]")
         formats = _several(self.value_formats, "value_formats", "['same', 'int4']")
         object.__setattr__(self, "sparsities", tuple(check_sparsity(each, "sparsities") for each in sparsities))
+        for each in formats:
+            check_value_format(each, MIN_QUANTIZED_BLOCK, "value_formats")
+        check_flag(self.convolutions, "convolutions")
         object.__setattr__(self, "value_formats", formats)
         object.__setattr__(self, "include", self.options.include)
         object.__setattr__(self, "exclude", self.options.exclude)

@@ -78,9 +78,10 @@ class SensitivityReport:
         return values | {"grid": grid}
 
     def suggest(self, min_cosine: float = 0.9, value_format: ValueFormatName | None = None) -> dict[str, float]:
-        """Return sparsities by pattern, for ``ActivationPruning(sparsity=...)``: the highest that is good enough.
+        """Return sparsities by pattern: the highest that is good enough.
 
-        Layers for which none is are left out, and stay dense.
+        For ``ActivationPruning(sparsity=sparsities, value_format=value_format)``. Layers for which none is good enough
+        are left out, and stay dense.
 
         Args:
             min_cosine: Least cosine between pruned and exact weight gradient, in [0, 1].
@@ -98,9 +99,10 @@ class SensitivityReport:
         return grouped(self._by_name(best), best)
 
     def suggest_layers(self, min_cosine: float = 0.9) -> dict[str, SuggestedSettings]:
-        """Return settings by pattern, for ``ActivationPruning(layers=...)``: the least stored that is good enough.
+        """Return settings by pattern: the least stored that is good enough.
 
-        Layers for which nothing is are left out; ``include`` with the patterns keeps them dense, as in ``to_yaml``.
+        For ``ActivationPruning(include=list(settings), layers=settings)``, as ``to_yaml`` has it: layers for which
+        nothing is good enough are left out, and stay dense because of ``include``.
 
         Args:
             min_cosine: Least cosine between pruned and exact weight gradient, in [0, 1].

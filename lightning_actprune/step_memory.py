@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal, TypeAlias
 
+from lightning_actprune.arguments import check_share
+
 __all__ = ["Holder", "HolderGroup", "Holding", "MemoryMoment", "StepMemory"]
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
@@ -151,6 +153,10 @@ class StepMemory:
 
     def peak_in(self, phase: Phase | None = None) -> int | None:
         """Return the index of the moment whose interval has the peak of a phase, or of the step; ``None`` if empty."""
+        if phase not in (None, *PHASES):
+            raise ValueError(
+                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is all."
+            )
         found = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
         return max(found, key=self.interval_bytes.__getitem__, default=None)
 
@@ -167,6 +173,7 @@ class StepMemory:
 
     def bytes_without(self, fraction: float) -> list[int]:
         """Return for each moment the most that M_i would be if that fraction of the activations were not kept."""
+        check_share(fraction, "fraction")
         kept = self.activation_bytes
         lowest = [min(kept[max(i - 1, 0)], here) for i, here in enumerate(kept)] if self.measured else kept
         return [round(m - fraction * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]

@@ -98,7 +98,7 @@ ALLOWED = {
     "following": {"hooks", "nn", "ops.setting", "selection"},
     "recomputed": {"following", "hooks", "nn", "ops.setting", "selection"},
     "energy": {"arguments", "conversion", "conversion_report", "following", "hooks", "nn", "ops", "selection"},
-    "step_memory": set(),
+    "step_memory": {"arguments"},
     "step_recorder": {"calls", "hooks", "saved", "selection", "step_memory"},
     "pictures": {"step_memory"},
     "presets": {"arguments"},

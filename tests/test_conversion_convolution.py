@@ -244,7 +244,7 @@ def test_convolutions_inside_a_checkpoint_are_found():
 
 @pytest.mark.parametrize("wrong", ["int5", None])
 def test_unknown_formats_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"`value_format` must be one of .*HINT"):
+    with pytest.raises(ValueError, match=r"`others\['convolution'\]` must be one of .*HINT"):
         convert(model(), others={"convolution": wrong})
 
 
@@ -289,7 +289,7 @@ def test_the_callback_prunes_them_for_the_time_of_a_fit_on_a_schedule(caplog):
     assert set(convolutions(net).values()) == {None}
     text = " ".join(caplog.text.split())
     assert "Activation pruning: 4 convolutions converted, 1 skipped." in text
-    assert "1 layers stay dense" in text
+    assert "1 layer stays dense" in text
     assert "Linear layers and convolutions" in text
     assert {row.fqn for row in monitor.report.rows} == {"body.conv1", "body.conv2", "body.shortcut", "head"}
 

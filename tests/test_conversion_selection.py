@@ -154,6 +154,9 @@ def test_nothing_converted_is_an_error_with_every_reason():
 
 
 def test_model_without_linear_layers_is_an_error():
+    for of_no_model in (convert, revert):
+        with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module, got 3 of type int. HINT"):
+            of_no_model(3)
     with pytest.raises(ValueError, match=r"Sequential has no linear layers \(nn\.Linear, .*HINT"):
         convert(nn.Sequential(nn.Conv1d(3, 5, 1), nn.ReLU()))
 

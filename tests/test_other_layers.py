@@ -144,7 +144,7 @@ def test_a_layer_claimed_twice_is_an_error():
         ({"dropout": "int4"}, ValueError, r"`others` must name 'activation', .* only, got 'dropout'.*HINT"),
         ({"norm": "same"}, ValueError, r"`others\['norm'\]` must be a format of few bits, got 'same'.*HINT"),
         ({"activation": "fp8"}, ValueError, r"`others\['activation'\]` must be .* of integers, got 'fp8'.*HINT"),
-        ({"norm": "int5"}, ValueError, r"`value_format` must be one of .*got 'int5'.*HINT"),
+        ({"norm": "int5"}, ValueError, r"`others\['norm'\]` must be one of .*got 'int5'.*HINT"),
     ],
 )
 def test_bad_requests_are_refused(others, error, message):

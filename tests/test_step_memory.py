@@ -99,6 +99,18 @@ def test_an_empty_step():
     assert step.activation_bytes == []
 
 
+@pytest.mark.parametrize("fraction", [-0.1, 50, "half"])
+def test_fractions_are_checked(fraction):
+    for without in (random_step(0, True).bytes_without, random_step(0, True).peak_without):
+        with pytest.raises((ValueError, TypeError), match=r"`fraction` must be .*\[0, 1\].*HINT"):
+            without(fraction)
+
+
+def test_phases_are_checked():
+    with pytest.raises(ValueError, match=r"`phase` must be 'forward', .* or None, got 'fwd'. HINT"):
+        random_step(0, True).peak_in("fwd")
+
+
 def test_a_report_with_a_step_is_plain_data():
     step = random_step(0, measured=True)
     data = MemoryReport(step=step).to_dict()["step"]

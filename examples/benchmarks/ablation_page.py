@@ -35,9 +35,9 @@ seed to seed, while the training loss is of the same seed, and so of the same we
 
 What it led to:
 
-- **Subtractive dither** (`sub`) halves the squared error of stochastic rounding (`sr`) at the same bits where values are
-  spread evenly, and lowers it by a quarter to two fifths behind activation functions (`fc2`); rounding to nearest has the
-  same error, there a lower one, but leaves a bias, and a lower cosine where inputs are uneven.
+- **Subtractive dither** (`sub`) halves the squared error of stochastic rounding (`sr`) at the same bits where values
+  are spread evenly, and lowers it by a quarter to two fifths behind activation functions (`fc2`); rounding to nearest
+  has the same error, there a lower one, but leaves a bias, and a lower cosine where inputs are uneven.
 - **A header of 16 bits** (`h16`) costs a fifth of squared error and saves half a bit per value at b = 32: as good as
   `b64` with 32 bits, and blocks stay small. A scale alone (`sym`) is far worse behind activation functions.
 - **The mean of each feature** (`mean`) in the place of dropped blocks helps where half of all blocks are dropped

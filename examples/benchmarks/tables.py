@@ -172,10 +172,10 @@ def peak(records: Records) -> str:
 
 
 BATCH_SIZE_TEXT = """\
-The largest batch found with which a fit of three steps completes in a process that may allocate {cap_gib:g} GiB, searched to
-1 in 32 (what the allocator cannot join adds about as much): `Trainer(precision="bf16-mixed")`, fused AdamW; in brackets
-the ratio to dense. Last, what Lightning's `BatchSizeFinder` finds by itself (`mode="binsearch"`, no margin), and whether the
-fit that goes on with it runs out of memory."""
+The largest batch found with which a fit of three steps completes in a process that may allocate {cap_gib:g} GiB,
+searched to 1 in 32 (what the allocator cannot join adds about as much): `Trainer(precision="bf16-mixed")`, fused
+AdamW; in brackets the ratio to dense. Last, what Lightning's `BatchSizeFinder` finds by itself (`mode="binsearch"`,
+no margin), and whether the fit that goes on with it runs out of memory."""
 
 
 def batch_size(records: Records) -> str:

@@ -31,10 +31,10 @@ MAX_ROWS = 40
 """Rows of a table that are shown before the rest is summed up in one."""
 MIB = 2**20
 _PRUNED: dict[PrunedOperator, str] = {
-    "linear": "linear layers",
-    "convolution": "convolutions",
-    "affine": "affine layers",
-    "scale": "layer scales",
+    "linear": "linear layer",
+    "convolution": "convolution",
+    "affine": "affine layer",
+    "scale": "layer scale",
 }
 _NAMES = {"activation": "activation function", "affine": "affine layer", "scale": "layer scale"}
 """Operators that are not named as layers of theirs are."""
@@ -79,6 +79,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return ``1 layer`` or ``2 layers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def enumerated(names: Sequence[str]) -> str:
     """Return ``a, b and c``."""
     return " and ".join(", ".join(names).rsplit(", ", 1))
@@ -101,7 +106,7 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 def conversion_summary(report: ConversionReport, last: Mapping[str, float], value_bytes: int) -> RenderableType:
     """Return what was converted and what was not, with the saving to expect at the ``last`` sparsity of each layer."""
     counts = Counter(layer.operator for layer in report.converted)
-    named = [f"{counts[operator]} {name}" for operator, name in _PRUNED.items() if counts[operator]]
+    named = [counted(counts[operator], name) for operator, name in _PRUNED.items() if counts[operator]]
     converted = enumerated(named) or "0 linear layers"
     text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
     parts: list[RenderableType] = []
@@ -127,29 +132,31 @@ def _others_text(report: ConversionReport) -> str:
     """Return what layers of other operators keep in few bits, and what could be kept so."""
     made = Counter((layer.operator, layer.value_format) for layer in report.few_bit)
     text = "".join(
-        f" Stored as {stored}: what {count} {_plural(operator, count)} need."
+        f" Stored as {stored}: what {_counted_operator(operator, count)} {'needs' if count == 1 else 'need'}."
         for (operator, stored), count in made.items()
     )
     if report.rest is not None:
         text += f" Stored as {report.rest}: what else modules keep for backward."
-    left = [f"{count} {_plural(operator, count)}" for operator, count in report.left.items() if count]
+    left = [_counted_operator(operator, count) for operator, count in report.left.items() if count]
     if left:
-        text += f" Stored as it is: what {enumerated(left)} need (others=True stores it in few bits)."
+        need = "needs" if sum(report.left.values()) == 1 else "need"
+        text += f" Stored as it is: what {enumerated(left)} {need} (others=True stores it in few bits)."
     return text
 
 
-def _plural(operator: OtherOperator, count: int) -> str:
-    name = _NAMES.get(operator, operator)
-    return name if count == 1 else f"{name}s"
+def _counted_operator(operator: OtherOperator, count: int) -> str:
+    return counted(count, _NAMES.get(operator, operator))
 
 
 def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableType]:
     """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
     if found.held:
-        noun = _noun(layer.kind for layer in found.held)
+        one, left = len(found.held) == 1, len(report.converted)
+        does, what, them = ("stays", "its input", "it") if one else ("stay", "their inputs", "them")
         text = (
-            f"Activation pruning: {len(found.held)} {noun} stay dense, since packing their inputs would "
-            f"add memory (skip_held=False prunes them all the same); {len(report.converted)} are pruned."
+            f"Activation pruning: {counted(len(found.held), _noun(layer.kind for layer in found.held))} {does} dense, "
+            f"since packing {what} would add memory (skip_held=False prunes {them} all the same); "
+            f"{left} {'is' if left == 1 else 'are'} pruned."
         )
         yield Group(text, _skipped_table(found.held))
     if found.spread:
@@ -160,16 +167,17 @@ def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableTy
         if rest:
             made.add_row(f"... and {len(rest)} more")
         kinds = {layer.fqn: layer.kind for layer in report.converted} | {s.fqn: s.kind for s in report.skipped}
-        noun = _noun(kinds[name] for name in found.spread if name in kinds)
+        one, noun = len(found.spread) == 1, _noun(kinds[name] for name in found.spread if name in kinds)
+        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
         text = (
-            f"Activation pruning: {len(found.spread)} {noun} drop no block, since the energy of their inputs is "
-            "spread over all blocks (max_dropped_energy=1 prunes them all the same)."
+            f"Activation pruning: {counted(len(found.spread), noun)} {does} no block, since the energy of {whose} is "
+            f"spread over all blocks (max_dropped_energy=1 prunes {them} all the same)."
         )
         yield Group(text, made)
 
 
 def _noun(kinds: Iterable[str]) -> str:
-    return "linear layers" if set(kinds).isdisjoint((*CONVOLUTIONS, *AFFINE_LAYERS)) else "layers"
+    return "linear layer" if set(kinds).isdisjoint((*CONVOLUTIONS, *AFFINE_LAYERS)) else "layer"
 
 
 def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.arguments import check_count
+from lightning_actprune.arguments import check_count, check_flag
 from lightning_actprune.callbacks.display import show
 from lightning_actprune.callbacks.figures import check_figures, log_figures, save_figures
 from lightning_actprune.callbacks.loggers import log_layers, log_totals
@@ -64,7 +64,8 @@ class ActivationMemoryMonitor(pl.Callback):
     Args:
         measure_batch: Index of the batch that is measured in each epoch, or the last one if there are fewer or
             ``max_steps`` is reached before (of a loader that does not know its length, none is then, and a fit without
-            any says so); the first batches also pay for what is set up lazily.
+            any says so); the next one if it is skipped, that is, if ``training_step`` returns ``None``. The first
+            batches also pay for what is set up lazily.
         verbose: What is printed: nothing (``False`` or 0), the tables of the first epoch (1), or a table in the end of
             each epoch (``True`` or 2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging
             does not depend on it.
@@ -93,15 +94,15 @@ class ActivationMemoryMonitor(pl.Callback):
         hint = "3 lets the first batches warm up."
         self.measure_batch = checked(check_count, measure_batch, "measure_batch", hint)
         self.verbose = check_verbose(verbose)
-        self.log_layers = log_layers
-        self.log_figures = log_figures
+        self.log_layers = checked(check_flag, log_layers, "log_layers")
+        self.log_figures = checked(check_flag, log_figures, "log_figures")
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
         self._to_log = False
         self._epoch: int | None = None
         self._step = 0
         self._history: deque[dict[str, float | None]] = deque(maxlen=MAX_EPOCHS)
-        self._shown = self._began = False
+        self._shown = self._began = self._backward = False
         self._meter: SavedTensorMeter | None = None
         self._recorder: StepMemoryRecorder | None = None
         self._requested_before = 0
@@ -168,6 +169,7 @@ class ActivationMemoryMonitor(pl.Callback):
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         self._end_forward(pl_module)
+        self._backward = True
         if self._recorder is not None:
             self._recorder.mark("backward")
 
@@ -180,6 +182,9 @@ class ActivationMemoryMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._recorder is not None and pl_module.automatic_optimization and not self._backward:
+            self._stop()  # skipped, so nothing was kept: measure the next one
+            self._epoch = None
         self._end_step()
 
     @override
@@ -200,9 +205,10 @@ class ActivationMemoryMonitor(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._began and not self._history:
+            hint = " HINT: lower `measure_batch`." if self.measure_batch else ""
             rank_zero_warn(
                 f"ActivationMemoryMonitor has measured no step: the fit was over before batch {self.measure_batch} of "
-                f"an epoch, or that batch was skipped.{' HINT: lower `measure_batch`.' if self.measure_batch else ''}"
+                f"an epoch, or skipped it and those behind it.{hint}"
             )
 
     @override
@@ -225,6 +231,7 @@ class ActivationMemoryMonitor(pl.Callback):
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
+        self._backward = False
         if pl_module.device.type == "cuda":
             self._requested_before = _requested_bytes(pl_module.device)
         self._meter = SavedTensorMeter(pl_module, batch)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_actprune.conversion_options import ConversionOptions
@@ -56,7 +57,7 @@ class SparsityProgress:
             )
         self._options = options
         self.total_steps = None if total_steps is None else int(total_steps)
-        self._horizon: float | None = None
+        self._horizon: int | None = None
         self._layers: list[_Followed] = []
 
     def find_layers(self, model: nn.Module, owner: str, *, without: Container[str] = ()) -> None:
@@ -78,14 +79,14 @@ class SparsityProgress:
         schedules = [followed.sparsity for followed in self._layers if _changes(followed.sparsity)]
         if not schedules:
             return
-        steps = self.total_steps or trainer.estimated_stepping_batches
+        steps = self.total_steps or _estimated_steps(trainer)
         if math.isinf(steps) or steps < 0:
             raise MisconfigurationException(
                 f"{schedules[0]!r} needs the length of the training, which the Trainer does not know "
                 f"(estimated_stepping_batches={steps}). HINT: set `ActivationPruning(total_steps=...)`, or `max_steps` "
                 "of the Trainer."
             )
-        self._horizon = max(steps, 1)
+        self._horizon = max(int(steps), 1)
 
     def follow(self, trainer: pl.Trainer) -> None:
         """Give the layers with a schedule the sparsity that belongs to ``trainer.global_step``."""
@@ -102,6 +103,11 @@ class SparsityProgress:
             layer.wait_at(0.0 if at_zero else checked(lowest_sparsity, sparsity))
 
     @property
+    def horizon(self) -> int | None:
+        """At how many steps progress is 1, ``None`` if nothing depends on it; before a fit, what was asked for."""
+        return self._horizon or self.total_steps
+
+    @property
     def highest(self) -> float:
         """The highest sparsity that a layer will have."""
         return max((followed.layer.highest_sparsity for followed in self._layers), default=0.0)
@@ -110,6 +116,21 @@ class SparsityProgress:
     def last(self) -> dict[str, float]:
         """The sparsity of each layer when the training ends, by its name."""
         return {fqn: checked(sparsity_at, sparsity, 1.0) for fqn, _, sparsity in self._layers}
+
+
+def _estimated_steps(trainer: pl.Trainer) -> int | float:
+    """Return the optimizer steps of the whole training, also where a callback accumulates another number each epoch.
+
+    The Trainer's own estimate knows only the number that it was given, or that of the epoch it is in.
+    """
+    steps, batches = trainer.estimated_stepping_batches, trainer.num_training_batches
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedulers = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    if not schedulers or not trainer.max_epochs or trainer.max_epochs < 0 or math.isinf(batches):
+        return steps
+    parts = map(schedulers[0].get_accumulate_grad_batches, range(trainer.max_epochs))
+    total = sum(math.ceil(batches / part) for part in parts)
+    return total if trainer.max_steps == -1 else min(total, trainer.max_steps)
 
 
 def _changes(sparsity: float | SparsitySchedule) -> bool:

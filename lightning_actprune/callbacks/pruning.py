@@ -11,9 +11,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_share
+from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_flag, check_share
 from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
 from lightning_actprune.callbacks.display import conversion_summary, findings, show
+from lightning_actprune.callbacks.fixed import FixedArguments
 from lightning_actprune.callbacks.precision import check_precision
 from lightning_actprune.callbacks.probing import FirstBatchProbe
 from lightning_actprune.callbacks.progress import SparsityProgress, checked
@@ -29,24 +30,23 @@ from lightning_actprune.presets import Preset, PresetName, check_preset, given
 from lightning_actprune.schedules import SparsitySchedule
 
 
-class ActivationPruning(pl.Callback):
+class ActivationPruning(FixedArguments, pl.Callback):
     """Cut training memory by keeping only the largest blocks of every linear layer's input for backward.
 
     Forward, input gradients and bias gradients stay exact; the weight gradient is computed from the kept blocks
     (arXiv:2311.16883). With ``others``, gradients that pass through activation functions, norms and attention are
     rounded, too. Layers are converted in place when a fit begins and turned back when it ends, also after an
     exception. Validation, test, prediction and checkpoints are those of the plain model: no key is added, and the
-    package is not needed to load one. The sparsity of a schedule is a function of ``trainer.global_step`` alone, so a
-    resumed run continues it.
+    package is not needed to load one. A schedule is a function of ``trainer.global_step``: a resumed run continues it.
 
     The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
     (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
     eagerly in that batch. It also shows the pruned layers that run only inside an activation checkpoint, of which a
     warning tells (see ``RecomputationProbe``); without ``skip_held`` nothing inside compiled modules is seen. In a fit
-    with a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials, and all others have
-    the layers that the fit has.
+    with a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials.
 
-    Several instances can share a model if ``include`` and ``exclude`` give each its own layers.
+    Several instances can share a model if ``include`` and ``exclude`` give each its own layers. No argument can be
+    changed later but ``verbose``.
 
     Args:
         sparsity: Fraction of blocks dropped, in [0, 1), or a mapping from glob patterns to such, as
@@ -81,8 +81,7 @@ class ActivationPruning(pl.Callback):
         exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of linear layers,
             and of convolutions, affine layers and layer scales if asked for; those that ``exclude`` names count.
         exclude_last: So many layers stay dense: the last ones.
-        verbose: Whether to print the converted and the skipped layers when the fit begins, and what the first batch
-            shows. 0 is ``False``; 1 and 2 are ``True``, since all of it is said once a fit.
+        verbose: Whether to print, once a fit, converted and skipped layers and what the first batch shows; 0, 1 or 2.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
@@ -128,7 +127,7 @@ class ActivationPruning(pl.Callback):
         self.exclude = exclude
         self.min_features = min_features
         self.schedule = schedule
-        self.skip_held = skip_held
+        self.skip_held = checked(check_flag, skip_held, "skip_held")
         self.value_format = given(value_format, base.value_format)
         self.block_selection = given(block_selection, base.block_selection)
         energy = given(max_dropped_energy, base.max_dropped_energy)
@@ -148,6 +147,7 @@ class ActivationPruning(pl.Callback):
         self._probe = FirstBatchProbe(self.max_dropped_energy, skip_held)
         self._verdict = self._probe.verdict
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
+        self._fix()
 
     @property
     def report(self) -> ConversionReport:
@@ -240,7 +240,7 @@ class ActivationPruning(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
         return state | {
-            "total_steps": self.total_steps,
+            "total_steps": self._progress.horizon,
             "layers": self._verdict.layers,
             "spread": self._verdict.spread,
         }

@@ -143,13 +143,14 @@ class ActivationSensitivity(pl.Callback):
 
     def _finish(self, trainer: pl.Trainer) -> None:
         assert self._probe is not None
-        self._left = 0
+        tried, self._left = self.batches - self._left, 0
         self._probe.add_up(functools.partial(sum_over_ranks, trainer))
         self._result = self._probe.report()
         if not self._result.rows:
+            first = next((f" {skipped.fqn!r}: {skipped.reason}." for skipped in self._result.skipped), "")
             rank_zero_warn(
-                f"ActivationSensitivity has measured no layer in {self._result.batches} batches from step "
-                f"{self.at_step} on. HINT: `callback.result.skipped` has the reasons; see `at_step` and `include`."
+                f"ActivationSensitivity has measured no layer in {tried} batches from step {self.at_step} on.{first} "
+                "HINT: `callback.result.skipped` has all reasons; see `at_step`, `include` and `value_formats`."
             )
         elif self.verbose:
             show(trainer, Group(*self._shown(self._result)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,7 +12,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, CubicSchedule, LinearSchedule
+from lightning_actprune import (
+    ActivationMemoryMonitor,
+    ActivationPruning,
+    CubicSchedule,
+    LayerSettings,
+    LinearSchedule,
+    SparsitySchedule,
+)
 from tests.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
 
 EPOCHS = 2
@@ -45,6 +53,29 @@ def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
     callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()
     trainer(*callbacks, max_epochs=EPOCHS).fit(model, ckpt_path=path / f"step={step}.ckpt")
     assert model.seen == uninterrupted[step:]
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_a_training_of_another_length_is_reported(run):
+    path, _ = run
+    callback = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1))
+    with pytest.warns(UserWarning, match=r"other settings \(total_steps: 8 -> 12\)"):
+        trainer(callback, max_epochs=3).fit(Net(), ckpt_path=path / "step=6.ckpt")
+
+
+class Own(SparsitySchedule):
+    def __init__(self, function: Callable[[float], float]) -> None:
+        self.function = function
+
+    def __call__(self, progress: float) -> float:
+        return self.function(progress)
+
+
+def test_a_schedule_that_prints_an_address_is_the_same_in_another_process(tmp_path, recwarn):
+    for number, ckpt in enumerate((None, tmp_path / "step=6.ckpt")):
+        schedule = Own(lambda progress, of=number: 0.5 * progress + 0 * of)
+        layers = {"head": LayerSettings(schedule=Own(lambda progress, of=number: 0.1 + 0 * of))}
+        saving(tmp_path, ActivationPruning(schedule=schedule, layers=layers)).fit(Net(), ckpt_path=ckpt)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
@@ -121,7 +152,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "settings_by_name": [],
         "exclude_first": 0,
         "exclude_last": 0,
-        "total_steps": None,
+        "total_steps": BATCHES * EPOCHS,
         "layers": ["body.0", "body.2", "head"],
         "spread": {},
     }

@@ -120,7 +120,7 @@ def test_what_is_found_is_shown(caplog):
     caplog.set_level("INFO")
     trainer(ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, include="body.*")).fit(Uneven())
     text = " ".join(caplog.text.split())
-    assert "1 linear layers drop no block" in text
+    assert "1 linear layer drops no block" in text
     assert "body.0 │ 41." in text
 
 

@@ -29,6 +29,12 @@ def test_arguments_are_checked(value: Any):
         ActivationMemoryMonitor(measure_batch=value)
 
 
+@pytest.mark.parametrize("name", ["log_layers", "log_figures"])
+def test_what_is_no_bool_is_refused(name: str):
+    with pytest.raises(MisconfigurationException, match=f"`{name}` must be a bool, got 'no' of type str. HINT"):
+        ActivationMemoryMonitor(**{name: "no"})
+
+
 def test_metrics_reach_callback_metrics_without_a_logger():
     monitor = ActivationMemoryMonitor()
     made = trainer(ActivationPruning(sparsity=0.5), monitor)
@@ -88,7 +94,7 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
 
 def says_so() -> Any:
     """Expect the warning of a fit in which nothing was measured."""
-    return pytest.warns(UserWarning, match=r"measured no step: .* before batch 3 of .* HINT: lower `measure_batch`")
+    return pytest.warns(UserWarning, match=r"measured no step: .* before batch \d of .* HINT: lower `measure_batch`")
 
 
 class Counting(ActivationMemoryMonitor):
@@ -245,6 +251,37 @@ def test_skipped_steps():
             trainer(monitor).fit(model)
         assert (monitor.report is not None) is measured
         assert_plain(model)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_in_the_place_of_a_skipped_step_the_next_is_measured(forward: bool):
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx != 1:
+                return super().training_step(batch, batch_idx)
+            if forward:
+                super().training_step(batch, batch_idx)
+            return None
+
+    monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(2)
+    for monitor in monitors:
+        trainer(ActivationPruning(0.5), monitor).fit(Skipping())
+    of_next, expected = (monitor.history for monitor in monitors)
+    assert of_next == expected
+    assert of_next[0]["sparsity"] == 0.5
+
+
+def test_where_all_steps_are_skipped_nothing_is_measured_or_logged():
+    class Skipping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+
+    monitor = ActivationMemoryMonitor(1)
+    made = trainer(monitor, max_epochs=2)
+    with says_so():
+        made.fit(Skipping())
+    assert (monitor.report, monitor.history) == (None, [])
+    assert not [name for name in made.callback_metrics if name.startswith("actprune")]
 
 
 def test_steps_without_gradients():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +39,10 @@ LAYERS = ["body.0", "body.2", "head"]
         ({"schedule": 0.5}, "`schedule` must be a SparsitySchedule or None, got 0.5. HINT"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"total_steps": 1.5}, "`total_steps` must be a positive int or None, got 1.5. HINT"),
+        ({"skip_held": "no"}, "`skip_held` must be a bool, got 'no' of type str. HINT"),
+        ({"layers": {}}, "`layers` must have at least one pattern or be None, got {}. HINT"),
+        ({"layers": {"head": {"sparsity": 3}}}, r"`layers\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
+        ({"block_size": 4}, "`block_size` must be at least 8 with value_format='int4', got 4. HINT: .*preset='paper'"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict, message: str):
@@ -68,6 +74,17 @@ def test_arguments_are_stored_as_given():
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
     callback = ActivationPruning(**arguments)
     assert {name: getattr(callback, name) for name in arguments} == arguments
+
+
+def test_arguments_cannot_be_changed_later():
+    """A fit would go by the old ones."""
+    callback = ActivationPruning(sparsity=0.5)
+    for name in inspect.signature(ActivationPruning).parameters.keys() - {"verbose"}:
+        with pytest.raises(MisconfigurationException, match=f"`{name}` of ActivationPruning cannot be changed.*HINT"):
+            setattr(callback, name, 0.9)
+    callback.verbose = 0
+    assert (callback.sparsity, callback.verbose) == (0.5, 0)
+    trainer(pickle.loads(pickle.dumps(copy.deepcopy(callback)))).fit(Net())
 
 
 @pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet], ids=["init", "setup", "configure_model"])

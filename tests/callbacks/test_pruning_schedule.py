@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_actprune import (
@@ -34,6 +35,23 @@ def test_schedule_is_constant_while_gradients_accumulate():
     schedule = LinearSchedule(end=0.8)
     trainer(ActivationPruning(schedule=schedule), accumulate_grad_batches=2).fit(model)
     assert model.seen == [0.0, 0.0, 0.4, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "options", "expected"),
+    [
+        ({0: 4}, {}, [0.0] * 4 + [0.4] * 4),
+        ({0: 1, 1: 2}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 5, 5)]),
+        ({1: 3}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 4, 5)]),
+        ({0: 2}, {"max_steps": 2}, [0.0, 0.0, 0.4, 0.4]),
+    ],
+)
+def test_a_schedule_knows_of_accumulation_that_a_callback_sets(scheduling, options, expected):
+    model = Net()
+    model.watch = lambda m: sparsities(m)[0]
+    accumulation = GradientAccumulationScheduler(scheduling)
+    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8)), accumulation, max_epochs=2, **options).fit(model)
+    assert model.seen == pytest.approx(expected)
 
 
 def test_total_steps_sets_the_horizon_and_progress_stops_at_one():

@@ -103,9 +103,15 @@ def test_nothing_is_left_after_an_exception():
 
 def test_steps_that_never_come_are_warned_of():
     callback = quiet(at_step=50)
-    with pytest.warns(UserWarning, match=r"measured no layer in 0 batches from step 50 on.*at_step"):
+    with pytest.warns(UserWarning, match=r"measured no layer in 0 batches from step 50 on.*HINT.*at_step"):
         trainer(callback).fit(Net())
     assert callback.result.rows == []
+
+
+def test_a_fit_in_which_nothing_can_be_measured_says_why():
+    callback = quiet(value_formats=["int4"])
+    with pytest.warns(UserWarning, match=r"measured no layer in 2 batches from step 0 on. 'body.0': .*float64.*HINT"):
+        trainer(callback, precision="64-true").fit(Net())
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -132,7 +138,7 @@ def test_under_mixed_precision():
     ("options", "message"),
     [
         ({"sparsities": [2]}, "`sparsities` must be in"),
-        ({"value_formats": ["int5"]}, "`value_format` must be one of"),
+        ({"value_formats": ["int5"]}, "`value_formats` must be one of"),
         ({"batches": 0}, "`batches` must be an int >= 1"),
         ({"at_step": -1}, "`at_step` must be an int >= 0"),
         ({"min_cosine": 2}, "`min_cosine` must be in"),

@@ -284,7 +284,7 @@ def test_the_held_layers_are_shown_once(bar, capsys, caplog):
     with caplog.at_level("INFO"):
         trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Held())
     text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
-    assert text.count("1 linear layers stay dense, since packing their inputs would add memory") == 1
+    assert text.count("1 linear layer stays dense, since packing its input would add memory") == 1
     assert text.count("skip_held=False") == 1
     assert "'body.3' (relu)" in text
 

@@ -129,7 +129,7 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, c
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     model = fitted(pruning, *tuners, save, enable_checkpointing=True)
     assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
-    assert "1 linear layers drop no block" in " ".join(caplog.text.split())
+    assert "1 linear layer drops no block" in " ".join(caplog.text.split())
     state = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["callbacks"][pruning.state_key]
     assert state["spread"] == pruning.spread
     assert not [w for w in recwarn if "other settings" in str(w.message)]

@@ -33,7 +33,7 @@ def test_what_is_printed(verbose: Any, level: int, capsys):
     made = trainer(*ours, TQDMProgressBar(), enable_progress_bar=True, max_epochs=EPOCHS)
     made.fit(Held())
     text = capsys.readouterr().out
-    once = "Activation pruning: 3", "1 linear layers stay dense", "by holder", "Memory of the step", "With a cosine of"
+    once = "Activation pruning: 3", "1 linear layer stays dense", "by holder", "Memory of the step", "With a cosine of"
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
     tables = [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(EPOCHS)]
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
