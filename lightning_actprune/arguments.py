@@ -33,11 +33,11 @@ MIN_QUANTIZED_BLOCK = 8
 """Least block size of a format with a scale: below, scale and offset cost as much as the fewer bits save."""
 
 
-def check_model(value: Any) -> nn.Module:
+def check_model(value: Any, name: str = "model") -> nn.Module:
     """Return ``value`` if it is a module."""
     if not isinstance(value, nn.Module):
         raise TypeError(
-            f"`model` must be a torch.nn.Module, got {value!r} of type {type(value).__name__}. HINT: pass the network, "
+            f"`{name}` must be a torch.nn.Module, got {value!r} of type {type(value).__name__}. HINT: pass the network "
             "or the LightningModule, not its class, its layers or its weights."
         )
     return value
@@ -117,14 +117,14 @@ def check_value_format(value: Any, block_size: int, name: str = "value_format") 
     return value  # type: ignore[no-any-return]
 
 
-def check_few_bits(value: Any, block_size: int) -> ValueFormatName:
+def check_few_bits(value: Any, block_size: int, name: str = "value_format") -> ValueFormatName:
     """Return ``value`` if it names a format of few bits, which ``"same"`` is not."""
     if value == "same":
         raise ValueError(
-            '`value_format` must be "fp8", "int8", "int4", "int3" or "int2" here, got "same". HINT: it would store '
+            f'`{name}` must be "fp8", "int8", "int4", "int3" or "int2" here, got "same". HINT: it would store '
             'everything that is saved a second time; take "int8", or none of this to keep tensors as they are.'
         )
-    return check_value_format(value, block_size)
+    return check_value_format(value, block_size, name)
 
 
 def check_min_values(value: Any) -> int:

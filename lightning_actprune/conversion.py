@@ -229,6 +229,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, options: Conver
     names = [fqn for fqns, _ in layers for fqn in fqns]
     if "rest" in options.other_formats:  # which can leave out any module
         names += [WRAPPERS.sub("", fqn).removeprefix(".") for fqn, _ in model.named_modules() if fqn]
+    names = list(dict.fromkeys(names))
     listing = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     word, kinds = "linear layer", "nn.Linear, nn.MultiheadAttention or transformers' Conv1D"
     if options.others:

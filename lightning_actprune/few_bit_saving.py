@@ -51,6 +51,7 @@ from lightning_actprune.arguments import (
     check_block_size,
     check_few_bits,
     check_min_values,
+    check_model,
     check_patterns,
 )
 from lightning_actprune.held import (
@@ -122,10 +123,10 @@ class FewBitSaving:
         parameter_format: ValueFormatName | None = None,
         loss_inside: bool = False,
     ) -> None:
-        self._module = module
+        self._module = check_model(module, "module")
         self._block_size = check_block_size(block_size)
         self._value_format = check_few_bits(value_format, self._block_size)
-        self._parameter_format = check_few_bits(parameter_format or value_format, self._block_size)
+        self._parameter_format = check_few_bits(parameter_format or value_format, self._block_size, "parameter_format")
         self._min_values = check_min_values(min_values)
         self._loss_inside = loss_inside
         self._names = {m: WRAPPERS.sub("", fqn).removeprefix(".") for fqn, m in module.named_modules()}

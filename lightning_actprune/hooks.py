@@ -30,6 +30,20 @@ class ForwardHook:
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
         return ForwardHook, ()
 
+    @property
+    def idle(self) -> bool:
+        """Whether it does nothing."""
+        return self._method is None
+
+
+def drop_idle_hooks(module: nn.Module) -> None:
+    """Take the hooks off a copied module that do nothing there."""
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(module, kind)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ForwardHook) and hook.idle]:
+            for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
+                options.pop(key, None)
+
 
 def eager_modules(module: nn.Module) -> set[nn.Module]:
     """Return the modules whose calls Python sees: not those inside a compiled one."""

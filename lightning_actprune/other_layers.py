@@ -14,6 +14,7 @@ from torch import nn
 from lightning_actprune.conversion_options import ConversionOptions
 from lightning_actprune.conversion_report import ConversionReport, FewBitConversion, SkippedLayer
 from lightning_actprune.few_bit_saving import FewBitSaving
+from lightning_actprune.hooks import drop_idle_hooks
 from lightning_actprune.nn.few_bit import FewBitLayer, FewBitSettings
 from lightning_actprune.nn.few_bit_kinds import few_bit_class, operator_of, stores
 from lightning_actprune.nn.settings import dense_class, torch_class
@@ -57,6 +58,7 @@ def detach_rest(model: nn.Module, owner: str | None) -> None:
             savings.pop(name).detach()
         if not savings:
             module.__dict__.pop(_SAVINGS, None)
+        drop_idle_hooks(module)
 
 
 def check_rest_is_free(model: nn.Module, options: ConversionOptions, owner: str) -> None:

@@ -31,9 +31,14 @@ _SENSITIVE = frozenset(
         *(("Amax", 0), ("Amin", 0), ("Aminmax", 0), ("Max", 1), ("Min", 1), ("Median", 0), ("Nanmedian", 0)),
         *(("ScatterReduce", 0), ("SegmentReduce", 0), ("Logsumexp", 0), ("BinaryCrossEntropy", 0), ("Acos", 0)),
         *(("Acosh", 0), ("Asin", 0), ("Atanh", 0), ("Log", 0), ("Log10", 0), ("Log1P", 0), ("Log2", 0), ("Logit", 0)),
+        *(("Pow", 1), ("Xlogy", 0), ("Xlogy", 1), ("SpecialXlog1Py", 0), ("SpecialXlog1Py", 1), ("SpecialEntr", 0)),
+        *(("Lgamma", 0), ("Mvlgamma", 0), ("Digamma", 0), ("Polygamma", 0), ("SpecialZeta", 0), ("Erfinv", 0)),
+        *(("Prod", 0), ("Prod", 1), ("Cumprod", 0), ("Logcumsumexp", 0), ("Atan2", 0)),
+        *(("Cdist", 0), ("EuclideanDist", 0), ("Pdist", 0), ("Dist", 0)),
     )
 )
-"""Nodes that compare what they saved with their result, or divide by what may be next to nothing."""
+"""Nodes that compare what they saved with their result, or divide by what may be next to nothing. A power with a tensor
+for its exponent is one: it takes the logarithm of its base."""
 
 
 _ATTENTION = tuple(
@@ -109,7 +114,7 @@ def sensitive_reader() -> str | None:
         exponent = node._saved_exponent
         return None if exponent >= 1 and exponent == int(exponent) else name
     if name == "LinalgVectorNormBackward0":
-        return name if math.isinf(node._saved_ord) else None
+        return name if math.isinf(node._saved_ord) or node._saved_ord < 1 else None
     return name if name in _SENSITIVE else None
 
 

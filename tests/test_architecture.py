@@ -79,7 +79,7 @@ ALLOWED = {
     "conversion_options": {"arguments", "layer_settings", "nn", "ops.setting", "schedules"},
     "selection": {"conversion_options", "layer_settings", "nn"},
     "conversion_report": {"arguments"},
-    "other_layers": {"conversion_options", "conversion_report", "few_bit_saving", "nn", "selection"},
+    "other_layers": {"conversion_options", "conversion_report", "few_bit_saving", "hooks", "nn", "selection"},
     "conversion": {
         "arguments",
         "conversion_options",

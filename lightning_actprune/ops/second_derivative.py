@@ -1,13 +1,14 @@
 """Gradients without a derivative of their own: what that would need is no longer there.
 
-A function that keeps less than it read computes its gradients where none are recorded, and hands them out through an
-identity whose derivative is an error. Otherwise ``create_graph=True`` would give second derivatives that are wrong.
+A function that keeps less than it read refuses to run backward where gradients are recorded (``create_graph=True``). An
+error in the derivative of what it returns would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes
+that lead to ``inputs``, and what would lead from such a gradient to the function's input was not kept. It would leave
+these terms out and say nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,24 +17,8 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def without_derivative(compute: Callable[[], Gradients], message: str) -> Gradients:
-    """Return the gradients that ``compute`` returns; a derivative of them raises ``RuntimeError(message)``."""
+    """Raise ``RuntimeError(message)``; where a compiler traces, which refuses by itself, return ``compute()``."""
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(message)
     with torch.no_grad():
-        grads = compute()
-    if torch.compiler.is_compiling():
-        return grads
-    # Its own leaf, since neither the gradient nor that of the output need require one: d(sum y) has a constant one.
-    leaf = torch.zeros((), requires_grad=True)
-    return tuple([None if grad is None else _Refuse.apply(grad, leaf, message) for grad in grads])
-
-
-class _Refuse(torch.autograd.Function):
-    """Identity whose derivative is an error."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, leaf: Tensor, message: str) -> Tensor:
-        ctx.message = message
-        return grad.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        raise RuntimeError(ctx.message)
+        return compute()

@@ -110,9 +110,8 @@ def test_in_place_of_what_others_need_is_an_error_as_in_torch():
 
 def test_second_derivatives_are_refused():
     x = torch.randn(8, requires_grad=True)
-    (grad,) = torch.autograd.grad(functional.activation(x, "gelu").sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="Second derivatives through an activation function"):
-        grad.sum().backward()
+        torch.autograd.grad(functional.activation(x, "gelu").sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

@@ -236,9 +236,8 @@ def test_autocast_leaves_the_type():
 def test_second_derivatives_are_refused():
     a, u = pair(2, 64)
     for leaves in ((a, u), (a, None)):
-        first, *_ = torch.autograd.grad(functional.gated(*leaves, "gelu").sum(), a, create_graph=True)
         with pytest.raises(RuntimeError, match="Second derivatives through a gated product"):
-            first.sum().backward()
+            torch.autograd.grad(functional.gated(*leaves, "gelu").sum(), a, create_graph=True)
 
 
 @pytest.mark.parametrize(
