@@ -220,95 +220,6 @@ def test_an_operation_that_few_bits_would_break_is_a_clear_error_and_can_be_left
         assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
 
 
-@pytest.mark.parametrize("power", [2, 0.5])
-def test_powers_are_refused_where_they_have_a_pole(power):
-    class Power(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x).relu().add(0.1).pow(power)
-
-    module = Power()
-    convert(module, others={"rest": "int8"})
-    loss = module(torch.randn(32, 64, 64)).sum()
-    if power == 2:
-        loss.backward()
-        assert module.fc.weight.grad.isfinite().all()
-    else:
-        with pytest.raises(RuntimeError, match="PowBackward0"):
-            loss.backward()
-
-
-POLES = {
-    "PowBackward1": lambda x: x.pow(torch.tensor([1.7])),
-    "SpecialEntrBackward0": torch.special.entr,
-    "XlogyBackward0": lambda x: torch.xlogy(x, x),
-    "XlogyBackward1": lambda x: torch.xlogy(2.0, x),
-    "SpecialXlog1PyBackward0": lambda x: torch.special.xlog1py(x, x),
-    "LgammaBackward0": torch.lgamma,
-    "MvlgammaBackward0": lambda x: torch.mvlgamma(x + 1, 2),
-    "DigammaBackward0": torch.digamma,
-    "PolygammaBackward0": lambda x: torch.polygamma(1, x),
-    "SpecialZetaBackward0": lambda x: torch.special.zeta(torch.full_like(x, 2.0), x),
-    "ErfinvBackward0": lambda x: torch.erfinv(x / (x.detach().max() + 1)),
-    "ProdBackward1": lambda x: x.prod(-1),
-    "CumprodBackward0": lambda x: x.cumprod(-1),
-    "LogcumsumexpBackward0": lambda x: x.logcumsumexp(-1),
-    "Atan2Backward0": lambda x: torch.atan2(x, x),
-    "CdistBackward0": lambda x: torch.cdist(x, x, p=1.0),
-    "EuclideanDistBackward0": lambda x: torch.cdist(x, x),
-    "LinalgVectorNormBackward0": lambda x: x.norm(p=0.5, dim=-1),
-}
-
-
-@pytest.mark.parametrize("node", POLES)
-def test_other_operations_with_a_pole_are_refused(node):
-    class Pole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return POLES[node](self.fc(x).abs().add(0.1))
-
-    module = Pole()
-    convert(module, others={"rest": "int8"})
-    with pytest.raises(RuntimeError, match=rf"{node} .*HINT"):
-        module(torch.randn(32, 64, 64)).sum().backward()
-
-
-def penalised(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of a penalty on a gradient, asked for by name as autograd takes it."""
-    (grad,) = torch.autograd.grad(module(x * x).sum(), x, create_graph=True)
-    return torch.autograd.grad((grad.norm() - 1).square(), (x, *module.parameters()), allow_unused=True)
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_a_gradient_penalty_is_refused_and_right_once_reverted(others):
-    """Nodes that lead to no input are not run there, so an error in their derivative would not be raised."""
-    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 1))
-    x = torch.randn(8, 64, requires_grad=True)
-    right = penalised(module, x)
-    convert(module, 0.5, value_format="int8", others=others)
-    with pytest.raises(RuntimeError, match=r"Second derivatives through .* create_graph=True"):
-        penalised(module, x)
-    revert(module)
-    torch.testing.assert_close(penalised(module, x), right, rtol=0, atol=0)
-
-
-def test_a_copy_is_reverted_without_a_trace():
-    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 1))
-    before = {name: {key: repr(value) for key, value in vars(m).items()} for name, m in module.named_modules()}
-    for _ in range(2):
-        convert(module, 0.5, value_format="int8", others=True)
-        module = copy.deepcopy(module)
-        revert(module)
-    assert {name: {k: repr(v) for k, v in vars(m).items()} for name, m in module.named_modules()} == before
-    assert b"lightning_actprune" not in pickle.dumps(module)
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm(64), Affine(64)], ids=["norm", "affine"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_converted_layers_return_may_be_written_to(norm, compiled):
@@ -320,6 +231,17 @@ def test_what_converted_layers_return_may_be_written_to(norm, compiled):
     parameters = list(ours.parameters())
     for mine, exact in zip(torch.autograd.grad(run(x).square().mean(), parameters), gradients(dense, x), strict=True):
         assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
+
+
+def test_a_copy_is_reverted_without_a_trace():
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 1))
+    before = {name: {key: repr(value) for key, value in vars(m).items()} for name, m in module.named_modules()}
+    for _ in range(2):
+        convert(module, 0.5, value_format="int8", others=True)
+        module = copy.deepcopy(module)
+        revert(module)
+    assert {name: {k: repr(v) for k, v in vars(m).items()} for name, m in module.named_modules()} == before
+    assert b"lightning_actprune" not in pickle.dumps(module)
 
 
 def test_reverting_a_wrapper_takes_the_hooks_off_what_it_wraps():
