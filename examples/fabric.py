@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import ImageData
 from examples.models import build_model
-from lightning_actprune import HolderProbe, convert, revert
+from lightning_actprune import convert, revert
+from lightning_actprune.analysis.first_batch import RetentionProbe
 
 
 def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
@@ -32,7 +33,7 @@ def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[
         loader = fabric.setup_dataloaders(data.train_dataloader())
         for _ in range(epochs):
             for images, labels in loader:
-                with nullcontext() if losses else HolderProbe(net, images) as probe:  # around the first forward
+                with nullcontext() if losses else RetentionProbe(net, images) as probe:  # around the first forward
                     loss = nn.functional.cross_entropy(model(images), labels)
                 for layer in probe.apply(report) if probe else ():
                     fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")

@@ -2,8 +2,9 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also after an exception. In the first step `HolderProbe` finds the layers
-whose input something else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by itself.
+`convert` before the loop, `revert` after it, also after an exception. In the first step `RetentionProbe` finds the
+layers whose input something else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by
+itself.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import ImageData
-from lightning_actprune import HolderProbe, convert, revert
+from lightning_actprune import convert, revert
+from lightning_actprune.analysis.first_batch import RetentionProbe
 
 
 def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.device) -> list[float]:
@@ -30,7 +32,7 @@ def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.devic
         for _ in range(epochs):
             for images, labels in loader:
                 images, labels = images.to(device), labels.to(device)
-                with nullcontext() if losses else HolderProbe(model, images) as probe:  # around the first forward
+                with nullcontext() if losses else RetentionProbe(model, images) as probe:  # around the first forward
                     loss = nn.functional.cross_entropy(model(images), labels)
                 for layer in probe.apply(report) if probe else ():
                     print(f"Layer {layer.fqn} stays dense: {layer.reason}.")

@@ -14,8 +14,6 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
-from lightning_actprune.arguments import check_sparsity
-
 __all__ = [
     "ConstantSchedule",
     "CosineSchedule",
@@ -44,6 +42,12 @@ class SparsitySchedule(ABC):
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({numbers})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
 
 class ConstantSchedule(SparsitySchedule):
@@ -231,14 +235,20 @@ def _sparsities(sparsity: float | SparsitySchedule) -> list[float]:
     return [sparsity_at(sparsity, progress) for progress in (*(part / 1000 for part in range(1001)), *jumps)]
 
 
-def check_schedule(value: Any) -> SparsitySchedule | None:
-    """Return ``value`` if it is a schedule or ``None``."""
-    if value is not None and not isinstance(value, SparsitySchedule):
+def check_sparsity(value: Any, name: str = "sparsity") -> float:
+    """Return ``value`` as a float in [0, 1), the fraction of blocks to drop."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"`schedule` must be a SparsitySchedule or None, got {value!r}. HINT: use LinearSchedule or "
-            "CubicSchedule, or subclass SparsitySchedule."
+            f"`{name}` must be a number in [0, 1), got {value!r} of type {type(value).__name__}. "
+            "HINT: pass the fraction of blocks to drop, such as 0.6, or, where it is to change, a SparsitySchedule."
         )
-    return value
+    number = float(value)
+    if math.isnan(number) or not 0.0 <= number < 1.0:
+        raise ValueError(
+            f"`{name}` must be in [0, 1), got {value!r}. HINT: it is the fraction of blocks dropped, not a percentage; "
+            "0 keeps everything (the dense layer), 0.6 drops 60 %."
+        )
+    return number
 
 
 def _check_fraction(value: Any, name: str) -> float:

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from lightning_actprune.ops.dispatch import force_backend
-from tests import conv1d as conv1d_module
+from lightning_actprune.codec.dispatch import force_backend
+from tests.support import conv1d as conv1d_module
 
 
 @pytest.fixture(autouse=True)

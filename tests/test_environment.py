@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import lightning_actprune
-from lightning_actprune import environment as module
-from lightning_actprune.__main__ import main
-from lightning_actprune.environment import BLOCK_SIZES, DTYPES, OPTIONAL, environment
-from lightning_actprune.ops import dispatch
+from lightning_actprune import __main__ as module
+from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, OPTIONAL, environment, main
+from lightning_actprune.codec import dispatch
 
 GIB = 2**30
 
@@ -59,7 +58,7 @@ def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> t
 
 
 def test_gpus_and_what_runs_on_them(gpus):
-    found = environment("1.2.3")
+    found = environment()
     assert json.loads(json.dumps(found)) == found
     assert found["gpus"] == [
         {"index": 0, "name": "Old [one]", "capability": "7.5", "memory_bytes": 4 * GIB, "free_bytes": 3 * GIB},
@@ -99,8 +98,8 @@ def test_versions_and_optional_packages(monkeypatch):
         return there[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = environment("1.2.3")
-    assert found["versions"]["lightning_actprune"] == "1.2.3"
+    found = environment()
+    assert found["versions"]["lightning_actprune"] == lightning_actprune.__version__
     assert found["versions"]["torch"] == torch.__version__
     assert (found["versions"]["triton"], found["versions"]["lightning"]) == ("3.9", None)
     assert found["optional"] == dict.fromkeys(OPTIONAL) | {"wandb": "0.1"}
@@ -121,14 +120,14 @@ def test_a_gpu_that_fails_later_is_a_finding(gpus, monkeypatch):
         raise RuntimeError("unspecified launch failure")
 
     monkeypatch.setattr(module, "choose_backend", fail)
-    found = environment("1.2.3")
+    found = environment()
     assert {row["backend"] for row in found["kernels"]} == {"unknown"}
     assert found["kernels"][0]["reasons"] == ["RuntimeError: unspecified launch failure"]
 
 
 def test_the_interpreter_is_told_from_a_machine_that_runs_kernels(monkeypatch):
     monkeypatch.setattr(dispatch, "_interpreting", lambda: True)
-    backend, reasons = answer(environment("1.2.3"), "cpu", "float32", 32)
+    backend, reasons = answer(environment(), "cpu", "float32", 32)
     assert (backend, reasons) == ("reference", ["the interpreter runs only where kernels are forced"])
 
 

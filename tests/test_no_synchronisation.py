@@ -34,8 +34,7 @@ def vit() -> nn.Module:
 
 def resnet() -> nn.Module:
     model = ResNet(dim=32, depth=3, num_classes=CLASSES)
-    others = {"convolution": "int4", "activation": "int4"}
-    assert len(convert(model, sparsity=0.6, others=others).converted) == 10
+    assert len(convert(model, "max").converted) > 10
     return model
 
 

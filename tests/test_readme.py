@@ -11,7 +11,7 @@ import yaml
 
 import lightning_actprune
 from examples.benchmarks import tables
-from tests.markdown import code_blocks
+from tests.support.markdown import code_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,7 +40,7 @@ def test_python_blocks_run_in_order_and_print_the_shown_table(tmp_path, monkeypa
     assert type(namespace["model"][0]).__name__ == "Linear"
 
 
-def test_the_shown_held_layer_is_found_in_the_network_with_a_relu(tmp_path, monkeypatch, capfd):
+def test_the_shown_retained_layer_is_found_in_the_network_with_a_relu(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     code = blocks("python")[0]
     assert "nn.GELU()" in code
@@ -79,8 +79,8 @@ def test_hydra_block_makes_the_callbacks():
     pruning, monitor = made["activation_pruning"], made["activation_memory_monitor"]
     assert type(pruning) is lightning_actprune.ActivationPruning
     assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
-    assert repr(pruning.schedule) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
-    assert (pruning.block_size, pruning.exclude) == (32, ["model.head"])
+    assert repr(pruning.sparsity) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
+    assert (pruning.block_size, pruning.rules) == (32, {"model.head": "dense"})
 
 
 def test_ci_runs_exactly_the_test_command():

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_actprune import (
+from lightning_actprune import schedules
+from lightning_actprune.schedules import (
     ConstantSchedule,
     CosineSchedule,
     CubicSchedule,
     LinearSchedule,
     SparsitySchedule,
     StepSchedule,
-    schedules,
 )
 
 POINTS = [i / 20 for i in range(21)]

@@ -1,4 +1,4 @@
-"""Activation functions with their derivative in few bits, beside those of torch, on one GPU.
+"""Activation functions with their derivative quantized, beside those of torch, on one GPU.
 
     python examples/benchmarks/activations.py
 
@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.ops.activations import ACTIVATIONS, FORMAT_NAMES, Kept
+from examples.benchmarks.vocabulary import BITS
+from lightning_actprune.operators.activation import ACTIVATIONS, StoredDerivative, activate_eagerly, activation_grad
 
 SHAPES = [(128, 197, 3072), (16384, 11008)]
 """The MLP of a ViT-B at batch 128, and that of a 7B language model with 16384 tokens."""
 DTYPES = ["bfloat16", "float32"]
+FORMAT_NAMES = ("int8", "int4", "int3", "int2")
 FUNCTIONS = ["gelu", "gelu_tanh", "silu", "relu"]
 ROTATED_BYTES = 2**28
 """What the inputs are together, at least: five times the L2 cache of an H200."""
@@ -55,12 +57,11 @@ def measure(pairs: list[tuple[Tensor, Tensor]], function: str, value_format: str
         backward = [functools.partial(DENSE_BACKWARD[function], g, x) for x, g in pairs]
         kept_bytes = float(x.element_size())
         return times([functools.partial(forward, x) for x, _ in pairs], backward, kept_bytes)
-    kept = Kept(function, (), value_format)
-    call = functools.partial(torch.ops.actprune.activate, function=function, parameters=())
-    calls = [functools.partial(call, x, value_format=value_format, dtype=x.dtype) for x, _ in pairs]
+    stored = StoredDerivative(function, (), BITS[value_format])
+    calls = [functools.partial(activate_eagerly, x, stored, x.dtype) for x, _ in pairs]
     codes = [call()[1] for call in calls]
     backward = [
-        functools.partial(torch.ops.actprune.activation_grad, g, c, x.stride(), *kept, x.dtype)
+        functools.partial(activation_grad, g, c, x.stride(), stored, x.dtype, True)
         for (x, g), c in zip(pairs, codes, strict=True)
     ]
     return times(calls, backward, codes[0].nbytes / x.numel())

@@ -1,4 +1,4 @@
-"""How far gradients of fused attention are off if query, key, value and result are kept in few bits.
+"""How far gradients of fused attention are off if query, key, value and result are quantized.
 
     python examples/benchmarks/attention.py --out attention.json
 
@@ -26,12 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.summaries import Records, Summary, groups
-from lightning_actprune.few_bit_saving import FewBitSaving
+from examples.benchmarks.vocabulary import BITS
+from lightning_actprune import Keep
+from lightning_actprune.operators.saved import SavedTensorCompression
 
 CASES = [("ViT-B/16", 8, 12, 197, 64, False), ("GPT-2", 2, 12, 1024, 64, True)]
 """Name, samples, heads, tokens, channels of a head, whether causal: of models whose gradients fp64 can do beside."""
 LOGIT_STDS = (1.0, 3.0, 8.0)
-FORMATS = ("dense", "fp8", "int8", "int4")
+FORMATS = ("dense", "int8", "int4")
 STORED = ("q, k, v", "q, k, v, result")
 
 
@@ -74,8 +76,8 @@ def measure(case: tuple[Any, ...], logit_std: float, value_format: str, stored: 
     if value_format == "dense":
         found = gradient(module, qkv, grad)
     else:
-        results = mock.patch("lightning_actprune.few_bit_saving.is_attention_result", return_value=False)
-        with FewBitSaving(module, value_format, min_values=1):  # type: ignore[arg-type]
+        results = mock.patch("lightning_actprune.operators.saved.is_attention_result", return_value=False)
+        with SavedTensorCompression(module, Keep(BITS[value_format]), min_values=1):
             if stored == STORED[1]:
                 found = gradient(module, qkv, grad)
             else:

@@ -47,8 +47,8 @@ from examples.benchmarks.common import MIB, environment, require_gpu, write_reco
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import Records, Summary
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
+from examples.benchmarks.vocabulary import PRESETS, arguments_of
 from lightning_actprune import ActivationPruning
-from lightning_actprune.presets import PRESETS
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 METHODS = ("dense", "checkpoint", *PRESETS, "balanced, others", "max, others")
@@ -139,7 +139,8 @@ class Case:
     def _train(self, *callbacks: pl.Callback) -> None:
         if self.method not in ("dense", "checkpoint"):
             preset, _, others = self.method.partition(", ")
-            callbacks = (ActivationPruning(preset=preset, others=bool(others), verbose=False), *callbacks)
+            arguments = arguments_of(PRESETS[preset], bool(others))
+            callbacks = (ActivationPruning(**arguments, verbose=0), *callbacks)
         with TemporaryDirectory() as folder:
             pl.Trainer(
                 max_steps=STEPS, accelerator=self.accelerator, devices=1, precision="bf16-mixed", logger=False,

@@ -41,11 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
+from lightning_actprune.codec import blocks
+from lightning_actprune.codec.blocks import BlockGeometry, ceil_div
 from lightning_actprune.kernels.launch import Launch
-from lightning_actprune.kernels.tiles import Config
-from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan, parts_of
-from lightning_actprune.ops import reference
-from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
+from lightning_actprune.kernels.linear import Config, Shape, WeightGradLaunch, parts_of
 
 CONFIGS = {
     ("bfloat16", 16): [(128, 64, 8, 3, False), (256, 64, 8, 3, False)],
@@ -145,26 +144,26 @@ def products_kernel(
 
 
 class Half:
-    """The weight gradient of ``plan`` with its product kernel replaced by one that does half of its work."""
+    """The weight gradient of ``whole`` with its product kernel replaced by one that does half of its work."""
 
-    def __init__(self, plan: WeightGradPlan, shape: Shape, config: Config, mode: str) -> None:
-        grid = ceil_div(shape.length, shape.block_size), shape.outputs // config.bm, plan.parts
-        scalars = shape.stride, shape.outputs, shape.length, shape.rows, plan.list_columns.lengths, plan.share
-        tile = shape.block_size, config.bm, config.bk, plan.parts > 1
-        self.plan, self.words = plan, mode == "loads"
+    def __init__(self, whole: WeightGradLaunch, shape: Shape, config: Config, mode: str) -> None:
+        grid = ceil_div(shape.length, shape.block_size), shape.outputs // config.bm, whole.parts
+        scalars = shape.stride, shape.outputs, shape.length, shape.rows, whole.list_columns.lengths, whole.share
+        tile = shape.block_size, config.bm, config.bk, whole.parts > 1
+        self.whole, self.words = whole, mode == "loads"
         options = {"num_warps": config.warps, "num_stages": config.stages}
         if mode == "loads":
             half = Launch(loads_kernel, grid, *scalars, *tile, 4 // shape.itemsize, config.stages, **options)
         else:
             half = Launch(products_kernel, grid, *scalars, *tile, config.values_first, **options)
-        plan.product = half
+        whole.product = half
 
     def __call__(self, grad_y: torch.Tensor, packed: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Run lists, half a product and the addition of parts."""
         values, bitmap, offsets = packed
         if not self.words:
-            return self.plan(grad_y, values, bitmap, offsets)
-        out: torch.Tensor = self.plan(grad_y.view(torch.int32), values.view(torch.int32), bitmap, offsets)
+            return self.whole(grad_y, values, bitmap, offsets)
+        out: torch.Tensor = self.whole(grad_y.view(torch.int32), values.view(torch.int32), bitmap, offsets)
         return out
 
 
@@ -186,7 +185,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the best time of each mode."""
     geometry, outputs = BlockGeometry.of_stored(pairs[0][0], block_size, sparsity), pairs[0][1].shape[1]
-    packed = [reference.pack(x, block_size, geometry.keep) for x, _ in pairs]
+    packed = [blocks.pack(x, block_size, geometry.keep) for x, _ in pairs]
     dtype = pairs[0][0].dtype
     shape = Shape(
         outputs, outputs, geometry.samples, geometry.total_rows, geometry.length, *packed[0][0].shape, dtype.itemsize
@@ -195,9 +194,9 @@ def measure(
     figures: dict[str, Any] = {}
     kept = shape.kept // ceil_div(shape.length, block_size)
     for mode, (config, split) in itertools.product(MODES, candidates(case, str(dtype)[6:], block_size, kept)):
-        plan = WeightGradPlan(shape, dtype, config, split)
+        whole = WeightGradLaunch(shape, dtype, config, split)
         call: Callable[..., Any] = (
-            (lambda g, p, f=plan: f(g, *p)) if mode == "gather" else Half(plan, shape, config, mode)
+            (lambda g, p, f=whole: f(g, *p)) if mode == "gather" else Half(whole, shape, config, mode)
         )
         us = gpu_us([lambda g=g, p=p, f=call: f(g, p) for g, p in both], repeats=1, replays=5, enough_ms=10.0)
         if us < figures.get(f"{mode}_us", math.inf):

@@ -47,7 +47,7 @@ from examples.benchmarks.study.tasks import is_recorded, load_records, open_stud
 from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import first_choices, train
 from lightning_actprune import revert
-from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.operators.base import CompressedLayer
 
 
 def weight_gradients(model: nn.Module, batch: Batch, precision: str) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ def measure(model: nn.Module, setting: Setting, batch: Batch, precision: str) ->
     try:
         # At sparsity 0 the probe judges no layer; of an input that something else keeps, no byte is the layer's own.
         rows = {row.fqn: row for row in kept_rows(model, batch, precision) if row.dense_bytes}
-        layers = [name for name in rows if isinstance(model.get_submodule(name), PrunedLayer)]
+        layers = [name for name in rows if isinstance(model.get_submodule(name), CompressedLayer)]
         pruned = weight_gradients(model, batch, precision)
     finally:
         revert(model)

@@ -1,4 +1,4 @@
-"""Fit the constants of ``lightning_actprune/ops/cost.py`` to the records of ``kernels.py``.
+"""Fit the constants of ``lightning_actprune/operators/weight_grad.py`` to the records of ``kernels.py``.
 
     python examples/benchmarks/kernels.py --out kernels.json
     python examples/benchmarks/fit_cost.py kernels.json
@@ -6,7 +6,7 @@
 Both times are linear in what is sought: gather in its base and one cost per block size, unpack in its base,
 ``1 / rate`` and ``1 / bandwidth``. Each is fitted by least squares of relative errors. What counts is the choice
 between the two, so the constants of gather are then moved, by up to 40 %, to where the worst ratio of the chosen to the
-better method over all records is least. Prints the constants as ``cost.py`` wants them, and the worst choices.
+better method over all records is least. Prints the constants as that file wants them, and the worst choices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lightning_actprune.ops.cost import COSTS, Costs
+from lightning_actprune.operators.weight_grad import COSTS, Costs
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -1,4 +1,4 @@
-"""Pack and weight gradient by value format and block selection, beside unquantised ones, on one GPU.
+"""Pack and weight gradient by bits and block selection, beside unquantized ones, on one GPU.
 
     python examples/benchmarks/formats.py
 
@@ -24,14 +24,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, require_gpu, write_records
-from examples.benchmarks.kernels import CASES, inputs
+from examples.benchmarks.kernels import CASES, chosen_method, inputs
 from examples.benchmarks.summaries import Records, Summary, case_name, geometric_mean, groups
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.arguments import BlockSelection, ValueFormatName
-from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts
-from lightning_actprune.ops.weight_grad import choose_method
+from examples.benchmarks.vocabulary import BITS, BlockSelection
+from lightning_actprune.codec.blocks import block_and_keep, sparsity_parts
 
-STORED = [(name, "largest") for name in get_args(ValueFormatName)]
+STORED = [(name, "largest") for name in BITS]
 STORED += [("same", name) for name in get_args(BlockSelection) if name != "largest"]
 """Formats with the largest blocks, and selections with values as they are."""
 
@@ -40,19 +39,19 @@ def measure(
     pairs: list[tuple[Tensor, Tensor]], block_size: int, sparsity: float, stored: tuple[str, str]
 ) -> dict[str, Any]:
     """Return the figures of one way to store the inputs of `pairs`."""
-    value_format, _ = stored
+    bits = BITS[stored[0]] or 0
     x, grad_y = pairs[0]
-    _, keep = block_and_keep(x, block_size, sparsity_parts(sparsity), value_format)
+    _, keep = block_and_keep(x, block_size, sparsity_parts(sparsity), bits)
     pack = functools.partial(torch.ops.actprune.pack, block_size=block_size, keep=keep)
-    pack = functools.partial(pack, value_format=value_format, block_selection=stored[1])
+    pack = functools.partial(pack, bits=bits, selection=stored[1])
     packed = [pack(x) for x, _ in pairs]
-    layout = 1, grad_y.shape[0], x.shape[2], False, grad_y.dtype, block_size, value_format
+    layout = 1, grad_y.shape[0], x.shape[2], False, grad_y.dtype, block_size, bits
     gradients = [
         functools.partial(torch.ops.actprune.weight_grad, g, *p, *layout)
         for (_, g), p in zip(pairs, packed, strict=True)
     ]
     return {
-        "method": choose_method(grad_y, packed[0][0], x.shape[2], packed[0][1].shape[1] == 0, block_size),
+        "method": chosen_method(grad_y, packed[0], x.shape[2], block_size),
         "pack_us": round(gpu_us([functools.partial(pack, x) for x, _ in pairs]), 2),
         "grad_us": round(gpu_us(gradients), 2),
         "stored_bytes": sum(tensor.nbytes for tensor in packed[0]),

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, write_records
 from lightning_actprune import ActivationPrunedLinear
 from lightning_actprune import functional as pruned
+from lightning_actprune.codec import packed as pack_module
+from lightning_actprune.codec.blocks import BlockGeometry
 from lightning_actprune.kernels.launch import Launch
-from lightning_actprune.ops import pack as pack_module
-from lightning_actprune.ops import weight_grad as weight_grad_module
-from lightning_actprune.ops.geometry import BlockGeometry
+from lightning_actprune.operators import weight_grad as weight_grad_module
 
 
 @triton.jit

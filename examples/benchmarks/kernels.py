@@ -34,8 +34,8 @@ from examples.benchmarks import plots, summaries
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.summaries import case_name
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.ops.geometry import BlockGeometry
-from lightning_actprune.ops.weight_grad import choose_method, force_method
+from lightning_actprune.codec.blocks import BlockGeometry
+from lightning_actprune.operators.weight_grad import MAX_GATHER_BLOCK, force_method, fp32_is_exact, gather_is_faster
 
 CASES = [(128, 64, 384, 1536), (64, 196, 384, 1536), (64, 196, 1536, 384), (64, 196, 768, 3072), (8, 1024, 4096, 4096)]
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -63,6 +63,15 @@ def weight_gradient(grad_y: Tensor, packed: tuple[Tensor, ...], x: Tensor) -> Te
     return grad
 
 
+def chosen_method(grad_y: Tensor, packed: tuple[Tensor, ...], length: int, block_size: int) -> str:
+    """Return what the cost model takes; without positions all blocks are there, which are unpacked."""
+    (rows, outputs), kept = grad_y.shape, packed[0].shape[0]
+    exact = grad_y.dtype != torch.float32 or fp32_is_exact()
+    may_gather = packed[1].shape[1] > 0 and block_size <= MAX_GATHER_BLOCK
+    sizes = (rows, outputs), (kept, block_size), length, grad_y.itemsize
+    return "gather" if may_gather and gather_is_faster(*sizes, exact) else "unpack"
+
+
 def measure(
     pairs: list[tuple[Tensor, Tensor]], block_size: int, sparsity: float, timer: Callable[..., float]
 ) -> dict[str, Any]:
@@ -75,8 +84,7 @@ def measure(
 
     packed = [pack(x) for x, _ in pairs]
     x, grad_y = pairs[0]
-    gathered = choose_method(grad_y, packed[0][0], x.shape[2], False, block_size) == "gather"
-    backend = "gather" if gathered else "unpack"  # which is what the reference does too
+    backend = chosen_method(grad_y, packed[0], x.shape[2], block_size)
     figures: dict[str, Any] = {"backend": backend, "pack_us": timer([lambda x=x: pack(x) for x, _ in pairs])}
     for method in ("gather", "unpack"):
         with force_method(method):

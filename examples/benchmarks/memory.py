@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import MIB, environment, step_memory, write_records
 from examples.models import build_model
 from lightning_actprune import convert
-from lightning_actprune.footprint import SavedTensorMeter
+from lightning_actprune.analysis.memory import SavedTensorMeter
 
 PAPER_SAVED_MIB = {
     (0.6, 16): 365.2, (0.6, 32): 384.2, (0.6, 64): 393.9,

@@ -29,7 +29,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,10 @@ from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, environment, require_gpu, step_memory, write_records
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.third_party import WORKLOADS
-from lightning_actprune import EnergyProbe, HolderProbe, convert
-from lightning_actprune.footprint import SavedTensorMeter
-from lightning_actprune.presets import Preset
+from examples.benchmarks.vocabulary import Preset, arguments_of
+from lightning_actprune import convert
+from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter
 
 METHODS = ("dense", "pruned")
 SETTINGS = {"sparsity": 0.6, "block_size": 32}
@@ -74,9 +74,7 @@ class Training:
         self.batch = tuple(tensor.to(device) for tensor in self.workload.data(batches * self.workload.batch))
         self.preset, self.conversion = preset, None
         if preset is not None:
-            settings = asdict(preset) | {"others": preset.others if others else False}
-            del settings["max_dropped_energy"]  # which the first step decides on
-            self.conversion = convert(self.model, **settings)
+            self.conversion = convert(self.model, **arguments_of(preset, others))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True, capturable=capturable)
 
@@ -101,12 +99,11 @@ def warm_up(training: Training) -> None:
     if training.preset is None:
         training.finish(training.forward())
     else:
-        limit = training.preset.max_dropped_energy
-        with HolderProbe(training.model, training.batch) as holders, EnergyProbe(training.model, limit) as energy:
+        with RetentionProbe(training.model, training.batch) as retention, EnergyProbe(training.model) as energy:
             loss = training.forward()
-            holders.check_alive()
+            retention.check_alive()
             training.finish(loss)
-        holders.apply(training.conversion)
+        retention.apply(training.conversion)
         energy.apply(training.conversion)
     for _ in range(2):
         training.finish(training.forward())

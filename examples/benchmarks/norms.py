@@ -1,4 +1,4 @@
-"""Normalisation layers that keep their input in few bits, beside torch's own, on one GPU.
+"""Normalisation layers that keep their input quantized, beside torch's own, on one GPU.
 
     python examples/benchmarks/norms.py
 
@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.nn.few_bit import FewBitSettings
-from lightning_actprune.nn.few_bit_kinds import few_bit_class
-from lightning_actprune.ops.normalize import normalize, normalize_grad
+from examples.benchmarks.vocabulary import BITS
+from lightning_actprune import Keep, convert
+from lightning_actprune.operators.norm import NormFunction, NormSetting, _gradients
 
 CASES = [
     ("layer_norm", 128 * 197, 768, "float32"),
@@ -62,7 +62,7 @@ def inputs(case: tuple[str, int, int, str]) -> tuple[Tensors, Tensors, Parameter
 def measure(case: tuple[str, int, int, str], value_format: str) -> dict[str, Any]:
     """Return the figures of one way to keep the inputs of a case."""
     xs, grads, parameters = inputs(case)
-    calls = dense(xs, *parameters) if value_format == "dense" else few_bits(xs, *parameters, value_format)
+    calls = dense(xs, *parameters) if value_format == "dense" else quantized(xs, *parameters, BITS[value_format])
     forward, backward, kept = calls
     return {
         "forward_us": round(gpu_us([functools.partial(forward, x) for x in xs]), 2),
@@ -94,17 +94,33 @@ def dense(xs: Tensors, weight: Tensor, bias: Tensor | None) -> Calls:
     return forward, backward, [[x, *forward(x)[1:]] for x in xs]
 
 
-def few_bits(xs: Tensors, weight: Tensor, bias: Tensor | None, value_format: str) -> Calls:
-    """Return the kernels that keep few bits."""
-    centred, dtype = bias is not None, xs[0].dtype
+class Context(list[Tensor]):
+    """Stands for what autograd hands on from forward to backward; its items are the tensors kept of an input."""
 
-    def forward(x: Tensor) -> Any:
-        return normalize(x, weight, bias, centred, False, EPS, BLOCK_SIZE, value_format, True, dtype)
+    def set_materialize_grads(self, value: bool) -> None:
+        """Do nothing: all gradients are there."""
+
+    def save_for_backward(self, values: Tensor, rstd: Tensor, weight: Tensor) -> None:
+        """Take what is saved, of which the weight is there anyway."""
+        self[:] = values, rstd
+        self.saved_tensors = values, rstd, weight
+
+
+def quantized(xs: Tensors, weight: Tensor, bias: Tensor | None, bits: int) -> Calls:
+    """Return the layer that keeps so many bits, without autograd."""
+    shape, setting = tuple(weight.shape), NormSetting(bias is not None, False, EPS, BLOCK_SIZE, bits)
+
+    def forward(x: Tensor, context: Any = None) -> Tensor:
+        context = Context() if context is None else context
+        return NormFunction.forward(context, x, weight, bias, None, shape, setting, x.dtype, True)
 
     def backward(grad: Tensor, kept: Tensors) -> Any:
-        return normalize_grad(grad, *kept, weight, centred, BLOCK_SIZE, value_format, True, dtype, True)
+        return _gradients(kept, grad, True, bias is not None, True)
 
-    return forward, backward, [list(forward(x)[1:]) for x in xs]
+    contexts: list[Tensors] = [Context() for _ in xs]
+    for x, context in zip(xs, contexts, strict=True):
+        forward(x, context)
+    return forward, backward, contexts
 
 
 def host_us(case: tuple[str, int, int, str], value_format: str, calls: int = 1000) -> float:
@@ -113,8 +129,7 @@ def host_us(case: tuple[str, int, int, str], value_format: str, calls: int = 100
     dtype = getattr(torch, name)
     layer = (nn.LayerNorm if operator == "layer_norm" else nn.RMSNorm)(length, device="cuda", dtype=dtype)
     if value_format != "dense":
-        layer.__class__ = few_bit_class(type(layer))
-        layer._few_bit = FewBitSettings(value_format, BLOCK_SIZE)
+        convert(layer, rules={"type:norm": Keep(BITS[value_format], block_size=BLOCK_SIZE)})
     x = torch.randn(8, length, device="cuda", dtype=dtype, requires_grad=True)
     grad_y, leaves, start = torch.randn_like(x), (x, *layer.parameters()), 0.0
     for number in range(calls + 100):

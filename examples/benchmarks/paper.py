@@ -37,8 +37,8 @@ from examples.benchmarks.summaries import Records
 from examples.benchmarks.tables import load
 from examples.models import build_model
 from lightning_actprune import functional
-from lightning_actprune.nn import Affine
-from lightning_actprune.ops.geometry import BlockGeometry, input_geometry
+from lightning_actprune.codec.blocks import BlockGeometry, input_geometry
+from lightning_actprune.operators.scale import Affine
 
 PAGE = RESULTS.parents[2] / "docs" / "paper_accounting.md"
 BATCH = 32

@@ -3,7 +3,7 @@
     python examples/benchmarks/presets.py --out presets.json
 
 Models as their libraries build them, bf16 autocast, fused AdamW: dense, with every block checkpointed, and pruned as
-``ActivationPruning(preset=...)`` does it, with and without ``others=True``, the first step probed for layers whose
+``ActivationPruning(preset)`` does it, and with linear layers alone, the first step probed for layers whose
 input something else keeps and for those whose dropped blocks would hold too much. ``compiled`` cases are compiled after
 that step; ``budget``: with half of the activations as the compiler's budget (``activation_memory_budget=0.5``);
 ``reduce-overhead``: with CUDA graphs (``mode="reduce-overhead"``), whose memory the allocator does not tell apart. Of
@@ -13,7 +13,7 @@ take up to 140 GiB.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step, ``ms_median`` the time of a step with the device synchronised every five. ``converted`` layers pack their input;
-``dropping`` of them drop blocks, the others only quantise.
+``dropping`` of them drop blocks, the others only quantize.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from examples.benchmarks.common import MIB, environment, require_gpu, write_reco
 from examples.benchmarks.models import Training, allocated, described, warm_up
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.third_party import checkpoint_blocks
-from lightning_actprune.presets import PRESETS, Preset
+from examples.benchmarks.vocabulary import PRESETS, Preset
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
 WITH_OTHERS = ", others"
@@ -46,7 +46,7 @@ EAGER = ("dense", "checkpoint", *PRESETS, f"balanced{WITH_OTHERS}", f"max{WITH_O
 METHODS = (*EAGER, *(f"{name}{COMPILED}" for name in ("dense", "budget", *EAGER[-2:])))
 METHODS += tuple(f"{name}{REDUCED}" for name in ("dense", *EAGER[-2:]))
 METHODS += tuple(f"{name}{GRAPH}" for name in ("dense", "checkpoint", *EAGER[-2:]))
-"""``, others``: with ``others=True`` beside the preset."""
+"""``, others``: every operator that the preset names, not linear layers alone."""
 BATCHES = 2
 """Batches of ``models.py`` in one, unless told: with one the host is as slow as the GPU, and times vary by half."""
 

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import MIB, environment, require_gpu, write_records
 from examples.benchmarks.models import WORKLOADS, Training, described
 from examples.benchmarks.summaries import Records, Summary
-from lightning_actprune import SensitivityReport, measure_sensitivity
+from lightning_actprune import measure_sensitivity
+from lightning_actprune.analysis.sensitivity_report import SensitivityReport
 
 MODELS = ("resmlp_12_224", "vit_base_patch16_224", "GPT2LMHeadModel")
 BATCHES, STEPS = 2, 10

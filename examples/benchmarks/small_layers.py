@@ -4,7 +4,7 @@
 
 One linear layer (features -> 4 features) forward and backward on 64 x 196 rows, bf16, s = 0.6, b = 32: wall time per
 iteration with the queue kept full (median of 5 repeats of 100), so that launches count as much as kernels do. Chooses
-``lightning_actprune.conversion.MIN_FEATURES``.
+``lightning_actprune.config.MIN_FEATURES``.
 """
 
 from __future__ import annotations

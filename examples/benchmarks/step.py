@@ -55,8 +55,8 @@ def build(name: str, method: str, sparsity: float, block_size: int) -> tuple[nn.
     if method != "pruned":
         return model, 0
     # Its input is also kept by the attention itself, so packing it would only add memory.
-    exclude = ["*.attn.proj"] if "vit" in name else []
-    return model, len(convert(model, sparsity=sparsity, block_size=block_size, exclude=exclude).converted)
+    rules = {"*.attn.proj": None} if "vit" in name else None
+    return model, len(convert(model, sparsity=sparsity, block_size=block_size, rules=rules).converted)
 
 
 class Case:

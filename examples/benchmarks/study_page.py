@@ -18,7 +18,7 @@ from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.tables import load, markdown, sources
-from lightning_actprune.presets import PRESETS
+from examples.benchmarks.vocabulary import PRESETS
 
 PAGE = RESULTS.parents[2] / "docs" / "accuracy.md"
 

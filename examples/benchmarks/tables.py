@@ -84,9 +84,9 @@ ratio to dense. `checkpoint` runs every block again in backward."""
 
 
 OTHER_STEPS_TEXT = """\
-Steps of models as their libraries build them, bf16 autocast, with `others=True`; in brackets the ratio to dense in the
-same mode. `graph` replays the eager step from a CUDA graph, which takes the host's part away; `budget` is that of the
-compiler, `activation_memory_budget=0.5`; `reduce-overhead` is compiled with CUDA graphs, whose memory the allocator
+Steps of models as their libraries build them, bf16 autocast, every operator covered; in brackets the ratio to dense in
+the same mode. `graph` replays the eager step from a CUDA graph, which takes the host's part away; `budget` is that of
+the compiler, `activation_memory_budget=0.5`; `reduce-overhead` is compiled with CUDA graphs, whose memory the allocator
 does not tell apart. `host ms`: how long Python takes to issue a step to an idle GPU. Each record of `others.json` names
 the command it is from; below is the first."""
 

@@ -30,10 +30,9 @@ from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, RESULTS, environment, require_gpu, write_records
 from examples.benchmarks.models import SETTINGS, Training, warm_up
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
-from lightning_actprune.pictures import Panel, series_picture
-from lightning_actprune.presets import Preset
-from lightning_actprune.step_memory import PHASES, StepMemory
-from lightning_actprune.step_recorder import StepMemoryRecorder
+from examples.benchmarks.vocabulary import Preset
+from lightning_actprune.analysis.memory import PHASES, StepMemory, StepMemoryRecorder
+from lightning_actprune.analysis.pictures import Panel, series_picture
 
 MODELS = ("resmlp_12_224", "vit_base_patch16_224")
 METHODS = ("dense", "checkpoint", "pruned")

@@ -1,12 +1,12 @@
-"""Sweep how kept blocks in few bits are shared out: the ground for ``ranks.choose_turns``.
+"""Sweep how quantized kept blocks are shared out: the ground for ``places.choose_turns``.
 
     python examples/benchmarks/tune_formats.py --out tune_formats.json
 
 On the cases of ``kernels.py``, in 16 bits, for each format and all turns worth trying (blocks of a tile, warps,
 programs of a run): time of a pack of three launches (``pack_us``) and of unpacking (``unpack_us``), beside that of
 values as they are. Every candidate is compiled in parallel first (Triton's cache is on disk), then timed: GPU time by
-CUDA graph with inputs rotated through several times the L2 cache. What it stores and reads must be what ``ops.formats``
-does. One line and one record per setting; it ends early, with what it has, where time is up.
+CUDA graph with inputs rotated through several times the L2 cache. What it stores and reads must be what
+``codec.formats`` does. One line and one record per setting; it ends early, with what it has, where time is up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.kernels import CASES, ROTATED_BYTES
 from examples.benchmarks.timing import gpu_us
+from examples.benchmarks.vocabulary import BITS
+from lightning_actprune.codec import formats
+from lightning_actprune.codec import packed as codec
+from lightning_actprune.codec.blocks import RUN_BLOCKS, BlockGeometry
 from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import unpack as unpacks
-from lightning_actprune.kernels.pack import PackPlan
-from lightning_actprune.kernels.ranks import Turns
-from lightning_actprune.ops import formats
-from lightning_actprune.ops.geometry import RUN_BLOCKS, BlockGeometry
+from lightning_actprune.kernels.pack import PackLaunch
+from lightning_actprune.kernels.places import Turns
 
 DTYPE = torch.bfloat16
 THREAD_VALUES = (8, 16, 32)
@@ -54,17 +56,22 @@ class Setting(NamedTuple):
     sparsity: float
     value_format: str
 
-    def plan(self, device: str = "cuda") -> PackPlan:
+    @property
+    def bits(self) -> int:
+        """Bits of a value, 0 for values as they are."""
+        return BITS[self.value_format] or 0
+
+    def launch(self, device: str = "cuda") -> PackLaunch:
         """Return the three launches for a contiguous input."""
         samples, rows, length = shape = self.case[:3]
         keep = BlockGeometry.of(samples, rows, length, self.block_size, self.sparsity).keep
         where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        return PackPlan(shape, (rows * length, length), self.block_size, keep, where, value_format=self.value_format)
+        return PackLaunch(shape, (rows * length, length), self.block_size, keep, where, bits=self.bits)
 
     def unpack(self, packed: Packed) -> Tensor:
         """Return the dense rows."""
-        rows = 1, self.case[0] * self.case[1], self.case[2]
-        return unpacks.unpack(*packed, rows, False, self.block_size, self.value_format, DTYPE)
+        rows = self.case[0] * self.case[1], self.case[2]
+        return codec.unpack(*packed, *rows, self.block_size, self.bits, DTYPE)
 
 
 def candidates(block_size: int, sparsity: float) -> list[Turns]:
@@ -80,13 +87,13 @@ def candidates(block_size: int, sparsity: float) -> list[Turns]:
 @contextlib.contextmanager
 def forced(turns: Turns) -> Iterator[None]:
     """Share out all runs inside as told."""
-    unpacks.plan.cache_clear()
+    codec._unpack_launches.clear()
     with (
         mock.patch.object(packs, "choose_turns", return_value=turns),
         mock.patch.object(unpacks, "choose_turns", return_value=turns),
     ):
         yield
-    unpacks.plan.cache_clear()
+    codec._unpack_launches.clear()
 
 
 def compile_one(job: tuple[Setting, Turns]) -> None:
@@ -94,7 +101,7 @@ def compile_one(job: tuple[Setting, Turns]) -> None:
     setting, turns = job
     try:
         with forced(turns):
-            setting.unpack(setting.plan()(torch.zeros(setting.case[:3], dtype=DTYPE, device="cuda")))
+            setting.unpack(setting.launch()(torch.zeros(setting.case[:3], dtype=DTYPE, device="cuda")))
         torch.cuda.synchronize()
     except Exception as error:
         print("not compiled:", job, str(error)[:200], flush=True)
@@ -102,10 +109,10 @@ def compile_one(job: tuple[Setting, Turns]) -> None:
 
 def times(setting: Setting, inputs: list[Tensor]) -> tuple[dict[str, float], Packed]:
     """Return the times of packing and unpacking ``inputs``, and the first of them packed."""
-    plan = setting.plan(inputs[0].device.type)
-    packed = [plan(x) for x in inputs]
+    launch = setting.launch(inputs[0].device.type)
+    packed = [launch(x) for x in inputs]
     timed = functools.partial(gpu_us, repeats=2, replays=5, enough_ms=10.0)
-    pack_us = timed([functools.partial(plan, x) for x in inputs])
+    pack_us = timed([functools.partial(launch, x) for x in inputs])
     unpack_us = timed([functools.partial(setting.unpack, one) for one in packed])
     return {"pack_us": round(pack_us, 2), "unpack_us": round(unpack_us, 2)}, packed[0]
 
@@ -123,8 +130,8 @@ def measure(same: Setting, names: list[str], deadline: float) -> list[dict[str, 
             print("  out of time", flush=True)
             break
         setting = same._replace(value_format=name)
-        stored = formats.quantize(values, name)
-        dense = same.unpack((formats.dequantize(stored, same.block_size, name, DTYPE), *positions))
+        stored = formats.quantize(values, setting.bits)
+        dense = same.unpack((formats.dequantize(stored, same.block_size, setting.bits, DTYPE), *positions))
         try:
             with forced(turns):
                 found, packed = times(setting, inputs)
@@ -162,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, nargs="+", default=list(range(len(CASES))))
     parser.add_argument("--blocks", type=int, nargs="+", default=[32])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.6, 0.9])
-    parser.add_argument("--formats", nargs="+", default=["int4", "fp8", "int2"])
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4", "int2"])
     parser.add_argument("--workers", type=int, default=15, help="processes that compile, 0 for none")
     parser.add_argument("--seconds", type=float, default=80.0, help="measure so long at most, compiling included")
     parser.add_argument("--out", type=Path, default=Path("tune_formats.json"))

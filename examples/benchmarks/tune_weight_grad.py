@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
-from lightning_actprune.kernels.tiles import SPLIT_RULES, Config, SplitRule, choose_split
-from lightning_actprune.kernels.weight_grad import Shape, WeightGradPlan
-from lightning_actprune.ops import reference
-from lightning_actprune.ops.geometry import BlockGeometry, ceil_div
+from lightning_actprune.codec import blocks
+from lightning_actprune.codec.blocks import BlockGeometry, ceil_div
+from lightning_actprune.kernels.linear import SPLIT_RULES, Config, Shape, SplitRule, WeightGradLaunch, choose_split
 
 MULTIPROCESSORS = 132
 SPLITS = (1, 2, 3, 4, 6, 8)
@@ -103,7 +102,7 @@ def splits(case: tuple[int, ...], block_size: int, sparsity: float, config: Conf
     ]  # fmt: skip
 
 
-def plan_for(
+def launch_of(
     outputs: int, packed: tuple[torch.Tensor, ...], geometry: BlockGeometry, config: Config, split: int
 ) -> Any:
     """Return the weight gradient of one shape."""
@@ -116,7 +115,7 @@ def plan_for(
         *packed[0].shape,
         packed[0].element_size(),
     )
-    return WeightGradPlan(shape, packed[0].dtype, config, split)
+    return WeightGradLaunch(shape, packed[0].dtype, config, split)
 
 
 def compile_one(job: tuple[str, int, Config, int]) -> None:
@@ -129,9 +128,9 @@ def compile_one(job: tuple[str, int, Config, int]) -> None:
     try:
         geometry = BlockGeometry.of(1, rows, length, block_size, 0.5)
         x = torch.randn(1, rows, length, device="cuda").to(dtype)
-        packed = reference.pack(x, block_size, geometry.keep)
+        packed = blocks.pack(x, block_size, geometry.keep)
         grad_y = torch.randn(rows, outputs, device="cuda").to(dtype)
-        plan_for(outputs, packed, geometry, config, split)(grad_y, *packed)
+        launch_of(outputs, packed, geometry, config, split)(grad_y, *packed)
         torch.cuda.synchronize()
     except Exception as error:
         print("not compiled:", job, str(error)[:200], flush=True)
@@ -154,16 +153,18 @@ def sweep(args: argparse.Namespace) -> None:
             dense = gpu_us([lambda g=g, x=x: g.t() @ x.flatten(0, 1) for x, g in pairs])
             for block, sparsity in itertools.product(args.blocks, args.sparsities):
                 geometry = BlockGeometry.of_stored(pairs[0][0], block, sparsity)
-                packed = [reference.pack(x, geometry.block_size, geometry.keep) for x, _ in pairs]
+                packed = [blocks.pack(x, geometry.block_size, geometry.keep) for x, _ in pairs]
                 head = {"case": list(case), "dtype": name, "block_size": block, "sparsity": sparsity}
                 for config in configurations(name, block):
                     for split in splits(case, block, sparsity, config):
                         if time.monotonic() - began > args.seconds:
                             print("out of time at", head, flush=True)
                             return
-                        plan = plan_for(case[3], packed[0], geometry, config, split)
+                        launch = launch_of(case[3], packed[0], geometry, config, split)
                         try:
-                            calls = [lambda g=g, p=p, f=plan: f(g, *p) for (_, g), p in zip(pairs, packed, strict=True)]
+                            calls = [
+                                lambda g=g, p=p, f=launch: f(g, *p) for (_, g), p in zip(pairs, packed, strict=True)
+                            ]
                             us = gpu_us(calls, repeats=2, replays=5)
                         except Exception as error:
                             print("failed:", head, config, split, str(error)[:100], flush=True)
@@ -171,7 +172,7 @@ def sweep(args: argparse.Namespace) -> None:
                         figures = {
                             "config": list(config),
                             "split": split,
-                            "parts": plan.parts,
+                            "parts": launch.parts,
                             "us": round(us, 2),
                             "dense_us": round(dense, 2),
                         }

@@ -1,4 +1,4 @@
-"""Show tables beside Lightning's progress bars without breaking them."""
+"""Tables beside Lightning's progress bars: how each layer is kept, and who keeps which bytes in a step."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_actprune.arguments import OtherOperator, PrunedOperator
-from lightning_actprune.callbacks.own_settings import differing_settings
-from lightning_actprune.callbacks.verdict import Findings
-from lightning_actprune.conversion_report import (
-    AFFINE_LAYERS,
-    CONVOLUTIONS,
-    ConversionReport,
-    ConvertedLayer,
-    SkippedLayer,
-)
-from lightning_actprune.ops.geometry import BlockGeometry
+from lightning_actprune.analysis.memory import PHASES, LayerFootprint, MemoryReport, StepMemory
+from lightning_actprune.callbacks.first_batch import Decision
+from lightning_actprune.codec.blocks import BlockGeometry
+from lightning_actprune.config import Keep, Operator, drops_blocks
+from lightning_actprune.report import ConversionReport, LayerReport
 
 MAX_ROWS = 40
 """Rows of a table that are shown before the rest is summed up in one."""
 MIB = 2**20
-_PRUNED: dict[PrunedOperator, str] = {
+_NAMES: dict[Operator, str] = {
     "linear": "linear layer",
     "convolution": "convolution",
+    "activation": "activation function",
+    "norm": "norm",
     "affine": "affine layer",
     "scale": "layer scale",
 }
-_NAMES = {"activation": "activation function", "affine": "affine layer", "scale": "layer scale"}
-"""Operators that are not named as layers of theirs are."""
 _TYPICAL_ROWS = 4096
 """Rows of an input for which the expected saving is stated; it barely depends on their number."""
+_TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
+_MOST_KEEPERS = 12
+_FRACTIONS = {0.5: "half", 1.0: "all"}
+_FULL = 0.999
+"""Fraction of what is kept at most from which on a moment of the forward is called its end."""
 
 
 @rank_zero_only
@@ -104,22 +103,76 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def conversion_summary(report: ConversionReport, last: Mapping[str, float], value_bytes: int) -> RenderableType:
-    """Return what was converted and what was not, with the saving to expect at the ``last`` sparsity of each layer."""
+    """Return how each layer is kept, with the saving to expect at the ``last`` sparsity of each that drops blocks."""
     counts = Counter(layer.operator for layer in report.converted)
-    named = [counted(counts[operator], name) for operator, name in _PRUNED.items() if counts[operator]]
-    converted = enumerated(named) or "0 linear layers"
-    text = f"Activation pruning: {converted} converted, {len(report.skipped)} skipped."
-    parts: list[RenderableType] = []
-    if report.converted:
-        sparsities = [last.get(layer.fqn, layer.sparsity) for layer in report.converted]
-        saved = [_expected_saving(*each, value_bytes) for each in zip(report.converted, sparsities, strict=True)]
-        at, span = _span(f"{sparsity:g}" for sparsity in sorted(sparsities)), _span(map(percent, sorted(saved)))
-        text += f" At sparsity {at} each keeps {span} less of its input for backward."
-        parts.append(_converted_table(report.converted, differing_settings(report.converted, sparsities), saved))
-    parts.insert(0, text + _others_text(report))
-    if report.skipped:
-        parts.append(_skipped_table(report.skipped))
-    return Group(*parts)
+    named = [counted(counts[operator], name) for operator, name in _NAMES.items() if counts[operator]]
+    text = f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."
+    if left := [counted(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
+        text += f" Not covered: {enumerated(left)}."
+    if report.saved is not None:
+        text += f" What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}."
+    if not report.layers:
+        return text
+    made = table("Layers", "Layer", "Class ", "Kept ", "Saved of input")
+    for layers in (report.converted, report.skipped):
+        shown, rest = shortened(layers)
+        for layer in shown:
+            made.add_row(*_cells(layer, last.get(layer.fqn, layer.sparsity), value_bytes))
+        if rest:
+            made.add_row(f"... and {len(rest)} more")
+        made.add_section()
+    return Group(text, made)
+
+
+def kept_text(keep: Keep, first: float, last: float) -> str:
+    """Return how a tensor is kept, as ``"2 bits, drops 50 %"``.
+
+    Args:
+        keep: How it is kept.
+        first: Sparsity before the first step.
+        last: Sparsity when the training ends.
+    """
+    parts = ["values as they are" if keep.bits is None else f"{keep.bits} bits"]
+    if first or last:
+        parts.append(f"drops {_span([f'{100 * first:g}', f'{100 * last:g}'])} %")
+        parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
+        parts += [] if keep.scope == "sample" else [f"per {keep.scope}"]
+    parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
+    return ", ".join(parts)
+
+
+def decision_summary(decision: Decision, report: ConversionReport) -> Iterator[RenderableType]:
+    """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
+    if decision.retained:
+        one, left = len(decision.retained) == 1, len(report.converted)
+        does, what, them = ("stays", "its input", "it") if one else ("stay", "their inputs", "them")
+        text = (
+            f"Activation pruning: {counted(len(decision.retained), _noun(decision.retained))} {does} dense, "
+            f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
+            f"{left} {'is' if left == 1 else 'are'} converted."
+        )
+        made = table("Layers that stay dense", "Layer", "Class ", "Kept ")
+        shown, rest = shortened(decision.retained)
+        for layer in shown:
+            made.add_row(*_cells(layer, 0.0, 0)[:3])
+        if rest:
+            made.add_row(f"... and {len(rest)} more")
+        yield Group(text, made)
+    if decision.spread:
+        made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
+        shown, rest = shortened(list(decision.spread.items()))
+        for name, share in shown:
+            made.add_row(name, percent(share))
+        if rest:
+            made.add_row(f"... and {len(rest)} more")
+        noun = _noun([layer for layer in report.layers if layer.fqn in decision.spread])
+        one = len(decision.spread) == 1
+        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
+        text = (
+            f"Activation pruning: {counted(len(decision.spread), noun)} {does} no block, since the energy of {whose} "
+            f"is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all the same)."
+        )
+        yield Group(text, made)
 
 
 def _span(shown: Iterable[str]) -> str:
@@ -128,87 +181,114 @@ def _span(shown: Iterable[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-def _others_text(report: ConversionReport) -> str:
-    """Return what layers of other operators keep in few bits, and what could be kept so."""
-    made = Counter((layer.operator, layer.value_format) for layer in report.few_bit)
-    text = "".join(
-        f" Stored as {stored}: what {_counted_operator(operator, count)} {'needs' if count == 1 else 'need'}."
-        for (operator, stored), count in made.items()
-    )
-    if report.rest is not None:
-        text += f" Stored as {report.rest}: what else modules keep for backward."
-    left = [_counted_operator(operator, count) for operator, count in report.left.items() if count]
-    if left:
-        need = "needs" if sum(report.left.values()) == 1 else "need"
-        text += f" Stored as it is: what {enumerated(left)} {need} (others=True stores it in few bits)."
+def _noun(layers: Iterable[LayerReport]) -> str:
+    return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
+
+
+def _cells(layer: LayerReport, last: float, value_bytes: int) -> tuple[str, str, str, str]:
+    """Return the name of a layer, its class, how it is kept, and what that saves of its input, if blocks count."""
+    if layer.keep is None:
+        return layer.fqn, layer.kind, f"dense: {layer.reason}", ""
+    saved = percent(_expected_saving(layer, layer.keep, last, value_bytes)) if drops_blocks([layer.operator]) else ""
+    return layer.fqn, layer.kind, kept_text(layer.keep, layer.sparsity, last), saved
+
+
+def _expected_saving(layer: LayerReport, keep: Keep, sparsity: float, value_bytes: int) -> float:
+    shape = (_TYPICAL_ROWS, 1) if keep.scope == "token" else (1, _TYPICAL_ROWS)
+    # Convolutions cut a sample into rows of one block.
+    row = keep.block_size if layer.operator == "convolution" and keep.scope == "sample" else layer.in_features or 1
+    geometry = BlockGeometry.of(*shape, row, keep.block_size, sparsity)
+    return 1 - geometry.stored_bytes(value_bytes, keep.stored_bits) / geometry.dense_bytes(value_bytes)
+
+
+def memory_table(report: MemoryReport, epoch: int) -> Table:
+    """Return what each linear layer and each other pruned layer keeps, and the totals."""
+    made = table(f"Kept for backward, epoch {epoch}", "Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved")
+    shown, rest = shortened(report.rows)
+    for row in shown:
+        made.add_row(row.fqn, f"{row.sparsity:.2f}", *_byte_cells(row))
+    if rest:
+        made.add_row(f"... and {len(rest)} more", "", *_byte_cells(MemoryReport(list(rest))))
+    if report.weight_copy_bytes:
+        made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
+    made.add_section()
+    made.add_row("These layers", "", *_byte_cells(report))
+    made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")
+    if report.measured_activation_bytes is not None:
+        made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")
+    if report.measured_peak_bytes is not None:
+        made.add_row("Measured peak of the step", "", "", mib(report.measured_peak_bytes), "")
+    return made
+
+
+def peak_text(step: StepMemory) -> str:
+    """Return where the peak is, and what it would at most be with fewer activations."""
+    index = step.peak_in()
+    if index is None:
+        return ""
+    kind = "measured" if step.measured else "counted, without temporary tensors"
+    text = f"Peak of the step: {mib(step.peak_bytes)} MiB ({kind}), {_place(step, index)}"
+    if step.moments[index].phase == "backward":
+        text += f", where {percent(step.activation_bytes[index] / max(*step.activation_bytes, 1))} is kept of what the "
+        text += "forward kept"
+    text += "."
+    for fraction, name in _FRACTIONS.items():
+        without = step.bytes_without(fraction)
+        there = max(range(len(without)), key=without.__getitem__)
+        text += f" With {name} of the activations gone: {mib(without[there])} MiB, {_place(step, there)}."
     return text
 
 
-def _counted_operator(operator: OtherOperator, count: int) -> str:
-    return counted(count, _NAMES.get(operator, operator))
-
-
-def findings(found: Findings, report: ConversionReport) -> Iterator[RenderableType]:
-    """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
-    if found.held:
-        one, left = len(found.held) == 1, len(report.converted)
-        does, what, them = ("stays", "its input", "it") if one else ("stay", "their inputs", "them")
-        text = (
-            f"Activation pruning: {counted(len(found.held), _noun(layer.kind for layer in found.held))} {does} dense, "
-            f"since packing {what} would add memory (skip_held=False prunes {them} all the same); "
-            f"{left} {'is' if left == 1 else 'are'} pruned."
-        )
-        yield Group(text, _skipped_table(found.held))
-    if found.spread:
-        made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
-        shown, rest = shortened(list(found.spread.items()))
-        for name, share in shown:
-            made.add_row(name, percent(share))
-        if rest:
-            made.add_row(f"... and {len(rest)} more")
-        kinds = {layer.fqn: layer.kind for layer in report.converted} | {s.fqn: s.kind for s in report.skipped}
-        one, noun = len(found.spread) == 1, _noun(kinds[name] for name in found.spread if name in kinds)
-        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
-        text = (
-            f"Activation pruning: {counted(len(found.spread), noun)} {does} no block, since the energy of {whose} is "
-            f"spread over all blocks (max_dropped_energy=1 prunes {them} all the same)."
-        )
-        yield Group(text, made)
-
-
-def _noun(kinds: Iterable[str]) -> str:
-    return "linear layer" if set(kinds).isdisjoint((*CONVOLUTIONS, *AFFINE_LAYERS)) else "layer"
-
-
-def _expected_saving(layer: ConvertedLayer, sparsity: float, value_bytes: int) -> float:
-    shape = (_TYPICAL_ROWS, 1) if layer.scope == "token" else (1, _TYPICAL_ROWS)
-    geometry = BlockGeometry.of(*shape, _row(layer), layer.block_size, sparsity)
-    return 1 - geometry.stored_bytes(value_bytes, layer.value_format) / geometry.dense_bytes(value_bytes)
-
-
-def _row(layer: ConvertedLayer) -> int:
-    """Return the length of the rows that are cut into blocks: convolutions cut a sample into rows of one block."""
-    return layer.block_size if layer.operator == "convolution" and layer.scope == "sample" else layer.in_features
-
-
-def _converted_table(
-    layers: Sequence[ConvertedLayer], differing: Mapping[str, Sequence[str]], saved: Sequence[float]
-) -> Table:
-    made = table("Pruned layers", "Layer", "In", "Out", "Block", *differing, "Saved of input")
-    shown, rest = shortened(layers)
-    for layer, fraction, *own in zip(shown, saved, *differing.values(), strict=False):
-        sizes = layer.in_features, layer.out_features, min(layer.block_size, _row(layer))
-        made.add_row(layer.fqn, *map(str, sizes), *own, percent(fraction))
-    if rest:
-        made.add_row(f"... and {len(rest)} more")
+def step_table(step: StepMemory, epoch: int) -> Table:
+    """Return the bytes in use at the peak of each phase, by kind."""
+    indices = {phase: index for phase in PHASES if (index := step.peak_in(phase)) is not None}
+    peak = step.peak_in()
+    titles = [_TITLES[phase] + (" (peak)" if index == peak else "") for phase, index in indices.items()]
+    made = table(f"Memory of the step at the peak of each part, MiB, epoch {epoch}", "", *titles)
+    parts = [step.parts(index) for index in indices.values()]
+    for name in parts[0] if parts else ():
+        if name != "other" or step.measured:
+            shown = "temporary and other tensors" if name == "other" else name
+            made.add_row(shown.capitalize(), *(mib(part[name]) for part in parts))
+    made.add_section()
+    made.add_row(
+        "In use" if step.measured else "Counted", *(mib(step.interval_bytes[index]) for index in indices.values())
+    )
     return made
 
 
-def _skipped_table(layers: Sequence[SkippedLayer]) -> Table:
-    made = table("Skipped layers", "Layer", "Class ", "Reason ")
-    shown, rest = shortened(layers)
-    for layer in shown:
-        made.add_row(layer.fqn, layer.kind, layer.reason)
-    if rest:
-        made.add_row(f"... and {len(rest)} more")
+def keepers_table(step: StepMemory, epoch: int) -> Table:
+    """Return who keeps what at the end of the forward."""
+    groups = step.groups(step.forward_end)
+    total = sum(group.nbytes for group in groups)
+    made = table(
+        f"Kept at the end of the forward, by who keeps it, epoch {epoch}", "Kept by", "Tensors", "MiB", "Share"
+    )
+    cut = _MOST_KEEPERS if len(groups) > _MOST_KEEPERS + 1 else len(groups)
+    for group in groups[:cut]:
+        label = group.label + (", packed" if group.packed else "")
+        made.add_row(label, str(group.count), mib(group.nbytes), percent(group.nbytes / total) if total else "-")
+    if rest := groups[cut:]:
+        nbytes = sum(group.nbytes for group in rest)
+        count = sum(group.count for group in rest)
+        made.add_row(f"... and {len(rest)} more", str(count), mib(nbytes), percent(nbytes / total) if total else "-")
     return made
+
+
+def _place(step: StepMemory, index: int) -> str:
+    moment = step.moments[index]
+    if moment.phase == "optimizer":
+        return "in the optimizer step"
+    if moment.phase == "forward" and step.activation_bytes[index] >= _FULL * max(step.activation_bytes):
+        return "at the end of the forward"
+    where = f" of {moment.fqn!r}" if moment.fqn else ""
+    operator = f" ({moment.operator})" if moment.operator else ""
+    return f"in the {moment.phase}{where}{operator}"
+
+
+def _byte_cells(part: LayerFootprint | MemoryReport) -> tuple[str, str, str]:
+    if part.dense_bytes:
+        saved = percent(part.saved_bytes / part.dense_bytes)
+    else:
+        saved = "kept anyway" if part.stored_bytes else "-"
+    return mib(part.dense_bytes), mib(part.stored_bytes), saved

@@ -1,32 +1,36 @@
-"""``ActivationMemoryMonitor``: what the layers keep for backward and where the peak is, shown and logged."""
+"""``ActivationMemoryMonitor``: what the layers keep for backward and where the peak is, shown, logged and drawn."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Group, RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.arguments import check_count, check_flag
-from lightning_actprune.callbacks.display import show
-from lightning_actprune.callbacks.figures import check_figures, log_figures, save_figures
-from lightning_actprune.callbacks.loggers import log_layers, log_totals
-from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
-from lightning_actprune.callbacks.progress import checked
-from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose, each_epoch
-from lightning_actprune.footprint import MemoryReport, SavedTensorMeter
-from lightning_actprune.step_recorder import StepMemoryRecorder
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter, StepMemoryRecorder
+from lightning_actprune.analysis.pictures import check_matplotlib, epochs_picture, layers_picture, step_picture
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, each_epoch
+from lightning_actprune.callbacks.display import MIB, keepers_table, memory_table, peak_text, show, step_table
+from lightning_actprune.config import check_count, check_flag
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_EPOCHS = 1000
 """Epochs that the history keeps, the latest."""
+_DPI = 150
+_IN_BAR = "actprune/saved_frac"
 
 
 class ActivationMemoryMonitor(pl.Callback):
@@ -37,25 +41,25 @@ class ActivationMemoryMonitor(pl.Callback):
     forward, and the bytes in use over the step, for which the peak statistics of the device are reset again and again
     in the measured step of an epoch.
 
-    Printed are, once an epoch, what each linear layer keeps and in which part of the step the peak lies: forward,
-    backward or optimizer step, and what it would be with fewer activations. Once a fit there are also the holders of
-    what is kept at the end of the forward, by module and operator, packed or not, and what the bytes in use consist of
+    Printed are, once an epoch, what each layer keeps and in which part of the step the peak lies: forward,
+    backward or optimizer step, and what it would be with fewer activations. Once a fit there is also who keeps what
+    at the end of the forward, by module and operator, packed or not, and what the bytes in use consist of
     at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without
     CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
 
     Logged at the end of each epoch, as means over the ranks, to every logger and ``callback_metrics`` (so that
     ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them):
 
-    - ``actprune/dense_mib``: what the linear layers would keep if none were pruned, in MiB, with the 16-bit copies of
-      their weights that autocast makes and pruned layers do without
+    - ``actprune/dense_mib``: what the layers would keep if none were converted, in MiB, with the 16-bit copies of
+      weights that autocast makes and converted layers do without
     - ``actprune/stored_mib``: what they keep, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
     - ``actprune/sparsity``: the highest of a layer
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 
-    "Kept anyway" in the table means that something else holds the layer's input too, such as a ReLU before it, a sister
-    layer or the batch itself: the dense layer costs nothing there, and pruning it adds what it stores.
+    "Kept anyway" in the table means that something else keeps the layer's input too, such as a ReLU before it, a sister
+    layer or the batch itself: the dense layer costs nothing there, and packing it adds what it stores.
     ``ActivationPruning`` leaves such layers dense unless told otherwise.
 
     The forward ends for the monitor where gradients are zeroed or backward begins, whichever comes first. A step that
@@ -136,12 +140,12 @@ class ActivationMemoryMonitor(pl.Callback):
         """
         if self._report is None:
             raise MisconfigurationException("There is no step to draw yet. HINT: call `trainer.fit` with this monitor.")
-        return save_figures(self._report, self.history, Path(folder)) or []
+        return _save_figures(self._report, self.history, Path(folder)) or []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and self.log_figures:
-            check_figures(trainer)
+            _check_figures(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -192,13 +196,13 @@ class ActivationMemoryMonitor(pl.Callback):
         self._stop()
         measured, self._to_log = self._to_log, False
         report = self._report if measured else None
-        log_totals(trainer, pl_module, report, in_bar=bool(self.verbose))
+        _log_totals(trainer, pl_module, report, in_bar=bool(self.verbose))
         if report is None:
             return
         if self.log_layers:
-            log_layers(trainer, report)
+            _log_layers(trainer, report)
         if self.log_figures:
-            log_figures(trainer, report, self.history)
+            _log_figures(trainer, report, self.history)
         if each_epoch(self.verbose) or (self.verbose and not self._shown):
             self._show(trainer, report)
 
@@ -224,7 +228,7 @@ class ActivationMemoryMonitor(pl.Callback):
         parts: list[RenderableType] = [memory_table(report, epoch)]
         if step is not None:
             if not self._shown:  # once a fit: little changes, and it is long
-                parts += [holders_table(step, epoch), step_table(step, epoch)]
+                parts += [keepers_table(step, epoch), step_table(step, epoch)]
             parts.append(peak_text(step))
         self._shown = True
         show(trainer, Group(*parts))
@@ -289,3 +293,150 @@ def _is_last(trainer: pl.Trainer, pl_module: pl.LightningModule, batch_idx: int)
     steps = 1 if pl_module.automatic_optimization else len(trainer.optimizers)
     completes = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
     return completes and 0 < trainer.max_steps <= trainer.global_step + steps
+
+
+def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport | None, in_bar: bool) -> None:
+    """Log the totals as means over the ranks, if all of them have measured a step.
+
+    To be called on every rank in the end of every epoch: if only those that have a report reduced it, they would wait
+    for the others for ever.
+
+    Args:
+        trainer: The trainer, which knows the other ranks.
+        pl_module: The module to log through.
+        report: What this rank has measured in the epoch, if it has.
+        in_bar: Whether the progress bar shows the saved fraction.
+    """
+    if trainer.barebones:  # which logs nothing, and warns of each attempt
+        return
+    measured = report is not None
+    all_have = trainer.strategy.reduce_boolean_decision(measured)
+    any_has = trainer.strategy.reduce_boolean_decision(measured, all=False)
+    if not all_have:
+        if any_has:
+            rank_zero_warn(
+                f"The memory totals of epoch {trainer.current_epoch} are not logged, since a rank has not measured a "
+                "step. HINT: give `measure_batch` the same value on all ranks, below the number of batches."
+            )
+        return
+    assert report is not None, "all ranks have measured"
+    for name, value in _totals(report).items():
+        pl_module.log(name, value, prog_bar=in_bar and name == _IN_BAR, sync_dist=True)
+
+
+def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
+    """Give what each layer keeps to every logger, in a group of its own, as ``actprune_layers/<layer>/stored_mib``."""
+    for logger in _loggers(trainer):
+        metrics = {
+            logger.group_separator.join(("actprune_layers", row.fqn, name)): value
+            for row in report.rows
+            for name, value in _of_layer(row).items()
+        }
+        logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=_step(trainer))  # as Lightning adds it
+
+
+def _loggers(trainer: pl.Trainer) -> Sequence[Logger]:
+    """Return the loggers to be given what concerns rank zero alone; none elsewhere."""
+    return trainer.loggers if trainer.is_global_zero else ()
+
+
+def _step(trainer: pl.Trainer) -> int:
+    """Return the step at which Lightning logs the totals of the epoch, so that all share an x-axis.
+
+    It counts from zero and has no public name; Lightning's own monitors read it in this place too. A model that logs
+    ``"step"`` itself gives the totals that x-axis, which nobody can know here: it may still do so when all callbacks
+    have been called, and to ask what it has logged would be a reduction over the ranks.
+    """
+    return max(trainer.fit_loop.epoch_loop._batches_that_stepped - 1, 0)
+
+
+def _totals(report: MemoryReport) -> dict[str, float]:
+    metrics = {
+        "actprune/dense_mib": report.dense_bytes / MIB,
+        "actprune/stored_mib": report.stored_bytes / MIB,
+        "actprune/saved_mib": report.saved_bytes / MIB,
+        _IN_BAR: report.saved_fraction,
+        "actprune/sparsity": report.sparsity,
+    }
+    if report.measured_activation_bytes is not None:
+        metrics["actprune/activations_mib"] = report.measured_activation_bytes / MIB
+    if report.measured_peak_bytes is not None:
+        metrics["actprune/peak_mib"] = report.measured_peak_bytes / MIB
+    return metrics
+
+
+def _of_layer(row: LayerFootprint) -> dict[str, float]:
+    return {"dense_mib": row.dense_bytes / MIB, "stored_mib": row.stored_bytes / MIB, "sparsity": row.sparsity}
+
+
+def _check_figures(trainer: pl.Trainer) -> None:
+    """Find out before the training what would keep the loggers from getting pictures.
+
+    Raises:
+        MisconfigurationException: If matplotlib is missing.
+    """
+    try:
+        check_matplotlib()
+    except ImportError as error:
+        raise MisconfigurationException(f"`log_figures=True` does not work: {error}") from error
+    taking = (TensorBoardLogger, WandbLogger, DummyLogger)  # the last stands in for all of them in a `fast_dev_run`
+    if not any(isinstance(logger, taking) for logger in trainer.loggers):
+        rank_zero_warn(
+            f"`log_figures=True` has no effect: none of the loggers {[type(one).__name__ for one in trainer.loggers]} "
+            "takes figures. HINT: use a TensorBoardLogger or a WandbLogger, or write the figures to files after the "
+            "fit with `monitor.save_figures(folder)`."
+        )
+
+
+def _log_figures(trainer: pl.Trainer, report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> None:
+    """Give the pictures of the layers and of the epochs to the loggers that take figures, to W&B also a table."""
+    at, made = _step(trainer), _figures(report, history)
+    for logger in _loggers(trainer):
+        if isinstance(logger, TensorBoardLogger):
+            for name, figure in made.items():
+                logger.experiment.add_figure(_prefixed(logger, f"actprune/{name}"), figure, global_step=at)
+        elif isinstance(logger, WandbLogger):
+            for name, figure in made.items():
+                logger.log_image(f"actprune/{name}", [_image(figure)], step=at)
+            if rows := report.to_rows():
+                data = [list(row.values()) for row in rows]
+                logger.log_table("actprune/layers_table", columns=list(rows[0]), data=data, step=at)
+
+
+@rank_zero_only
+def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Write the pictures of the layers, the epochs and the step, those that show anything, and return the files."""
+    made = _figures(report, history)
+    if report.step is not None and report.step.moments:
+        made["step"] = step_picture({"Memory over the step": report.step})
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {folder / f"{name}.png": figure for name, figure in made.items()}
+    for path, figure in files.items():
+        figure.savefig(path, dpi=_DPI)
+    return list(files)
+
+
+def _figures(report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    rows, made = report.to_rows(), {}
+    if rows:
+        made["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
+    if history:
+        made["epochs"] = epochs_picture(history)
+    return made
+
+
+def _prefixed(logger: TensorBoardLogger, name: str) -> str:
+    """Return the name as the logger's own methods write it: with the prefix that it was given."""
+    return logger.LOGGER_JOIN_CHAR.join((logger._prefix, name)) if logger._prefix else name
+
+
+def _image(figure: Figure) -> Any:
+    """Return the figure as an image of Pillow, on which matplotlib depends.
+
+    W&B takes a figure too, but fails where nobody has imported pyplot.
+    """
+    from PIL import Image
+
+    written = BytesIO()
+    figure.savefig(written, format="png", dpi=_DPI)
+    return Image.open(written)

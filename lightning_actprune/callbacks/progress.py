@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Container
 from numbers import Integral
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_actprune.conversion_options import ConversionOptions
-from lightning_actprune.nn.settings import PrunedLayer
+from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.registry import layers
 from lightning_actprune.schedules import ConstantSchedule, SparsitySchedule, lowest_sparsity, sparsity_at
-from lightning_actprune.selection import prunable_layers
-
-_Result = TypeVar("_Result")
 
 
-def checked(check: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
-    """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
-    try:
-        return check(*arguments, **named)
-    except (TypeError, ValueError) as error:
-        raise MisconfigurationException(str(error)) from error
-
-
-class _Followed(NamedTuple):
-    """A layer with its sparsity, which follows the training if it is a schedule."""
+class _Layer(NamedTuple):
+    """A layer that drops blocks with its sparsity, which changes with the training if it is a schedule."""
 
     fqn: str
-    layer: PrunedLayer
+    layer: CompressedLayer
     sparsity: float | SparsitySchedule
 
 
@@ -40,14 +30,13 @@ class SparsityProgress:
     """What the sparsity of each layer is at each step of a fit.
 
     Args:
-        options: Say what sparsity, or which schedule, a layer has.
         total_steps: Value of ``trainer.global_step`` at which progress is 1; by default the Trainer's estimate.
 
     Raises:
         MisconfigurationException: If ``total_steps`` is not allowed.
     """
 
-    def __init__(self, options: ConversionOptions, total_steps: Any) -> None:
+    def __init__(self, total_steps: Any) -> None:
         if total_steps is not None and (
             isinstance(total_steps, bool) or not isinstance(total_steps, Integral) or total_steps < 1
         ):
@@ -55,19 +44,20 @@ class SparsityProgress:
                 f"`total_steps` must be a positive int or None, got {total_steps!r}. HINT: it is the number of "
                 "optimizer steps of the whole training; None asks the Trainer."
             )
-        self._options = options
         self.total_steps = None if total_steps is None else int(total_steps)
         self._horizon: int | None = None
-        self._layers: list[_Followed] = []
+        self._layers: list[_Layer] = []
 
     def find_layers(self, model: nn.Module, owner: str, *, without: Container[str] = ()) -> None:
         """Take note of the layers that ``owner`` has converted, but those ``without`` blocks to drop."""
-        self._layers = []
-        for fqns, layer in prunable_layers(model):
-            if isinstance(layer, PrunedLayer) and layer.owner == owner and fqns[0] not in without:
-                sparsity = self._options.sparsity_of(fqns)
-                if sparsity is not None:
-                    self._layers.append(_Followed(fqns[0], layer, sparsity))
+        self._layers = [
+            _Layer(fqns[0], layer, layer.keep.sparsity)
+            for fqns, layer in layers(model)
+            if isinstance(layer, CompressedLayer)
+            and layer.drops_blocks
+            and layer.owner == owner
+            and fqns[0] not in without
+        ]
 
     def forget_layers(self) -> None:
         """Let go of the layers."""
@@ -76,7 +66,7 @@ class SparsityProgress:
     def start(self, trainer: pl.Trainer) -> None:
         """Find out at how many steps progress is 1, if the sparsity of a layer depends on it."""
         self._horizon = None
-        schedules = [followed.sparsity for followed in self._layers if _changes(followed.sparsity)]
+        schedules = [own.sparsity for own in self._layers if _changes(own.sparsity)]
         if not schedules:
             return
         steps = self.total_steps or _estimated_steps(trainer)
@@ -110,7 +100,7 @@ class SparsityProgress:
     @property
     def highest(self) -> float:
         """The highest sparsity that a layer will have."""
-        return max((followed.layer.highest_sparsity for followed in self._layers), default=0.0)
+        return max((own.layer.highest_sparsity for own in self._layers), default=0.0)
 
     @property
     def last(self) -> dict[str, float]:

@@ -1,153 +1,124 @@
-"""``ActivationPruning``: convert the linear layers of a LightningModule for the time of a fit."""
+"""``ActivationPruning``: keep less for backward while a LightningModule is fitted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import functools
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.arguments import BlockSelection, Others, Scope, ValueFormatName, check_flag, check_share
-from lightning_actprune.callbacks.configure import call_after_configure_model, restore_configure_model
-from lightning_actprune.callbacks.display import conversion_summary, findings, show
-from lightning_actprune.callbacks.fixed import FixedArguments
-from lightning_actprune.callbacks.precision import check_precision
-from lightning_actprune.callbacks.probing import FirstBatchProbe
-from lightning_actprune.callbacks.progress import SparsityProgress, checked
-from lightning_actprune.callbacks.resuming import settings_state, warn_of_other_settings
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
+from lightning_actprune.callbacks.display import conversion_summary, decision_summary, show
+from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
+from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
-from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose
-from lightning_actprune.callbacks.verdict import Findings
-from lightning_actprune.conversion import check_conversion, convert_layers, new_owner, revert
-from lightning_actprune.conversion_options import MIN_FEATURES, ConversionOptions
-from lightning_actprune.conversion_report import ConversionReport, ConvertedLayer, FewBitConversion, SkippedLayer
-from lightning_actprune.layer_settings import LayerSettings
-from lightning_actprune.presets import Preset, PresetName, check_preset, given
+from lightning_actprune.config import Config, Keep, PresetName, check_flag
+from lightning_actprune.convert import check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule
 
+_REPLACED = "_actprune_replaced"
+"""Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""In what Python prints of a function or an object that does not say how: another one in each process."""
 
-class ActivationPruning(FixedArguments, pl.Callback):
-    """Cut training memory by keeping only the largest blocks of every linear layer's input for backward.
 
-    Forward, input gradients and bias gradients stay exact; the weight gradient is computed from the kept blocks
-    (arXiv:2311.16883). With ``others``, gradients that pass through activation functions, norms and attention are
-    rounded, too. Layers are converted in place when a fit begins and turned back when it ends, also after an
-    exception. Validation, test, prediction and checkpoints are those of the plain model: no key is added, and the
-    package is not needed to load one. A schedule is a function of ``trainer.global_step``: a resumed run continues it.
+class ActivationPruning(pl.Callback):
+    """Cut training memory by keeping for backward less than all of what layers need.
 
-    The first training batch of a fit shows which layers have an input that something else keeps for backward anyway
-    (see ``HolderProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
-    eagerly in that batch. It also shows the pruned layers that run only inside an activation checkpoint, of which a
-    warning tells (see ``RecomputationProbe``); without ``skip_held`` nothing inside compiled modules is seen. In a fit
-    with a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials.
+    Forward and the gradients of inputs and biases of linear layers and convolutions stay exact; their weight gradients
+    are computed from what is kept: the largest blocks (arXiv:2311.16883), quantized values, or both. Gradients that
+    pass through activation functions, norms and attention that are quantized are rounded, too. Layers are converted in
+    place when a fit begins and turned back when it ends, also after an exception. Validation, test, prediction and
+    checkpoints are those of the plain model: no key is added, and the package is not needed to load one. A schedule is
+    a function of ``trainer.global_step``: a resumed run continues it.
 
-    Several instances can share a model if ``include`` and ``exclude`` give each its own layers. No argument can be
-    changed later but ``verbose``.
+    The first training batch of a fit shows which layers have an input that is retained for backward anyway (see
+    ``RetentionProbe``). Packing it would add memory, so these layers are dense from then on. Compiled modules run
+    eagerly in that batch. It also shows the layers that run only inside an activation checkpoint, of which a warning
+    tells (see ``RecomputationProbe``); without ``skip_retained`` nothing inside compiled modules is seen. In a fit with
+    a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials.
+
+    Several instances can share a model if the ``rules`` give each its own layers. No argument can be changed later but
+    ``verbose``.
 
     Args:
-        sparsity: Fraction of blocks dropped, in [0, 1), or a mapping from glob patterns to such, as
-            ``{"blocks.*.fc1": 0.3, "*": 0.6}``: the first pattern that matches a layer counts, and layers that match
-            none stay dense. A number is not used if there is a ``schedule``.
-        block_size: Consecutive values of a row per block, positive; cut to the row if larger; 32 by default.
-        scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row, for very long sequences.
-        include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
-        exclude: Glob patterns on fully qualified layer names; a layer must match none.
-        min_features: Linear layers with fewer input features stay dense.
-        schedule: Sparsity as a function of training progress. Trials of tuners are at its lowest.
-        total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the
-            schedule's progress is 1; by default the Trainer's estimate of the whole training, which counts batches:
-            with several optimizers, say it.
-        skip_held: Whether to leave layers dense whose input is kept for backward anyway; ``False`` prunes them all
+        preset: How each operator is kept: ``"paper"``, ``"balanced"`` or ``"max"`` (see ``config``); by default
+            ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
+        sparsity: Fraction of blocks dropped by linear layers and convolutions that the preset covers, in [0, 1), in
+            place of the preset's; or a schedule of it. Trials of tuners are at its lowest.
+        block_size: Consecutive values per block, positive, in place of the preset's; cut to a row if larger.
+        rules: How layers are kept that match a pattern, as ``{"head": None, "blocks.*.fc1": Keep(bits=4)}``; the first
+            one that matches a layer counts (see ``config``). In place of a ``Keep`` there may be a mapping of its
+            arguments, or the name of a preset; ``"dense"`` is ``None``.
+        total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the progress
+            of schedules is 1; by default the Trainer's estimate of the whole training, which counts batches: with
+            several optimizers, say it.
+        skip_retained: Whether to leave layers dense whose input is kept for backward anyway; ``False`` packs them all
             the same.
-        value_format: How kept values are stored: ``"same"`` (the paper), ``"fp8"``, or ``"int8"``, ``"int4"``,
-            ``"int3"``, ``"int2"``: in so many bits, with random errors of mean zero; at ``sparsity=0`` too.
-        block_selection: Which blocks are kept: ``"largest"`` (the paper), or, at random, ``"swap"`` or ``"unbiased"``
-            (see ``functional.linear``); without effect at ``sparsity=0``.
-        max_dropped_energy: Largest share, in [0, 1], of an input's energy that its dropped blocks may hold in the first
-            batch; layers above it drop none (see ``EnergyProbe``). 1 judges none.
-        preset: What the arguments that are not given stand at: ``"paper"``, ``"balanced"`` or ``"max"`` (``presets``).
-            By default ``"paper"`` with a ``sparsity`` or a ``schedule``, and ``"balanced"`` without.
-        others: Whether layers besides the linear ones keep in few bits what they need: none, all that are known, or
-            those of a mapping, such as ``{"activation": "int4", "norm": "int4"}``, in the formats it names; ``True``
-            takes those of the preset. A ``"convolution"``, an ``"affine"`` layer and a layer ``"scale"`` are pruned as
-            a linear layer is, and store what they keep in the format named here.
-        layers: Settings of layers by glob patterns on their names, as ``{"head": LayerSettings(sparsity=0.3)}``, a
-            schedule included: the first pattern that matches a layer counts, and what it does not say is as for all
-            other layers.
-        exclude_first: So many layers stay dense: the first ones in the order of ``named_modules()``, of linear layers,
-            and of convolutions, affine layers and layer scales if asked for; those that ``exclude`` names count.
-        exclude_last: So many layers stay dense: the last ones.
-        verbose: Whether to print, once a fit, converted and skipped layers and what the first batch shows; 0, 1 or 2.
+        verbose: Whether to print, once a fit, how each layer is kept and what the first batch shows; 0, 1 or 2.
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
-            pattern matches no linear layer, a layer is claimed twice, the precision plugin replaces linear layers, or
-            the length of the training is needed and unknown; after the first batch, if every layer is held.
+            rule counts for no layer, a layer is claimed twice, the precision plugin replaces linear layers, or the
+            length of the training is needed and unknown; after the first batch, if every layer is retained.
 
-    .. note:: Saved state is keyed by ``include`` and ``exclude``: these make instances distinct in a checkpoint.
+    .. note:: Saved state is keyed by the patterns of ``rules``: these make instances distinct in a checkpoint.
 
     Example:
         >>> import lightning as L
-        >>> trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, exclude=["head"])], logger=False)
+        >>> trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, rules={"head": None})], logger=False)
     """
 
+    _fixed: frozenset[str] = frozenset()
+
+    @refuses_removed
     def __init__(
         self,
-        sparsity: float | Mapping[str, float] | None = None,
-        block_size: int | None = None,
-        *,
-        scope: Scope = "sample",
-        include: Sequence[str] | str = "*",
-        exclude: Sequence[str] | str = (),
-        min_features: int = MIN_FEATURES,
-        schedule: SparsitySchedule | None = None,
-        total_steps: int | None = None,
-        skip_held: bool = True,
-        value_format: ValueFormatName | None = None,
-        block_selection: BlockSelection | None = None,
-        max_dropped_energy: float | None = None,
         preset: PresetName | None = None,
-        others: Others = False,
-        layers: Mapping[str, LayerSettings] | None = None,
-        exclude_first: int = 0,
-        exclude_last: int = 0,
-        verbose: Verbosity = True,
+        *,
+        sparsity: float | SparsitySchedule | None = None,
+        block_size: int | None = None,
+        rules: Mapping[str, Keep | dict[str, Any] | str | None] | None = None,
+        total_steps: int | None = None,
+        skip_retained: bool = True,
+        verbose: Verbosity = 1,
     ) -> None:
         super().__init__()
-        base = checked(check_preset, given(preset, "balanced" if sparsity is None and schedule is None else "paper"))
-        self.preset = preset
-        self.sparsity = given(sparsity, base.sparsity)
-        self.block_size = given(block_size, base.block_size)
-        self.scope = scope
-        self.include = include
-        self.exclude = exclude
-        self.min_features = min_features
-        self.schedule = schedule
-        self.skip_held = checked(check_flag, skip_held, "skip_held")
-        self.value_format = given(value_format, base.value_format)
-        self.block_selection = given(block_selection, base.block_selection)
-        energy = given(max_dropped_energy, base.max_dropped_energy)
-        self.max_dropped_energy = checked(check_share, energy, "max_dropped_energy")
-        self.others = others
-        self.layers = layers
-        self.exclude_first = exclude_first
-        self.exclude_last = exclude_last
+        self._config = checked(Config, preset, sparsity, block_size, rules)
+        self.preset = self._config.preset
+        self.sparsity = sparsity
+        self.block_size = block_size
+        self.rules = rules
+        self.skip_retained = checked(check_flag, skip_retained, "skip_retained")
         self.verbose = check_verbose(verbose)
-        self._options = self._checked_options(base)
-        self._progress = SparsityProgress(self._options, total_steps)
+        self._progress = SparsityProgress(total_steps)
         self.total_steps = self._progress.total_steps
-        patterns = f"include={list(self._options.include)}, exclude={list(self._options.exclude)}"
-        self._owner = new_owner(f"ActivationPruning({patterns})")
+        self._owner = new_owner(f"ActivationPruning(rules={self._patterns})")
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
-        self._probe = FirstBatchProbe(self.max_dropped_energy, skip_held)
-        self._verdict = self._probe.verdict
+        self._probe = FirstBatchProbe(skip_retained)
+        self._decisions = self._probe.decisions
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
-        self._fix()
+        # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
+        self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed:
+            raise MisconfigurationException(
+                f"`{name}` of {type(self).__name__} cannot be changed once it is made, got {value!r} in place of "
+                f"{getattr(self, name)!r}. HINT: make a new one for the next Trainer."
+            )
+        super().__setattr__(name, value)
 
     @property
     def report(self) -> ConversionReport:
@@ -155,50 +126,45 @@ class ActivationPruning(FixedArguments, pl.Callback):
         return self._report
 
     @property
-    def converted(self) -> list[ConvertedLayer]:
+    def converted(self) -> list[LayerReport]:
         """Layers converted in the current or the last fit."""
         return self._report.converted
 
     @property
-    def skipped(self) -> list[SkippedLayer]:
+    def skipped(self) -> list[LayerReport]:
         """Layers left as they are in the current or the last fit, with the reason."""
         return self._report.skipped
 
     @property
-    def few_bit(self) -> list[FewBitConversion]:
-        """Layers of other operators that keep in few bits what they need, in the current or the last fit."""
-        return self._report.few_bit
-
-    @property
     def spread(self) -> dict[str, float]:
         """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
-        return dict(self._verdict.spread or {})
+        return dict(self._decisions.spread or {})
 
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(include=list(self._options.include), exclude=list(self._options.exclude))
+        return self._generate_state_key(rules=self._patterns)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            check_precision(trainer, self._options)
+            _check_precision(trainer, self._config)
             self._restored = None
-            self._verdict.fit_begins(pl_module)
+            self._decisions.fit_begins(pl_module)
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
-                call_after_configure_model(pl_module, self._convert)
+                _call_after_configure_model(pl_module, self._convert)
             self._trials.wait(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._trials.leave():  # which convert too, before a strategy may have wrapped what they turn dense
             self._convert(pl_module)  # layers made in LightningModule.setup
-        checked(check_conversion, pl_module, self._report, self._options)
+        checked(check_conversion, pl_module, self._report, self._config)
         if self.verbose:
             value_bytes = 2 if "16" in str(trainer.precision) else 4
-            found = findings(Findings([], self.spread), self._report)  # in trials
-            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes), *found)
+            decided = decision_summary(Decision([], self.spread), self._report)  # in trials
+            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes), *decided)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,7 +172,7 @@ class ActivationPruning(FixedArguments, pl.Callback):
         self._restore(pl_module)
         self._progress.follow(trainer)
         self._probe.ask(self._report, self._progress.highest)
-        self._verdict.end_with_the_fit()
+        self._decisions.end_with_the_fit()
 
     @override
     def on_train_batch_start(
@@ -223,9 +189,9 @@ class ActivationPruning(FixedArguments, pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        found = self._judge(trainer, pl_module)
-        if found is not None and self.verbose:
-            show(trainer, *findings(found, self._report))
+        decision = self._decide(trainer, pl_module)
+        if decision is not None and self.verbose:
+            show(trainer, *decision_summary(decision, self._report))
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -234,15 +200,17 @@ class ActivationPruning(FixedArguments, pl.Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._release(pl_module)  # Lightning calls no `teardown` after an exception
-        self._verdict.end_with_the_fit()
+        self._decisions.end_with_the_fit()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = settings_state(self._options) | {"max_dropped_energy": self.max_dropped_energy}
-        return state | {
+        kept = self._config.described()
+        return {
+            "kept": {operator: _ADDRESS.sub("", keep) for operator, keep in kept["kept"].items()},
+            "rules": [[pattern, _ADDRESS.sub("", rule)] for pattern, rule in kept["rules"]],
             "total_steps": self._progress.horizon,
-            "layers": self._verdict.layers,
-            "spread": self._verdict.spread,
+            "layers": self._decisions.layers,
+            "spread": self._decisions.spread,
         }
 
     @override
@@ -250,20 +218,22 @@ class ActivationPruning(FixedArguments, pl.Callback):
         if not self._trials.ran:
             self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
-    def _checked_options(self, preset: Preset) -> ConversionOptions:
-        chosen = {field.name: getattr(self, field.name) for field in fields(ConversionOptions) if field.init}
-        return checked(ConversionOptions, **chosen | {"others": preset.others if self.others is True else self.others})
+    @property
+    def _patterns(self) -> list[str]:
+        """The patterns of rules, those of dense layers marked, by which layers may be shared out among instances."""
+        rules = self._config.described()["rules"]
+        return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
-        self._report = checked(convert_layers, pl_module, self._options, self._owner)
-        self._verdict.apply(pl_module, self._report)
+        self._report = checked(convert_layers, pl_module, self._config, self._owner)
+        self._decisions.apply(pl_module, self._report)
         self._find_layers(pl_module)
 
-    def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Findings | None:
-        found = self._probe.batch_ends(trainer, pl_module, self._report)
-        if found is not None:
+    def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Decision | None:
+        decision = self._probe.batch_ends(trainer, pl_module, self._report)
+        if decision is not None:
             self._find_layers(pl_module)
-        return found
+        return decision
 
     def _begin_trials(self, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
@@ -272,8 +242,8 @@ class ActivationPruning(FixedArguments, pl.Callback):
         self._progress.wait(at_zero=self._probe.judges_energy)
 
     def _end_trial_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._judge(trainer, pl_module) is not None:
-            self._verdict.add_trial_of(pl_module)
+        if self._decide(trainer, pl_module) is not None:
+            self._decisions.add_trial_of(pl_module)
             self._progress.wait(at_zero=False)
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
@@ -283,18 +253,84 @@ class ActivationPruning(FixedArguments, pl.Callback):
         self._trials.leave()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
-            restore_configure_model(pl_module)
+            _restore_configure_model(pl_module)
             revert(pl_module, self._owner)
 
     def _restore(self, pl_module: pl.LightningModule) -> None:
-        """Go on with what was found before the checkpoint; warn if that was made with other settings than the new."""
+        """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
         now = {name: value for name, value in self.state_dict().items() if name != "spread"}
         judged_alike = all(then.get(name) == value for name, value in now.items() if name != "total_steps")
         if then.get("spread") is not None and judged_alike:
-            if self._verdict.complete:  # by trials, which may have changed other layers
-                self._verdict.forget()
+            if self._decisions.complete:  # by trials, which may have changed other layers
+                self._decisions.forget()
                 self._convert(pl_module)
-            self._verdict.restore(pl_module, self._report, then["spread"])
+            self._decisions.restore(pl_module, self._report, then["spread"])
             self._find_layers(pl_module)
-        warn_of_other_settings(self._owner, then, now)
+        _warn_of_other_settings(self._owner, then, now)
+
+
+def _check_precision(trainer: pl.Trainer, config: Config) -> None:
+    """Raise if the trainer's precision plugin replaces the linear layers by its own, or values cannot be quantized."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+        raise MisconfigurationException(
+            f"ActivationPruning cannot work with {type(plugin).__name__}, which replaces the linear layers by its own. "
+            'HINT: use another `precision`, such as "bf16-mixed".'
+        )
+    bits = next((keep.bits for keep in config.keeps if keep.bits is not None), None)
+    if bits is not None and str(trainer.precision) == "64-true":
+        raise MisconfigurationException(
+            f"ActivationPruning cannot store float64 values (precision='64-true') in {bits} bits: the scales of blocks "
+            "have fewer bits than that. HINT: set `preset='paper'`, which keeps values as they are, or another "
+            "`precision`."
+        )
+
+
+def _warn_of_other_settings(owner: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of what is in both states and differs: of mappings and of rules, their entries."""
+    pairs = {name: (_entries(then[name]), _entries(now[name])) for name in now if name in then}
+    changes = [
+        f"{name}{f'[{key!r}]' if key else ''}: {before.get(key, 'nothing')} -> {after.get(key, 'nothing')}"
+        for name, (before, after) in pairs.items()
+        for key in dict.fromkeys((*before, *after))
+        if before.get(key) != after.get(key)
+    ]
+    if changes:
+        rank_zero_warn(
+            f"{owner} continues a checkpoint made with other settings ({'; '.join(changes)}) and goes on "
+            "with the new ones. HINT: give the callback its old arguments if this is not intended."
+        )
+
+
+def _entries(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    return dict(value) if pairs else {"": value}
+
+
+def _call_after_configure_model(pl_module: pl.LightningModule, action: Callable[[pl.LightningModule], None]) -> None:
+    """Let the next ``pl_module.configure_model()`` end with ``action``; later ones are the user's own again.
+
+    No hook runs between ``configure_model`` and the tuners, and calling it early would leave the strategy's context.
+    """
+    original = pl_module.configure_model
+
+    @functools.wraps(original)
+    def configure_model() -> None:
+        _restore_configure_model(pl_module)
+        original()
+        action(pl_module)
+
+    vars(configure_model)[_REPLACED] = vars(pl_module).get("configure_model")
+    vars(pl_module)["configure_model"] = configure_model
+
+
+def _restore_configure_model(pl_module: pl.LightningModule) -> None:
+    """Undo every ``_call_after_configure_model``."""
+    attributes = vars(pl_module)
+    while _REPLACED in getattr(attributes.get("configure_model"), "__dict__", {}):
+        replaced = vars(attributes.pop("configure_model"))[_REPLACED]
+        if replaced is not None:
+            attributes["configure_model"] = replaced

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Group, RenderableType
 from typing_extensions import override
 
-from lightning_actprune.arguments import BlockSelection, Scope, ValueFormatName, check_share
+from lightning_actprune.analysis.sensitivity import BITS, LINEAR, SPARSITIES, SensitivityGrid, SensitivityProbe
+from lightning_actprune.analysis.sensitivity_report import SensitivityReport
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
 from lightning_actprune.callbacks.display import MAX_ROWS, show
-from lightning_actprune.callbacks.probing import sum_over_ranks
-from lightning_actprune.callbacks.progress import checked
+from lightning_actprune.callbacks.first_batch import sum_over_ranks
 from lightning_actprune.callbacks.pruning import ActivationPruning
-from lightning_actprune.callbacks.verbosity import Verbosity, check_verbose
-from lightning_actprune.conversion_options import MIN_FEATURES
-from lightning_actprune.sensitivity_grid import SPARSITIES, VALUE_FORMATS, SensitivityGrid
-from lightning_actprune.sensitivity_probe import SensitivityProbe
-from lightning_actprune.sensitivity_report import SensitivityReport
+from lightning_actprune.config import Scope, Selection, check_count, check_share
 
 
 class ActivationSensitivity(pl.Callback):
-    """Show how close the weight gradients of pruned layers would be to the exact ones, and what that suggests.
+    """Show how close the weight gradients of converted layers would be to the exact ones, and what that suggests.
 
     Measured in a few training steps of a fit as they are: no forward is added, and losses and gradients are those
-    without it. For each layer and each setting of a grid, the cosine between both gradients is printed, and sparsities
-    for ``ActivationPruning(sparsity=...)``. All of it is in ``result``. The measured steps take several times as long
-    as others, and hold the inputs of all layers until their backward. On several ranks, all of them count.
+    without it. For each layer and each setting of a grid, the cosine between both gradients is printed, and rules for
+    ``ActivationPruning(rules=...)``. All of it is in ``result``. The measured steps take several times as long as the
+    steps after them, and keep the inputs of all layers until their backward. On several ranks, all of them count.
 
     Works with and without ``ActivationPruning``, whose own first batch it leaves out. Gradients change during
     training, and at the very start some are zero (where the last layer starts at zero, say): ``at_step`` measures
@@ -39,18 +34,15 @@ class ActivationSensitivity(pl.Callback):
 
     Args:
         sparsities: Fractions of blocks dropped, each in [0, 1).
-        value_formats: How kept values are stored: ``"same"``, ``"fp8"``, ``"int8"``, ``"int4"``, ``"int3"``,
-            ``"int2"``.
+        bits: Bits of each kept value, 2, 3, 4 or 8, or ``None`` for values as they are.
         block_size: Consecutive values per block, positive; cut to the row if larger.
         scope: ``"sample"``: all blocks of a sample compete; ``"token"``: those of a row.
-        block_selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``functional.linear``).
-        include: Glob patterns on fully qualified layer names, such as ``"blocks.*.fc1"``; a layer must match one.
-        exclude: Glob patterns on fully qualified layer names; a layer must match none.
-        min_features: Linear layers with fewer input features are not measured.
-        convolutions: Whether convolutions are measured too.
+        selection: Which blocks are kept: ``"largest"``, ``"swap"`` or ``"unbiased"`` (see ``codec.blocks``).
+        names: Which linear layers and convolutions are measured: patterns as in rules, such as ``"blocks.*.fc1"``;
+            by default, linear layers that presets cover.
         batches: Training batches that are measured.
         at_step: Value of ``trainer.global_step`` from which on they are.
-        min_cosine: Least cosine, in [0, 1], of the sparsities that are printed.
+        min_cosine: Least cosine, in [0, 1], of the rules that are printed.
         verbose: Whether to print. 0 is ``False``; 1 and 2 are ``True``, since all of it is said once a fit.
 
     Raises:
@@ -58,35 +50,33 @@ class ActivationSensitivity(pl.Callback):
 
     Example:
         >>> import lightning as L
-        >>> sensitivity = ActivationSensitivity(sparsities=[0.5, 0.8], value_formats=["same", "int4"])
+        >>> sensitivity = ActivationSensitivity(sparsities=[0.5, 0.8], bits=[None, 4])
         >>> trainer = L.Trainer(callbacks=[sensitivity], logger=False)
         >>> sensitivity.result is None  # a SensitivityReport once the batches were measured
         True
     """
 
+    @refuses_removed
     def __init__(
         self,
         sparsities: Sequence[float] = SPARSITIES,
-        value_formats: Sequence[ValueFormatName] = VALUE_FORMATS,
+        bits: Sequence[int | None] = BITS,
         *,
         block_size: int = 32,
         scope: Scope = "sample",
-        block_selection: BlockSelection = "largest",
-        include: Sequence[str] | str = "*",
-        exclude: Sequence[str] | str = (),
-        min_features: int = MIN_FEATURES,
-        convolutions: bool = False,
+        selection: Selection = "largest",
+        names: Sequence[str] | str = LINEAR,
         batches: int = 2,
         at_step: int = 0,
         min_cosine: float = 0.9,
-        verbose: Verbosity = True,
+        verbose: Verbosity = 1,
     ) -> None:
         super().__init__()
-        stored, patterns = (block_size, scope, block_selection), (include, exclude)
-        self.grid = checked(SensitivityGrid, sparsities, value_formats, *stored, *patterns, min_features, convolutions)
+        self.grid = checked(SensitivityGrid, sparsities, bits, block_size, scope, selection, names)
         """What is measured, and of which layers."""
-        self.batches = _checked_count(batches, "batches", 1)
-        self.at_step = _checked_count(at_step, "at_step", 0)
+        hint = "two batches are a start; steps count from 0."
+        self.batches = checked(check_count, batches, "batches", hint, 1)
+        self.at_step = checked(check_count, at_step, "at_step", hint)
         self.min_cosine = checked(check_share, min_cosine, "min_cosine")
         self.verbose = check_verbose(verbose)
         self._probe: SensitivityProbe | None = None
@@ -150,18 +140,15 @@ class ActivationSensitivity(pl.Callback):
             first = next((f" {skipped.fqn!r}: {skipped.reason}." for skipped in self._result.skipped), "")
             rank_zero_warn(
                 f"ActivationSensitivity has measured no layer in {tried} batches from step {self.at_step} on.{first} "
-                "HINT: `callback.result.skipped` has all reasons; see `at_step`, `include` and `value_formats`."
+                "HINT: `callback.result.skipped` has all reasons; see `at_step`, `names` and `bits`."
             )
         elif self.verbose:
             show(trainer, Group(*self._shown(self._result)))
 
     def _shown(self, result: SensitivityReport) -> Iterator[RenderableType]:
         yield result.table(MAX_ROWS)
-        for value_format in self.grid.value_formats:
-            suggested = result.suggest(self.min_cosine, value_format)
-            listing = ", ".join(f"{pattern!r}: {sparsity:g}" for pattern, sparsity in suggested.items())
-            found = f"sparsity={{{listing}}}" if suggested else "no layer can be pruned"
-            yield f"With a cosine of {self.min_cosine:g} at least and value_format={value_format!r}: {found}"
+        rules = result.to_yaml(self.min_cosine).rstrip()
+        yield f"With a cosine of {self.min_cosine:g} at least, the fewest bytes are kept by these rules:\n{rules}"
 
     def _release(self) -> None:
         if self._probe is not None:
@@ -173,11 +160,3 @@ def _pruning_is_undecided(trainer: pl.Trainer) -> bool:
     """Return whether ``ActivationPruning`` looks in this batch for who keeps inputs alive, which measuring does."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return any(isinstance(callback, ActivationPruning) and callback._probe.undecided for callback in callbacks)
-
-
-def _checked_count(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise MisconfigurationException(
-            f"`{name}` must be an int >= {least}, got {value!r}. HINT: two batches are a start; steps count from 0."
-        )
-    return int(value)

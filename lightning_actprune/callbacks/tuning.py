@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.callbacks.probing import FirstBatchProbe
+from lightning_actprune.callbacks.first_batch import FirstBatchProbe
 
 
 class TrialProbe(pl.Callback):

@@ -3,7 +3,8 @@
 ``kernel[grid](...)`` binds, specialises and hashes its arguments on each call, which costs several times the launch
 itself; a step of a small model launches hundreds of kernels and waits for exactly that. A ``Launch`` does it once,
 keeps the compiled kernel, and then passes addresses straight to its launcher. Whoever makes one guarantees that the
-device, the dtypes and the 16-byte alignment of its tensors never change (all are part of the plans' keys).
+device, the dtypes and the 16-byte alignment of its tensors never change (all are part of its key in a
+``codec.dispatch.LaunchCache``).
 """
 
 from __future__ import annotations

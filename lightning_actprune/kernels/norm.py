@@ -1,12 +1,12 @@
-"""Normalisation of rows: one pass forward that also stores the normalised values in few bits, one backward.
+"""Normalisation of rows: one pass forward that also stores the normalised values quantized, one backward.
 
 A program holds whole rows as blocks, ``[ROWS * COLS, BLOCK]``: it reads the input once, finds mean and variance in its
-registers (the variance of what is left without the mean, no difference of sums), writes the output, and quantises.
+registers (the variance of what is left without the mean, no difference of sums), writes the output, and quantizes.
 Backward, a fixed number of programs go through the rows, each in the same order: every one writes the input gradient of
-its rows and keeps its sums for weight and bias in registers, which ``column_sums`` adds up. So nothing depends on which
-program runs first, and the same input gives the same gradients. ``norm_launch`` launches both.
+its rows and keeps its sums for weight and bias in registers, which ``kernels.sums`` adds up. So nothing depends on
+which program runs first, and the same input gives the same gradients.
 
-Bytes moved per value of fp32 with int4 in blocks of 32: 4 + 4 + 0.56 forward (torch: 4 + 4), 4 + 0.56 + 4 backward
+Bytes moved per value of fp32 with 4 bits in blocks of 32: 4 + 4 + 0.56 forward (torch: 4 + 4), 4 + 0.56 + 4 backward
 (torch: 4 + 4 + 4, and gradient and input a second time for the sums). A scaled branch of 16 bits that is added to an
 fp32 residual on the way: 2 + 4 + 4 + 0.56 forward (torch: 2 + 4 for the product, 4 + 4 + 4 for the sum).
 """
@@ -14,20 +14,38 @@ fp32 residual on the way: 2 + 4 + 4 + 0.56 forward (torch: 2 + 4 for the product
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from lightning_actprune.kernels.formats import dequantize_tile, tile_width
-from lightning_actprune.kernels.launch import INTERPRETED
-from lightning_actprune.kernels.quantize import load_rows, quantize_tile
-from lightning_actprune.ops.geometry import ceil_div
+from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.kernels.formats import (
+    dequantize_tile,
+    encode_format,
+    load_rows,
+    quantize_tile,
+    tile_width,
+    values_layout,
+)
+from lightning_actprune.kernels.launch import INTERPRETED, Launch, multiprocessors
+from lightning_actprune.kernels.places import stride_unit
+from lightning_actprune.kernels.sums import AddSetsLaunch
 
 MOST_VALUES = 8192
 """Most values of a row, filled up to a power of two of blocks: 16 a thread of 16 warps. Backward holds five numbers for
 each; with 32 it would not fit the registers."""
 TILE_VALUES = 8192 if INTERPRETED else 2048
 """Values of a tile of rows that are shorter: 16 a thread of 4 warps."""
+WARPS, REGISTERS = 16, 128
+"""Of backward, whose programs stay until all rows are done: warps per multiprocessor, and registers of a thread. So all
+of these run at once; left to itself the compiler takes up to 164, and with 128 it spills nothing (sm_90)."""
+
+Parameter = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a weight or a bias."""
 
 
 def takes_rows(length: int, block_size: int) -> bool:
@@ -35,7 +53,6 @@ def takes_rows(length: int, block_size: int) -> bool:
     return _padded(length, block_size) <= MOST_VALUES
 
 
-@functools.cache  # Triton's own function of powers of two is slow on the host
 def _padded(length: int, block_size: int) -> int:
     return int(triton.next_power_of_2(ceil_div(length, block_size))) * tile_width(block_size)
 
@@ -55,9 +72,9 @@ def normalize_kernel(
     ADDED: tl.constexpr, CENTRED: tl.constexpr, ROUNDED: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write ``y [R, L]``, the normalised values in few bits, and ``rstd [R]`` of ``x [R, L]``.
+    """Write ``y [R, L]``, the quantized normalised values, and ``rstd [R]`` of ``x [R, L]``.
 
-    ``stride_row`` is in units of ``UNIT`` values, see ``keys.stride_unit``. ``CENTRED``: less the mean. ``ROUNDED``:
+    ``stride_row`` is in units of ``UNIT`` values, see ``places.stride_unit``. ``CENTRED``: less the mean. ``ROUNDED``:
     values are rounded to the type of ``x`` before they are multiplied by the weight. ``ADDED``: and ``residual [R, L]``
     is added. Without ``NORMED`` there is no ``rstd``.
     """
@@ -173,3 +190,128 @@ def _store_sums(
     j = tl.arange(0, COLS)
     inside = _inside(j, j < columns, length, B, BLOCK)
     tl.store(out_ptr + j[:, None] * B + tl.arange(0, BLOCK)[None, :], sums, mask=inside)
+
+
+class NormLaunch:
+    """The launch of forward for one layout of the input.
+
+    Args:
+        shape: Of input and output.
+        length: Values of a row.
+        stride: Of the rows, whose values lie side by side; ``None`` if the input has to be copied.
+        flags: ``WEIGHTED``, ``BIASED``, ``ADDED``, ``CENTRED``, ``ROUNDED`` and ``NORMED`` of the kernel.
+        eps: Added to the variance.
+        block_size: Values per block.
+        bits: Bits of a stored value.
+        dtype: Type of the output.
+        device: Where the kernel runs.
+    """
+
+    __slots__ = ("_copied", "_new_rstd", "_new_values", "_new_y", "_run")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        length: int,
+        stride: int | None,
+        flags: tuple[bool, ...],
+        eps: float,
+        block_size: int,
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows, columns = math.prod(shape) // length, ceil_div(length, block_size)
+        stored = encode_format(bits, block_size)
+        self._copied, stride = stride is None, length if stride is None else stride
+        sizes, warps = tile_of(length, block_size)
+        unit = stride_unit(stride)
+        constants = length, columns, unit, *flags, *sizes.values(), stored
+        grid = (ceil_div(rows, sizes["ROWS"]),)
+        self._run = Launch(normalize_kernel, grid, stride // unit, rows, eps, *constants, num_warps=warps)
+        values, _ = values_layout(rows * columns, block_size, stored)
+        self._new_y, self._new_values = _maker(shape, dtype, device), _maker(values, torch.uint8, device)
+        self._new_rstd = _maker((rows,), torch.float32, device) if flags[-1] else None
+
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ``y``, which has the shape of ``x``, what is stored of ``x``, and ``rstd`` if rows are normalised."""
+        if self._copied:
+            x = x.contiguous()
+        w, b, r = x if weight is None else weight, x if bias is None else bias, x
+        if residual is not None:
+            r = residual.contiguous()
+        y, values = self._new_y(), self._new_values()
+        rstd = None if self._new_rstd is None else self._new_rstd()
+        self._run(x, w, b, r, y, values, values if rstd is None else rstd)
+        return y, values, rstd
+
+
+class NormGradLaunch:
+    """The launches of backward for one layout of the gradient; the second adds up the parameters' gradients.
+
+    Args:
+        shape: Of the gradient.
+        length: Values of a row.
+        stride: Of the rows, whose values lie side by side; ``None`` if the gradient has to be copied.
+        flags: ``WEIGHTED``, ``CENTRED`` and ``NORMED`` of the kernel.
+        block_size: Values per block.
+        bits: Bits of a stored value.
+        dtype: Type of the input gradient.
+        wanted: Shapes and types of weight and bias, ``None`` where no gradient is wanted.
+        device: Where the kernels run.
+    """
+
+    __slots__ = ("_add", "_copied", "_new_bias", "_new_weight", "_new_x", "_run")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        length: int,
+        stride: int | None,
+        flags: tuple[bool, ...],
+        block_size: int,
+        bits: int,
+        dtype: torch.dtype,
+        wanted: tuple[Parameter | None, Parameter | None],
+        device: torch.device,
+    ) -> None:
+        rows, sets = math.prod(shape) // length, sum(given is not None for given in wanted)
+        self._copied, stride = stride is None, length if stride is None else stride
+        columns, unit = ceil_div(length, block_size), stride_unit(stride)
+        sizes, warps = tile_of(length, block_size)
+        programs = min(ceil_div(rows, sizes["ROWS"]), multiprocessors(device) * max(1, WARPS // warps))
+        self._add = AddSetsLaunch(programs, sets, length, device) if sets else None
+        flags = *flags, *[given is not None for given in wanted]
+        constants = length, columns, unit, *flags, *sizes.values(), encode_format(bits, block_size)
+        options = {"num_warps": warps, "maxnreg": REGISTERS}
+        self._run = Launch(normalize_grad_kernel, (programs,), stride // unit, rows, *constants, **options)
+        self._new_x = _maker(shape, dtype, device)
+        self._new_weight, self._new_bias = (None if given is None else _maker(*given, device) for given in wanted)
+
+    def __call__(
+        self, grad_y: Tensor, values: Tensor, rstd: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of the input and of the parameters, those that are wanted."""
+        if self._copied:
+            grad_y = grad_y.contiguous()
+        grad_x = self._new_x()
+        given = grad_y, values, values if rstd is None else rstd, grad_y if weight is None else weight, grad_x
+        if self._add is None:
+            self._run(*given, grad_x)
+            return grad_x, None, None
+        of_weight = None if self._new_weight is None else self._new_weight()
+        of_bias = None if self._new_bias is None else self._new_bias()
+        first = of_bias if of_weight is None else of_weight
+        assert first is not None
+        scratch = grad_x.new_empty(self._add.scratch, dtype=torch.float32)
+        self._run(*given, scratch)
+        self._add(scratch, first, first if of_bias is None else of_bias)
+        return grad_x, of_weight, of_bias
+
+
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that allocates a contiguous tensor; asked for strides, torch takes half the time."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)

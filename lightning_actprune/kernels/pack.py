@@ -1,61 +1,418 @@
 """Pack: from a dense tensor to kept blocks, bitmap and offsets, with static shapes and no host synchronisation.
 
-Where no block is dropped, one launch (``quantize_all``). One launch with one program per sample where that is faster
-(``pack_sample``), otherwise three:
+Where no block is dropped, one launch (``QuantizeLaunch``): one read, one write, and no positions. Block ``n`` of all
+samples, counted row by row, is stored at place ``n``. Otherwise three (``PackLaunch``):
 
-1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``), and, if the
-                          plan casts, the 16-bit copy of ``x`` that all else reads;
+1. ``block_keys_kernel``  reads ``x`` once and writes one int32 key per block (4 / (b * itemsize) of ``x``);
 2. ``select_*_kernel``    per sample: threshold, bitmap and offsets;
-3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places. If values are stored in few bits,
-                          ``quantize_kernel`` does, see ``quantize_kept``.
+3. ``gather_kernel``      per run of 128 blocks: copies the kept ones to their places. If values are quantized,
+                          ``quantize_kernel`` does.
 
 Bytes moved: ``x`` twice (the second time only its kept blocks, and often from L2), the values once, the keys two or
-three times. Selection without bias has one more launch before the last, see ``rescale``, and as many sums of squares as
-keys. Everything but the tensors is worked out once per shape and kept in a ``PackPlan`` or ``SamplePlan``.
+three times.
+
+Under autocast the product needs a copy of an fp32 input in 16 bits. The first pass over the input can write it on the
+way (``CAST``): keys are then those of the rounded values, just as if the copy had been read, and everything later reads
+the copy. That spares a launch and one read of the copy: 6 bytes a value move instead of 8.
+
+Keys
+----
+A block's key is its sum of squares as fp32, read as int32: for non-negative floats, integer order is float order. A
+block whose sum is not finite gets the key of infinity, whether it holds a NaN, an Inf or values beyond 1e19: telling
+these apart by looking at every value cost a tenth of the kernel's time. Other keys are made of these by a hash, bit for
+bit as in ``codec.blocks``; ``SELECT`` says which, 0 for these.
+
+Selection
+---------
+Exact and without sorting. Per sample it finds ``(threshold, cut)`` so that a block ``n`` is kept if and only if::
+
+    key[n] > threshold  or  (key[n] == threshold and n <= cut)
+
+which holds for exactly ``keep`` blocks, equal keys in order of ``n``; then it writes the sample's bitmap and offsets.
+The threshold is found by counting: with ``low`` reached by ``keep`` keys or more and ``high`` by fewer, a candidate
+between them replaces one of the two. Candidates are interpolated, every third one halves the interval, and the first is
+the smallest key but one, since most ties are blocks of zeros. It ends as soon as exactly ``keep`` keys reach ``low``:
+after about 10 turns for 10,000 different keys, and at most 90 in all.
+
+Three kernels: one program per sample with its keys in registers; one program for several small samples; several
+programs for one large sample, which exchange their counts through zeroed ``control`` words.
+
+Values
+------
+Copying waits for memory, but quantizing costs arithmetic, which no lane should spend on a dropped block: there a
+program reads tiles of kept blocks alone, which it finds by their ranks (see ``places``).
+
+Selection without bias multiplies what it keeps. One more launch, after the selection, finds the largest key that each
+sample drops. What copies or quantizes a block then works out its factor from that and from the block's sum of squares.
+All of these are int32 words of one tensor, for ``S`` samples of ``N`` blocks: keys ``[S, N]``, sums of squares
+``[S, N]`` (as bits) and the largest dropped keys ``[S]``, zero before.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_actprune.kernels.formats import encode_format, tile_width, values_layout
-from lightning_actprune.kernels.keys import block_keys_kernel, stride_unit
+from lightning_actprune.codec import blocks as codec_blocks
+from lightning_actprune.codec.blocks import RUN_BLOCKS, SELECTIONS, WORD_BLOCKS, ceil_div, keeps_all
+from lightning_actprune.kernels.formats import (
+    encode_format,
+    load_blocks,
+    load_rows,
+    mix,
+    quantize_tile,
+    tile_width,
+    values_layout,
+    whole_blocks,
+)
 from lightning_actprune.kernels.launch import Launch, multiprocessors
-from lightning_actprune.kernels.pack_sample import SamplePlan, choose_config, takes_one_launch
-from lightning_actprune.kernels.quantize_all import QuantizePlan
-from lightning_actprune.kernels.quantize_kept import quantize_kernel
-from lightning_actprune.kernels.ranks import blocks_of_lanes, choose_turns, run_of
-from lightning_actprune.kernels.rescale import block_factors, largest_dropped, rescaled
-from lightning_actprune.kernels.select import (
-    CONTROL_WORDS,
-    MOST_PARTS,
-    REGISTER_BLOCKS,
+from lightning_actprune.kernels.places import (
     RUN,
     WORD,
-    select_kernel,
-    select_rows_kernel,
-    select_shared_kernel,
+    blocks_of_lanes,
+    choose_turns,
+    count_kept,
+    kept_places,
+    kept_words,
+    lanes_of_ranks,
+    run_of,
+    run_tile,
+    stride_unit,
 )
-from lightning_actprune.ops.block_selection import BLOCK_SELECTIONS
-from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div, keeps_all
+
+INFINITY_KEY = tl.constexpr(0x7F800000)
+NUMBER, HALF_RANGE = tl.constexpr(codec_blocks.NUMBER), tl.constexpr(codec_blocks.HALF_RANGE)
+SWAP = tl.constexpr(SELECTIONS.index("swap"))
+UNBIASED = tl.constexpr(SELECTIONS.index("unbiased"))
+REGISTER_BLOCKS = 32768
+"""Largest sample whose keys are held in registers: 64 a thread at 16 warps."""
+MOST_PARTS = 256
+"""Most programs that share one sample."""
+MAX_PARTS = tl.constexpr(MOST_PARTS)
+MOST_TURNS = 96
+MAX_TURNS = tl.constexpr(MOST_TURNS)
+CONTROL_WORDS = 2 * MOST_TURNS + 3 + 2 * MOST_PARTS
+"""Control words per sample of ``select_shared_kernel``: count and arrivals of each turn, extremes, two per part."""
+MAX_TILE = 4096
+"""Most keys of a program: 32 a thread at 4 warps."""
+ONE = tl.constexpr(0x3F800000)
+FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
-def kept_places(bitmap_ptr, offsets_ptr, samples, blocks, words, runs, LANES: tl.constexpr):
-    """Return, for one run of blocks: samples, block numbers, which exist, which are kept, and their places."""
-    lane = tl.arange(0, RUN)
-    first, run = run_of(tl.program_id(0), runs, LANES)
-    s, n = blocks_of_lanes(first, run, lane, LANES)
-    exists = (s < samples) & (n < blocks)
-    word = tl.load(bitmap_ptr + s.to(tl.int64) * words + n // WORD, mask=exists, other=0)
-    kept = (word >> (n % WORD)) & 1
-    place = tl.load(offsets_ptr + first.to(tl.int64) * runs + run) + tl.cumsum(kept, axis=0) - kept
-    return s, n, exists, kept == 1, place
+def block_keys(x):
+    """Return the keys ``[...]`` of the fp32 blocks ``x [..., BLOCK]``."""
+    squares = tl.sum(x * x, axis=len(x.shape) - 1)
+    keys = squares.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a NaN may have its sign bit set
+    return tl.minimum(keys, INFINITY_KEY)
+
+
+@triton.jit
+def selection_keys(keys, n, SELECT: tl.constexpr):
+    """Return the keys that select; ``n``: numbers of the blocks among those of all samples, or what 32 bits hold."""
+    if SELECT == 0:
+        return keys
+    h = mix(keys.to(tl.uint32) + n.to(tl.uint32) * NUMBER) >> 8
+    if SELECT == SWAP:
+        # Unsigned, where no sum overflows.
+        moved = tl.maximum(keys.to(tl.uint32) + (h * 3 >> 1), HALF_RANGE + 1) - HALF_RANGE
+        moved = tl.minimum(moved, INFINITY_KEY - 1).to(tl.int32)
+        return tl.where((keys > 0) & (keys < INFINITY_KEY), moved, keys)
+    u = (h + 1).to(tl.int32).to(tl.float32) * 2.0**-24
+    priorities = tl.div_rn(keys.to(tl.float32, bitcast=True), u * u).to(tl.int32, bitcast=True)
+    return tl.where(keys < INFINITY_KEY, tl.minimum(priorities, INFINITY_KEY - 1), keys)
+
+
+@triton.jit
+def block_keys_kernel(
+    x_ptr, copy_ptr, keys_ptr, control_ptr, stride_sample, stride_row, total_rows, rows, control_size,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ZEROS: tl.constexpr, SELECT: tl.constexpr,
+):  # fmt: skip
+    """Write the key of every block: ``x [S, T, L] -> keys [S * T, NB]``. Tile ``[ROWS, COLS, BLOCK]``.
+
+    Strides are in units of ``UNIT`` values, see ``places.stride_unit``. ``CAST``: also writes the rounded values to the
+    contiguous ``copy [S, T, L]``. Also sets ``ZEROS`` of the ``control_size`` words to zero with which programs of the
+    next launch find each other. To select without bias, the sums of squares follow the keys, and a zero for every
+    sample follows these.
+    """
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    e = tl.arange(0, BLOCK)
+    start = (r // rows).to(tl.int64) * stride_sample * UNIT + (r % rows).to(tl.int64) * stride_row * UNIT
+    column = j[:, None] * B + e[None, :]
+    inside = (r < total_rows)[:, None, None] & ((column < length) & (e < B)[None, :])[None, :, :]
+    x = tl.load(x_ptr + start[:, None, None] + column[None, :, :], mask=inside, other=0.0)
+    if CAST:
+        x = x.to(copy_ptr.dtype.element_ty)
+        copied = (r.to(tl.int64) * length)[:, None, None] + column[None, :, :]
+        tl.store(copy_ptr + copied, x, mask=inside)
+    x = x.to(tl.float32)
+    mask = (r < total_rows)[:, None] & (j < columns)[None, :]
+    n = r.to(tl.int64)[:, None] * columns + j[None, :]
+    tl.store(keys_ptr + n, selection_keys(block_keys(x), n, SELECT), mask=mask)
+    if SELECT == UNBIASED:
+        keys = block_keys(x)
+        size = tl.cast(total_rows, tl.int64) * columns
+        tl.store(keys_ptr + size + n, keys, mask=mask)
+        first = (r < total_rows) & (r % rows + tl.program_id(1) == 0)
+        tl.store(keys_ptr + 2 * size + r // rows, tl.zeros([ROWS], tl.int32), mask=first)
+    if ZEROS > 0:
+        z = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * ZEROS + tl.arange(0, ZEROS)
+        tl.store(control_ptr + z, tl.zeros([ZEROS], tl.int32), mask=z < control_size)
+
+
+@triton.jit
+def _candidate(low, high, above_low, above_high, keep, turn):
+    """Return the key to try next, between ``low`` and ``high`` exclusively."""
+    share = (above_low - keep).to(tl.float32) / (above_low - above_high).to(tl.float32)
+    step = ((high - low).to(tl.float32) * share).to(tl.int32)
+    step = tl.where(turn == 0, 1, tl.where(turn % 3 == 2, (high - low) // 2, step))
+    return low + tl.minimum(tl.maximum(step, 1), high - low - 1)
+
+
+@triton.jit
+def store_places(kept, bitmap_ptr, offsets_ptr, first, words, runs, BLOCKS: tl.constexpr):
+    """Write the words and offsets of ``BLOCKS`` blocks, of which the first is stored at ``first``."""
+    w = tl.arange(0, BLOCKS // WORD)
+    bits = tl.sum(tl.reshape(kept, [BLOCKS // WORD, WORD]) << tl.arange(0, WORD)[None, :], axis=1)
+    tl.store(bitmap_ptr + w, bits, mask=w < words)
+    c = tl.arange(0, BLOCKS // RUN)
+    counts = tl.sum(tl.reshape(kept, [BLOCKS // RUN, RUN]), axis=1)
+    tl.store(offsets_ptr + c, first + tl.cumsum(counts, axis=0) - counts, mask=c < runs)
+
+
+@triton.jit
+def threshold(keys, n, blocks, keep):
+    """Return ``(threshold, cut)`` for the keys of all blocks ``n``; those from ``blocks`` on have a negative one."""
+    high = tl.max(keys, axis=0) + 1
+    low = tl.min(tl.where(n < blocks, keys, high), axis=0)
+    above_low = keep * 0 + blocks
+    above_high = keep * 0
+    turn = keep * 0
+    while (above_low != keep) & (high - low > 1):
+        middle = _candidate(low, high, above_low, above_high, keep, turn)
+        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        if count >= keep:
+            low = middle
+            above_low = count
+        else:
+            high = middle
+            above_high = count
+        turn += 1
+    cut = keep * 0 + blocks
+    if above_low != keep:  # more keys than wanted equal the threshold
+        quota = keep - tl.sum((keys > low).to(tl.int32), axis=0)
+        equal = (keys == low).to(tl.int32)
+        last = (equal == 1) & (tl.cumsum(equal, axis=0) == quota)
+        cut = tl.max(tl.where(last, n, -1), axis=0)
+    return low, cut
+
+
+@triton.jit
+def select_kernel(
+    keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, BLOCKS: tl.constexpr, PIECE: tl.constexpr
+):  # fmt: skip
+    """Select in one sample, held as ``BLOCKS >= blocks`` keys in registers, and write ``PIECE`` blocks at a time.
+
+    If not all at once, keys are read again: beside 64 of them a thread has no room for the places.
+    """
+    s = tl.program_id(0)
+    keys_ptr += s.to(tl.int64) * blocks
+    bitmap_ptr += s.to(tl.int64) * words
+    offsets_ptr += s.to(tl.int64) * runs
+    n = tl.arange(0, BLOCKS)
+    keys = tl.load(keys_ptr + n, mask=n < blocks, other=-1)
+    low, cut = threshold(keys, n, blocks, keep)
+    if PIECE == BLOCKS:
+        kept = ((keys > low) | ((keys == low) & (n <= cut))).to(tl.int32)
+        store_places(kept, bitmap_ptr, offsets_ptr, s * keep, words, runs, BLOCKS)
+    else:
+        first = s * keep
+        for piece in range(0, blocks, PIECE):
+            m = piece + tl.arange(0, PIECE)
+            again = tl.load(keys_ptr + m, mask=m < blocks, other=-1)
+            kept = ((again > low) | ((again == low) & (m <= cut))).to(tl.int32)
+            w, c = piece // WORD, piece // RUN
+            store_places(kept, bitmap_ptr + w, offsets_ptr + c, first, words - w, runs - c, PIECE)
+            first += tl.sum(kept, axis=0)
+
+
+@triton.jit
+def select_rows_kernel(
+    keys_ptr, bitmap_ptr, offsets_ptr, blocks, keep, words, runs, samples, GROUP: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Select in ``GROUP`` small samples at once, each a row of ``BLOCKS >= blocks`` keys, 512 at most.
+
+    Two bits of all thresholds a turn: the counts of three candidates travel in one sum. Not used for one large sample:
+    two-dimensional data with a single row is laid out badly.
+    """
+    s = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    n = tl.arange(0, BLOCKS)
+    inside = (s < samples)[:, None] & (n < blocks)[None, :]
+    keys = tl.load(keys_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=-1)
+    threshold = tl.zeros([GROUP], tl.int32)
+    for step in range(15):
+        shift = 29 - 2 * step
+        one = (keys >= (threshold | (1 << shift))[:, None]).to(tl.int32)
+        two = (keys >= (threshold | (2 << shift))[:, None]).to(tl.int32)
+        three = (keys >= (threshold | (3 << shift))[:, None]).to(tl.int32)
+        counts = tl.sum(one + (two << 10) + (three << 20), axis=1)
+        digit = ((counts & 0x3FF) >= keep).to(tl.int32) + (((counts >> 10) & 0x3FF) >= keep).to(tl.int32)
+        threshold |= (digit + ((counts >> 20) >= keep).to(tl.int32)) << shift
+    last_bit = tl.sum((keys >= (threshold | 1)[:, None]).to(tl.int32), axis=1) >= keep
+    threshold = (threshold | last_bit.to(tl.int32))[:, None]
+    quota = keep - tl.sum((keys > threshold).to(tl.int32), axis=1)
+    equal = (keys == threshold).to(tl.int32)
+    kept = ((keys > threshold) | ((equal == 1) & (tl.cumsum(equal, axis=1) <= quota[:, None]))).to(tl.int32)
+
+    BITS: tl.constexpr = BLOCKS if BLOCKS < WORD else WORD
+    w = tl.arange(0, BLOCKS // BITS)
+    bits = tl.sum(tl.reshape(kept, [GROUP, BLOCKS // BITS, BITS]) << tl.arange(0, BITS)[None, None, :], axis=2)
+    target = bitmap_ptr + s.to(tl.int64)[:, None] * words + w[None, :]
+    tl.store(target, bits, mask=(s < samples)[:, None] & (w < words)[None, :])
+    PART: tl.constexpr = BLOCKS if BLOCKS < RUN else RUN
+    c = tl.arange(0, BLOCKS // PART)
+    counts = tl.sum(tl.reshape(kept, [GROUP, BLOCKS // PART, PART]), axis=2)
+    first = (s * keep)[:, None] + tl.cumsum(counts, axis=1) - counts
+    target = offsets_ptr + s.to(tl.int64)[:, None] * runs + c[None, :]
+    tl.store(target, first, mask=(s < samples)[:, None] & (c < runs)[None, :])
+
+
+@triton.jit
+def _meet(counter_ptr, parts):
+    """Wait until all ``parts`` programs of a sample are here; they must all be on the GPU (a cooperative launch)."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+    while arrived < parts:
+        arrived = tl.atomic_add(counter_ptr, 0, sem="acq_rel")
+
+
+@triton.jit
+def _count(keys_ptr, start, stop, limit, PIECE: tl.constexpr):
+    """Return how many keys from ``start`` to ``stop`` reach ``limit``."""
+    reaching = tl.zeros([PIECE], tl.int32)
+    for piece in range(start, stop, PIECE):
+        n = piece + tl.arange(0, PIECE)
+        reaching += (tl.load(keys_ptr + n, mask=n < stop, other=-1) >= limit).to(tl.int32)
+    return tl.sum(reaching, axis=0)
+
+
+@triton.jit
+def select_shared_kernel(
+    keys_ptr, bitmap_ptr, offsets_ptr, control_ptr, blocks, keep, words, runs, PIECE: tl.constexpr
+):  # fmt: skip
+    """Select in one sample of any size: each program of the second axis has some runs, ``PIECE`` keys at a time."""
+    s, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    keys_ptr += s.to(tl.int64) * blocks
+    control_ptr += s * (2 * MAX_TURNS + 3 + 2 * MAX_PARTS)
+    share = tl.cdiv(tl.cdiv(blocks, parts), RUN) * RUN
+    start = tl.minimum(part * share, blocks)
+    stop = tl.minimum(start + share, blocks)
+
+    largest = tl.zeros([PIECE], tl.int32)
+    smallest = largest + 0x7FFFFFFF
+    for piece in range(start, stop, PIECE):
+        n = piece + tl.arange(0, PIECE)
+        largest = tl.maximum(largest, tl.load(keys_ptr + n, mask=n < stop, other=0))
+        smallest = tl.minimum(smallest, tl.load(keys_ptr + n, mask=n < stop, other=0x7FFFFFFF))
+    high = tl.max(largest, axis=0) + 1
+    low = tl.min(smallest, axis=0)
+    if parts > 1:
+        tl.atomic_max(control_ptr, high)
+        tl.atomic_max(control_ptr + 1, 0x7FFFFFFF - low)  # a maximum too, since the control words start at zero
+        _meet(control_ptr + 2, parts)
+        high = tl.atomic_add(control_ptr, 0)
+        low = 0x7FFFFFFF - tl.atomic_add(control_ptr + 1, 0)
+
+    turn_ptr = control_ptr + 3
+    above_low = s * 0 + blocks
+    above_high = s * 0
+    turn = s * 0
+    while (above_low != keep) & (high - low > 1):
+        middle = _candidate(low, high, above_low, above_high, keep, turn)
+        count = _count(keys_ptr, start, stop, middle, PIECE)
+        if parts > 1:
+            tl.atomic_add(turn_ptr, count)
+            _meet(turn_ptr + 1, parts)
+            count = tl.atomic_add(turn_ptr, 0)
+        if count >= keep:
+            low = middle
+            above_low = count
+        else:
+            high = middle
+            above_high = count
+        turn += 1
+        turn_ptr += 2
+
+    # How many blocks earlier programs keep, above the threshold and at it, gives this one its quota and first place.
+    greater = _count(keys_ptr, start, stop, low + 1, PIECE)
+    equals = _count(keys_ptr, start, stop, low, PIECE) - greater
+    part_ptr = control_ptr + 3 + 2 * MAX_TURNS
+    tl.atomic_add(part_ptr + part, greater)
+    tl.atomic_add(part_ptr + MAX_PARTS + part, equals)
+    _meet(control_ptr + 3 + 2 * MAX_TURNS - 1, parts)
+    p = tl.arange(0, MAX_PARTS)
+    all_greater = tl.load(part_ptr + p, cache_modifier=".cg")
+    all_equals = tl.load(part_ptr + MAX_PARTS + p, cache_modifier=".cg")
+    quota = keep - tl.sum(all_greater, axis=0)
+    before = tl.sum(tl.where(p < part, all_equals, 0), axis=0)
+    first = s * keep + tl.sum(tl.where(p < part, all_greater, 0), axis=0) + tl.minimum(before, quota)
+    quota -= tl.minimum(before, quota)
+
+    bitmap_ptr += s.to(tl.int64) * words
+    offsets_ptr += s.to(tl.int64) * runs
+    for piece in range(start, stop, PIECE):
+        n = piece + tl.arange(0, PIECE)
+        keys = tl.load(keys_ptr + n, mask=n < stop, other=-1)
+        equal = (keys == low).to(tl.int32)
+        kept = ((keys > low) | ((equal == 1) & (tl.cumsum(equal, axis=0) <= quota))).to(tl.int32)
+        w, c = piece // WORD, piece // RUN
+        last_word, last_run = tl.cdiv(stop, WORD) - w, tl.cdiv(stop, RUN) - c
+        store_places(kept, bitmap_ptr + w, offsets_ptr + c, first, last_word, last_run, PIECE)
+        quota -= tl.minimum(tl.sum(equal, axis=0), quota)
+        first += tl.sum(kept, axis=0)
+
+
+@triton.jit
+def largest_dropped_kernel(
+    keys_ptr, bitmap_ptr, samples, blocks, words, GROUP: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Find the largest dropped key among ``BLOCKS`` of each of ``GROUP`` samples: a maximum, in whatever order."""
+    parts = tl.cdiv(blocks, BLOCKS)
+    s = tl.program_id(0) // parts * GROUP + tl.arange(0, GROUP)
+    n = tl.program_id(0) % parts * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (s < samples)[:, None] & (n < blocks)[None, :]
+    keys = tl.load(keys_ptr + s.to(tl.int64)[:, None] * blocks + n[None, :], mask=inside, other=0)
+    word = tl.load(bitmap_ptr + s.to(tl.int64)[:, None] * words + (n // WORD)[None, :], mask=inside, other=-1)
+    dropped = ((word >> (n % WORD)[None, :]) & 1) == 0
+    largest = tl.max(tl.where(dropped, keys, 0), axis=1)
+    target = keys_ptr + 2 * tl.cast(samples, tl.int64) * blocks + s
+    tl.atomic_max(target, largest, mask=s < samples, sem="relaxed")
+
+
+@triton.jit
+def block_factors(keys_ptr, s, n, exist, samples, blocks):
+    """Return by what the blocks ``n`` of samples ``s`` are multiplied if they are kept."""
+    size = tl.cast(samples, tl.int64) * blocks
+    square = tl.load(keys_ptr + size + s.to(tl.int64) * blocks + n, mask=exist, other=0)
+    largest = tl.load(keys_ptr + 2 * size + s, mask=exist, other=0)
+    scaled = (square > 0) & (square < INFINITY_KEY)
+    ratio = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.where(scaled, square, ONE).to(tl.float32, bitcast=True))
+    return tl.where(scaled, tl.maximum(tl.sqrt_rn(ratio), 1.0), 1.0)
+
+
+@triton.jit
+def rescaled(x, factors):
+    """Return blocks ``x [R, BLOCK]`` times ``factors [R]``, rounded to their own type, and as they are by 1."""
+    # Not a product, which a compiler could fuse with a difference that follows, and then not round.
+    wide = tl.fma(x.to(tl.float32), factors[:, None], 0.0)
+    if x.dtype == tl.float16:
+        # Values of other types are below 2^64, or their block's sum of squares overflows, and factors 2^24 at most.
+        wide = tl.minimum(tl.maximum(wide, -FP16_MAX), FP16_MAX)
+    return tl.where((factors > 1.0)[:, None], wide.to(x.dtype), x)
 
 
 @triton.jit
@@ -79,8 +436,56 @@ def gather_kernel(
         tl.store(values_ptr + place.to(tl.int64)[:, None] * B + e[None, :], x, mask=stored)
 
 
-class PackPlan:
-    """Three launches and output shapes for one shape of input.
+@triton.jit
+def quantize_kernel(
+    x_ptr, bitmap_ptr, offsets_ptr, values_ptr, keys_ptr, stride_sample, stride_row, samples, blocks, words, runs, nnz,
+    length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Write kept blocks of one run to their places in ``values``, of ``nnz``, as bytes; scaled if there are keys.
+
+    ``PARTS`` programs share a run, ``TILE`` blocks at a time.
+    """
+    first, run = run_of(tl.program_id(0) // PARTS, runs, LANES)
+    w0, w1, w2, w3 = kept_words(bitmap_ptr, first, run, samples, words, LANES)
+    place, count = tl.load(offsets_ptr + first.to(tl.int64) * runs + run), count_kept(w0, w1, w2, w3)
+    for start in range(tl.program_id(0) % PARTS * TILE, count, PARTS * TILE):
+        p = start + tl.arange(0, TILE)
+        s, n = blocks_of_lanes(first, run, lanes_of_ranks(p, w0, w1, w2, w3), LANES)
+        samples_ptr = x_ptr + s.to(tl.int64) * stride_sample * UNIT
+        x = load_blocks(samples_ptr, n, p < count, stride_row, length, columns, UNIT, B, BLOCK)
+        if keys_ptr is not None:
+            x = rescaled(x, block_factors(keys_ptr, s, n, p < count, samples, blocks))
+        quantize_tile(x, values_ptr, nnz, place + p, p < count, B, BLOCK, FORMAT)
+
+
+@triton.jit
+def quantize_all_kernel(
+    x_ptr, copy_ptr, values_ptr, stride_sample, stride_row, rows, nnz, length: tl.constexpr, columns: tl.constexpr,
+    UNIT: tl.constexpr, CAST: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Store ``TILE`` of the ``nnz`` blocks of ``x [S, T, L]``.
+
+    Strides are in units of ``UNIT`` values, see ``places.stride_unit``. ``CAST``: values are rounded to the contiguous
+    ``copy``, and stored from there.
+    """
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    exist = (place >= 0) & (place < nnz)  # of nearly 2^31 blocks, the last tile reaches beyond int32
+    r, first = place // columns, (place % columns) * B
+    rows_ptr = x_ptr + (r // rows).to(tl.int64) * stride_sample * UNIT + (r % rows).to(tl.int64) * stride_row * UNIT
+    x = load_rows(rows_ptr, first, exist, length, B, BLOCK)
+    if CAST:
+        x = x.to(copy_ptr.dtype.element_ty)
+        e = tl.arange(0, BLOCK)[None, :]
+        column = first[:, None] + e
+        inside = exist[:, None] & ((column < length) & (e < B))
+        tl.store(copy_ptr + r.to(tl.int64)[:, None] * length + column, x, mask=inside)
+    quantize_tile(x, values_ptr, nnz, place, exist, B, BLOCK, FORMAT)
+
+
+class PackLaunch:
+    """Packs inputs of one shape and layout.
 
     Args:
         shape: ``(S, T, L)``.
@@ -89,8 +494,8 @@ class PackPlan:
         keep: Blocks kept per sample.
         device: Where the kernels run.
         casts: Whether a copy in another dtype is written and packed.
-        value_format: How values are stored.
-        block_selection: Which blocks are kept.
+        bits: To how many bits values are quantized, 0 for values as they are.
+        selection: Which blocks are kept.
     """
 
     def __init__(
@@ -101,24 +506,24 @@ class PackPlan:
         keep: int,
         device: torch.device,
         casts: bool = False,
-        value_format: str = "same",
-        block_selection: str = "largest",
+        bits: int = 0,
+        selection: str = "largest",
     ) -> None:
         samples, rows, length = shape
         columns = ceil_div(length, block_size)
         blocks = rows * columns
         words, runs = ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS)
-        stored = encode_format(value_format, block_size)
-        self.values, self.dtype = values_layout(samples * keep, block_size, stored)
+        encoded = encode_format(bits, block_size)
+        self.values, self.dtype = values_layout(samples * keep, block_size, encoded)
         self.bitmap, self.offsets = (samples, words), (samples, runs)
-        unbiased = block_selection == "unbiased"
+        unbiased = selection == "unbiased"
         self.keys = (2 * blocks + 1) * samples if unbiased else samples * blocks
-        parts = _parts(samples, blocks, device)
-        self.control = samples * CONTROL_WORDS if parts else 0
-        select = BLOCK_SELECTIONS.index(block_selection)
-        self._keys = _keys(shape, strides, block_size, self.control, casts, select)
-        self._select = _select(samples, blocks, keep, parts)
-        self._rescale = largest_dropped(samples, blocks, words) if unbiased else None
+        programs = _programs(samples, blocks, device)
+        self.control = samples * CONTROL_WORDS if programs else 0
+        select = SELECTIONS.index(selection)
+        self._keys = _keys_launch(shape, strides, block_size, self.control, casts, select)
+        self._select = _select_launch(samples, blocks, keep, programs)
+        self._largest = _largest_dropped_launch(samples, blocks, words) if unbiased else None
         tile: tuple[int, ...]
         grid, tile, options = run_tile(samples, blocks, block_size)
         gathered = (rows * length, length) if casts else strides
@@ -127,16 +532,16 @@ class PackPlan:
         # The keys come before them, or None, of which the compiled kernel has no trace.
         keys = () if unbiased else (None,)
         layout = length, columns, unit
-        if stored:
+        if encoded:
             block, turns = tile_width(block_size), choose_turns(tile_width(block_size), RUN_BLOCKS * keep / blocks)
-            tiles = block_size, block, turns.tile, turns.parts, tile[2], stored
+            tiles = block_size, block, turns.tile, turns.parts, tile[2], encoded
             grid, options = (grid[0] * turns.parts,), {"num_warps": turns.warps}
             self._gather = Launch(quantize_kernel, grid, *keys, *scalars, samples * keep, *layout, *tiles, **options)
         else:
             self._gather = Launch(gather_kernel, grid, *keys, *scalars, *layout, *tile, **options)
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a plan that casts."""
+        """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a launch that casts."""
         source = x if copy is None else copy
         keys = x.new_empty(self.keys, dtype=torch.int32)
         bitmap = x.new_empty(*self.bitmap, dtype=torch.int32)
@@ -149,23 +554,15 @@ class PackPlan:
         else:
             self._keys(x, source, keys, keys)
             self._select(keys, bitmap, offsets)
-        if self._rescale is None:
+        if self._largest is None:
             self._gather(source, bitmap, offsets, values)
         else:
-            self._rescale(keys, bitmap)
+            self._largest(keys, bitmap)
             self._gather(source, bitmap, offsets, values, keys)
         return values, bitmap, offsets
 
 
-def run_tile(samples: int, blocks: int, block_size: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, int]]:
-    """Return grid, ``(B, BLOCK, LANES)`` and options of the kernels that handle one run of blocks a program."""
-    block, lanes = min(64, triton.next_power_of_2(block_size)), min(RUN_BLOCKS, triton.next_power_of_2(max(blocks, 1)))
-    programs = samples * ceil_div(blocks, RUN_BLOCKS) if lanes == RUN_BLOCKS else ceil_div(samples * lanes, RUN_BLOCKS)
-    # At most 64 values a thread, so that they stay in registers; longer blocks are copied piece by piece.
-    return (programs,), (block_size, block, lanes), {"num_warps": 4}
-
-
-def _keys(
+def _keys_launch(
     shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, control: int, casts: bool, select: int
 ) -> Launch:
     """Return the launch that writes the keys, and the copy if it casts, and zeroes so many words of control."""
@@ -182,7 +579,7 @@ def _keys(
     return Launch(block_keys_kernel, grid, *scalars, *tile, num_warps=4)
 
 
-def _parts(samples: int, blocks: int, device: torch.device) -> int:
+def _programs(samples: int, blocks: int, device: torch.device) -> int:
     """Return how many programs share a sample, 0 if its keys fit into the registers of one.
 
     One per 8192 keys, as long as all of them are on the GPU together: they wait for each other.
@@ -192,13 +589,13 @@ def _parts(samples: int, blocks: int, device: torch.device) -> int:
     return max(1, min(ceil_div(blocks, 8192), MOST_PARTS, multiprocessors(device) // max(samples, 1)))
 
 
-def _select(samples: int, blocks: int, keep: int, parts: int) -> Launch:
+def _select_launch(samples: int, blocks: int, keep: int, programs: int) -> Launch:
     """Return the launch that selects and writes bitmap and offsets."""
     padded = triton.next_power_of_2(blocks)
     scalars = (blocks, keep, ceil_div(blocks, WORD_BLOCKS), ceil_div(blocks, RUN_BLOCKS))
-    if parts:
-        cooperative = {"launch_cooperative_grid": True} if parts > 1 else {}
-        return Launch(select_shared_kernel, (samples, parts), *scalars, 8192, num_warps=16, **cooperative)
+    if programs:
+        cooperative = {"launch_cooperative_grid": True} if programs > 1 else {}
+        return Launch(select_shared_kernel, (samples, programs), *scalars, 8192, num_warps=16, **cooperative)
     if padded <= 512:
         group = max(1, min(4096 // padded, triton.next_power_of_2(samples)))
         return Launch(select_rows_kernel, (ceil_div(samples, group),), *scalars, samples, group, padded, num_warps=4)
@@ -207,42 +604,69 @@ def _select(samples: int, blocks: int, keep: int, parts: int) -> Launch:
     return Launch(select_kernel, (samples,), *scalars, padded, piece, num_warps=warps)
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(
+def _largest_dropped_launch(samples: int, blocks: int, words: int) -> Launch:
+    """Return the launch for so many blocks in each sample, to be called with keys and bitmap."""
+    tile = min(MAX_TILE, triton.next_power_of_2(blocks))
+    group = max(1, min(MAX_TILE // tile, triton.next_power_of_2(samples)))
+    grid = (ceil_div(samples, group) * ceil_div(blocks, tile),)
+    return Launch(largest_dropped_kernel, grid, samples, blocks, words, group, tile, num_warps=4)
+
+
+class QuantizeLaunch:
+    """Quantizes all blocks of inputs of one shape and layout.
+
+    Bitmap and offsets are one tensor without memory, the same one in all calls: nobody has anything to write to it.
+
+    Args:
+        shape: ``(S, T, L)``.
+        strides: Strides of samples and rows; the last one is 1.
+        block_size: Values per block.
+        casts: Whether a copy in another dtype is written and stored.
+        bits: To how many bits values are quantized.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], strides: tuple[int, int], block_size: int, casts: bool, bits: int
+    ) -> None:
+        samples, rows, length = shape
+        columns, encoded = ceil_div(length, block_size), encode_format(bits, block_size)
+        blocks = samples * rows * columns
+        self.values, self.dtype = values_layout(blocks, block_size, encoded)
+        self._samples = samples
+        self._positions: Tensor | None = None
+        block, tile = whole_blocks(block_size)
+        unit = stride_unit(*strides)
+        scalars = strides[0] // unit, strides[1] // unit, rows, blocks
+        constants = length, columns, unit, casts, block_size, block, tile, encoded
+        self._store = Launch(quantize_all_kernel, (ceil_div(blocks, tile),), *scalars, *constants, num_warps=4)
+
+    def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a launch that casts."""
+        values = x.new_empty(*self.values, dtype=self.dtype)
+        self._store(x, x if copy is None else copy, values)
+        if self._positions is None:
+            with torch.inference_mode(False):  # else nothing could save it for backward
+                self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
+        return values, self._positions, self._positions
+
+
+def pack_launch(
     shape: tuple[int, int, int],
     strides: tuple[int, int, int],
     block_size: int,
     keep: int,
-    dtype: torch.dtype,
     device: torch.device,
-    aligned: bool,
     cast: torch.dtype | None = None,
-    value_format: str = "same",
-    block_selection: str = "largest",
-) -> PackPlan | SamplePlan | QuantizePlan:
-    """Return the plan for an input of ``dtype``, packed as it is or as its ``cast``, stored in ``value_format``.
+    bits: int = 0,
+    selection: str = "largest",
+) -> PackLaunch | QuantizeLaunch:
+    """Return what packs inputs ``[S, T, L]``, last stride 1, or their copies in the dtype ``cast``.
 
-    Alignment matters only to the compiled kernels that the plan keeps; memory for the copy is new, hence aligned.
+    It depends on the input's dtype and on whether that starts at a multiple of 16 bytes, too, but only in the compiled
+    kernels that it keeps; memory for the copy is new, hence aligned.
     """
     if keeps_all(keep):
-        return QuantizePlan(shape, strides[:2], block_size, cast is not None, value_format)
-    samples, blocks = shape[0], shape[1] * ceil_div(shape[2], block_size)
-    if keep == blocks:
-        block_selection = "largest"  # all are kept as they are
-    stored = value_format, block_selection
-    if block_selection != "unbiased" and takes_one_launch(samples, blocks, device):
-        config = choose_config(blocks)
-        return SamplePlan(shape, strides[:2], block_size, keep, dtype.itemsize, config, cast, *stored)
-    return PackPlan(shape, strides[:2], block_size, keep, device, cast is not None, *stored)
-
-
-def pack(
-    x: Tensor, block_size: int, keep: int, value_format: str = "same", block_selection: str = "largest"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]``, last stride 1; see ``ops.reference.pack``.
-
-    In another ``value_format`` than ``"same"``, the values are bytes; see ``ops.formats.quantize``.
-    """
-    aligned = x.data_ptr() % 16 == 0
-    stored = value_format, block_selection
-    return plan(x.shape, x.stride(), block_size, keep, x.dtype, x.device, aligned, None, *stored)(x)
+        return QuantizeLaunch(shape, strides[:2], block_size, cast is not None, bits)
+    if keep == shape[1] * ceil_div(shape[2], block_size):
+        selection = "largest"  # all are kept as they are
+    return PackLaunch(shape, strides[:2], block_size, keep, device, cast is not None, bits, selection)

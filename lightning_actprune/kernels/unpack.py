@@ -1,35 +1,33 @@
 """Unpack: from kept blocks back to the dense tensor, zeros included, in one pass.
 
 Each program handles one run of 128 blocks: it finds the kept ones and their places from bitmap and offsets, and writes
-the whole tile. Values in few bits cost arithmetic, which no lane should spend on a dropped block: there a program
-writes zeros to the dropped ones first, and then finds the kept ones by their ranks (see ``ranks``). Where all blocks
+the whole tile. Quantized values cost arithmetic, which no lane should spend on a dropped block: there a program
+writes zeros to the dropped ones first, and then finds the kept ones by their ranks (see ``places``). Where all blocks
 are stored, it takes apart the whole tile.
 """
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from lightning_actprune.codec.blocks import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 from lightning_actprune.kernels.formats import dequantize_tile, encode_format, tile_width
-from lightning_actprune.kernels.keys import stride_unit
-from lightning_actprune.kernels.launch import Launch, aligned
-from lightning_actprune.kernels.pack import kept_places, run_tile
-from lightning_actprune.kernels.ranks import (
+from lightning_actprune.kernels.launch import Launch
+from lightning_actprune.kernels.places import (
+    RUN,
     blocks_of_lanes,
     choose_turns,
     count_kept,
     is_kept,
+    kept_places,
     kept_words,
     lanes_of_ranks,
     run_of,
+    run_tile,
+    stride_unit,
 )
-from lightning_actprune.kernels.select import RUN
-from lightning_actprune.ops.geometry import RUN_BLOCKS, WORD_BLOCKS, ceil_div
 
 
 @triton.jit
@@ -40,7 +38,7 @@ def unpack_kernel(
 ):  # fmt: skip
     """Write one run of blocks; row ``r`` of the tensor starts at ``(r // inner, r % inner)`` by its two strides.
 
-    Blocks in few bits, ``nnz``, are all those of one sample in order; ``unpack_kept_kernel`` reads others.
+    Quantized blocks, ``nnz``, are all those of one sample in order; ``unpack_kept_kernel`` reads others.
     """
     if FORMAT:
         n = tl.program_id(0) * RUN + tl.arange(0, RUN)
@@ -70,7 +68,7 @@ def unpack_kept_kernel(
     nnz, length: tl.constexpr, columns: tl.constexpr, UNIT: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Write one run of blocks in few bits, of which ``nnz`` are kept in all; tensor as in ``unpack_kernel``.
+    """Write one run of quantized blocks, of which ``nnz`` are kept in all; tensor as in ``unpack_kernel``.
 
     ``PARTS`` programs share a run: zeros to a part of its dropped blocks, and ``TILE`` kept ones at a time.
     """
@@ -113,30 +111,28 @@ def _store_blocks(out_ptr, row, column, exist, x, first, length: tl.constexpr, B
     tl.store(out_ptr + row[:, None] + columns, x, mask=exist[:, None] & (columns < length) & (e < B)[None, :])
 
 
-@functools.lru_cache(maxsize=1024)
-def plan(
+def unpack_launch(
     samples: int,
     kept: int,
     shape: tuple[int, int, int],
     features_first: bool,
     block_size: int,
-    value_format: str,
-    dtype: torch.dtype,
+    bits: int,
     device: torch.device,
-    aligned: tuple[bool, ...],
 ) -> Launch:
-    """Return the launch that writes the pruned tensor, given values, bitmap and offsets, which ``aligned`` is about.
+    """Return the launch that writes the pruned tensor, given values, bitmap and offsets, and memory for it.
+
+    It depends on the dtype of the tensor and on which of the ones read start at a multiple of 16 bytes, too, but only
+    in the compiled kernel that it keeps; the one written always does.
 
     Args:
         samples: Those within which blocks compete; 0 if all blocks are stored, without positions.
-        kept: Blocks stored of all samples in few bits, 0 otherwise: there nothing depends on their number.
-        shape: As of ``unpack``.
-        features_first: As of ``unpack``.
+        kept: Blocks stored of all samples if they are quantized, 0 otherwise: there nothing depends on their number.
+        shape: ``[batch, rows, length]`` of the pruned tensor.
+        features_first: Whether it is written permuted, as ``[rows, batch, length]``.
         block_size: Values per block.
-        value_format: How they are stored.
-        dtype: Type of the pruned tensor.
+        bits: To how many bits they are quantized.
         device: Where all of it is.
-        aligned: Which of the tensors read start at a multiple of 16 bytes; the one written does.
     """
     everything, samples = samples == 0, max(samples, 1)
     batch, inner, length = shape
@@ -148,40 +144,13 @@ def plan(
     unit = stride_unit(*strides)
     scalars = (strides[0] // unit, strides[1] // unit, inner, samples, rows, blocks, words, runs, kept)
     grid, tile, options = run_tile(samples, blocks, block_size)
-    stored = encode_format(value_format, block_size)
-    if not stored or everything:
-        tile = (block_size, min(64, tile_width(block_size)), tile[2]) if stored else tile
-        return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, stored, **options)
+    encoded = encode_format(bits, block_size)
+    if not encoded or everything:
+        tile = (block_size, min(64, tile_width(block_size)), tile[2]) if encoded else tile
+        return Launch(unpack_kernel, grid, *scalars, length, columns, unit, *tile, encoded, **options)
     if not features_first:  # rows follow each other: as a number of its own, 1 spares the kernel two divisions a block
         scalars = (length // unit, length // unit, 1, *scalars[3:])
     turns = choose_turns(tile_width(block_size), RUN_BLOCKS * kept / max(1, samples * blocks))
-    tiles = block_size, tile_width(block_size), turns.tile, turns.parts, tile[2], stored
+    tiles = block_size, tile_width(block_size), turns.tile, turns.parts, tile[2], encoded
     grid, options = (grid[0] * turns.parts,), {"num_warps": turns.warps}
     return Launch(unpack_kept_kernel, grid, *scalars, length, columns, unit, *tiles, **options)
-
-
-def unpack(
-    values: Tensor,
-    bitmap: Tensor,
-    offsets: Tensor,
-    shape: tuple[int, int, int],
-    features_first: bool = False,
-    block_size: int | None = None,
-    value_format: str = "same",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``.
-
-    ``block_size`` and ``dtype`` of the result are those of the values if these are stored as they are, and must be
-    given otherwise.
-    """
-    batch, rows, length = shape
-    sizes = (rows, batch, length) if features_first else shape
-    out = values.new_empty(*sizes, dtype=dtype)
-    key = out.dtype, values.device, aligned(values, bitmap, offsets)
-    samples = bitmap.shape[0] if bitmap.shape[1] else 0
-    block_size = block_size or values.shape[1]
-    kept = 0 if value_format == "same" else values.shape[0]
-    launch = plan(samples, kept, shape, features_first, block_size, value_format, *key)
-    launch(values, bitmap, offsets, out)
-    return out

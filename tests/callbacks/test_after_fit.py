@@ -10,14 +10,14 @@ from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
 from lightning_actprune import ActivationPruning
-from tests.helpers import FEATURES, Net, assert_plain, trainer
+from tests.support.helpers import FEATURES, Net, assert_plain, trainer
 
 
 @pytest.fixture(scope="module")
 def fitted() -> tuple[Net, Net]:
     """A model after a fit that prunes and stores in few bits all that it can, and the same weights in one never fit."""
     model = Net()
-    trainer(ActivationPruning(preset="max", others=True, verbose=False)).fit(model)
+    trainer(ActivationPruning(preset="max", verbose=False)).fit(model)
     assert_plain(model)
     untouched = Net()
     untouched.load_state_dict(model.state_dict())
@@ -66,7 +66,9 @@ def test_the_summary_names_the_classes_of_converted_layers(capsys, caplog):
     model = Net()
     model.watch = lambda module: str(summarize(module, max_depth=2))
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(0.5, exclude="body.0", verbose=False), enable_model_summary=True).fit(model)
+        trainer(ActivationPruning(sparsity=0.5, rules={"body.0": None}, verbose=False), enable_model_summary=True).fit(
+            model
+        )
     lines = model.seen[0].splitlines()
     types = {cells[1].strip(): cells[2].strip() for line in lines if len(cells := line.split("|")) > 3}
     assert (types["body.0"], types["body.2"], types["head"]) == ("Linear",) + ("ActivationPrunedLinear",) * 2

@@ -12,15 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
-from lightning_actprune import (
-    ActivationMemoryMonitor,
-    ActivationPruning,
-    CubicSchedule,
-    LayerSettings,
-    LinearSchedule,
-    SparsitySchedule,
-)
-from tests.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
+from lightning_actprune.schedules import CubicSchedule, LinearSchedule, SparsitySchedule
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
 
 EPOCHS = 2
 
@@ -41,7 +35,7 @@ def run(tmp_path_factory) -> tuple[Path, list]:
     """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
     path = tmp_path_factory.mktemp("run")
     model = watched()
-    saving(path, ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()).fit(model)
+    saving(path, ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()).fit(model)
     return path, model.seen
 
 
@@ -50,7 +44,7 @@ def run(tmp_path_factory) -> tuple[Path, list]:
 def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
     path, uninterrupted = run
     model = watched(make)
-    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()
+    callbacks = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()
     trainer(*callbacks, max_epochs=EPOCHS).fit(model, ckpt_path=path / f"step={step}.ckpt")
     assert model.seen == uninterrupted[step:]
     assert not [w for w in recwarn if "other settings" in str(w.message)]
@@ -58,7 +52,7 @@ def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
 
 def test_a_training_of_another_length_is_reported(run):
     path, _ = run
-    callback = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1))
+    callback = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1))
     with pytest.warns(UserWarning, match=r"other settings \(total_steps: 8 -> 12\)"):
         trainer(callback, max_epochs=3).fit(Net(), ckpt_path=path / "step=6.ckpt")
 
@@ -74,18 +68,19 @@ class Own(SparsitySchedule):
 def test_a_schedule_that_prints_an_address_is_the_same_in_another_process(tmp_path, recwarn):
     for number, ckpt in enumerate((None, tmp_path / "step=6.ckpt")):
         schedule = Own(lambda progress, of=number: 0.5 * progress + 0 * of)
-        layers = {"head": LayerSettings(schedule=Own(lambda progress, of=number: 0.1 + 0 * of))}
-        saving(tmp_path, ActivationPruning(schedule=schedule, layers=layers)).fit(Net(), ckpt_path=ckpt)
+        rules = {"head": Keep(sparsity=Own(lambda progress, of=number: 0.1 + 0 * of))}
+        saving(tmp_path, ActivationPruning(sparsity=schedule, rules=rules)).fit(Net(), ckpt_path=ckpt)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
 def test_other_settings_are_used_and_reported_once(run):
     path, _ = run
     model = watched()
-    callback = ActivationPruning(schedule=LinearSchedule(end=0.5), block_size=16)
+    callback = ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16)
     made = trainer(callback, max_epochs=EPOCHS)
     with pytest.warns(
-        UserWarning, match=r"other settings \(sparsity: 'CubicSchedule.*block_size: 32 -> 16\)"
+        UserWarning,
+        match=r"other settings \(kept\['linear'\]: Keep\(sparsity=Cubic.* -> Keep\(sparsity=Linear.*block_size=16\)",
     ) as caught:
         made.fit(model, ckpt_path=path / "step=6.ckpt")
     assert len([w for w in caught if "other settings" in str(w.message)]) == 1
@@ -94,9 +89,11 @@ def test_other_settings_are_used_and_reported_once(run):
 
 def test_a_changed_model_is_reported(run):
     path, _ = run
-    callback = ActivationPruning(schedule=CubicSchedule(end=0.8, start=0.1), min_features=128)
-    with pytest.warns(UserWarning, match=r"layers: \['body.0', 'body.2', 'head'\] -> \['body.2'\]"):
-        trainer(callback, max_epochs=EPOCHS).fit(Net(), ckpt_path=path / "step=6.ckpt")
+    callback = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1))
+    model = Net()
+    model.head.forward = model.head.forward  # replaced, so that the layer is left as it is
+    with pytest.warns(UserWarning, match=r"layers: \['body.0', 'body.2', 'head'\] -> \['body.0', 'body.2'\]"):
+        trainer(callback, max_epochs=EPOCHS).fit(model, ckpt_path=path / "step=6.ckpt")
 
 
 def test_a_checkpoint_read_by_another_stage_says_nothing_to_the_next_fit(run, recwarn):
@@ -122,12 +119,12 @@ def test_resume_without_the_callback_and_with_it_for_the_first_time(run, tmp_pat
 
 def test_weights_only_checkpoints_resume_from_the_start_of_the_schedule(tmp_path):
     schedule = LinearSchedule(end=0.8)
-    saving(tmp_path, ActivationPruning(schedule=schedule), save_weights_only=True).fit(Net())
+    saving(tmp_path, ActivationPruning(sparsity=schedule), save_weights_only=True).fit(Net())
     saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
     assert "callbacks" not in saved
     model = Net()
     model.load_state_dict(saved["state_dict"])
-    trainer(ActivationPruning(schedule=schedule)).validate(model, ckpt_path=tmp_path / "step=6.ckpt")
+    trainer(ActivationPruning(sparsity=schedule)).validate(model, ckpt_path=tmp_path / "step=6.ckpt")
     assert_plain(model)
 
 
@@ -139,19 +136,11 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
     assert list(ours) == list(plain)
     assert list(ours["state_dict"]) == list(plain["state_dict"]) == list(PlainNet().state_dict())
     [key] = ours["callbacks"].keys() - {k for k in ours["callbacks"] if "ModelCheckpoint" in k}
-    assert key == "ActivationPruning{'include': ['*'], 'exclude': []}"
+    assert key == "ActivationPruning{'rules': []}"
     state = ours["callbacks"][key]
     assert state == {
-        "sparsity": "CubicSchedule(end=0.8, start=0.1, warmup=0.0, until=1.0)",
-        "block_size": 32,
-        "scope": "sample",
-        "value_format": "same",
-        "block_selection": "largest",
-        "max_dropped_energy": 1.0,
-        "others": {},
-        "settings_by_name": [],
-        "exclude_first": 0,
-        "exclude_last": 0,
+        "kept": {"linear": "Keep(sparsity=CubicSchedule(end=0.8, start=0.1, warmup=0.0, until=1.0))"},
+        "rules": [],
         "total_steps": BATCHES * EPOCHS,
         "layers": ["body.0", "body.2", "head"],
         "spread": {},
@@ -181,15 +170,17 @@ def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
     def key(**arguments) -> str:
         return ActivationPruning(**arguments).state_key
 
-    assert key(sparsity=0.5, block_size=16) == key(include=["*"], schedule=LinearSchedule(0.5))
-    assert len({key(), key(include="a.*"), key(exclude="a.*"), key(exclude=["a.*", "b.*"])}) == 4
+    assert key(sparsity=0.5, rules={"a": Keep(bits=4)}) == key(block_size=16, rules={"a": Keep(bits=3)})
+    assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
     with pytest.raises(RuntimeError, match="state_key"):
-        trainer(ActivationPruning(0.6), ActivationPruning(0.6))
+        trainer(ActivationPruning(sparsity=0.6), ActivationPruning(sparsity=0.6))
 
 
 def test_two_instances_find_their_own_state(tmp_path, recwarn):
     def callbacks() -> tuple[pl.Callback, ...]:
-        return ActivationPruning(0.2, include="body.*"), ActivationPruning(0.7, exclude="body.*")
+        return ActivationPruning(sparsity=0.2, rules={"head": None}), ActivationPruning(
+            sparsity=0.7, rules={"body.*": None}
+        )
 
     saving(tmp_path, *callbacks()).fit(Net())
     model = watched()
@@ -208,7 +199,7 @@ def test_the_module_loads_from_a_checkpoint_as_usual(run):
 def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_path):
     """A callback that changes the model's keys fails here: the finder saves and restores, and so does ``test``."""
     best, finder = ModelCheckpoint(tmp_path, monitor="val_loss"), LearningRateFinder(num_training_steps=3)
-    pruning, model = ActivationPruning(preset="max", others=True, verbose=False), Net()
+    pruning, model = ActivationPruning("max", verbose=False), Net()
     made = trainer(pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
     made.fit(model)
     losses = [made.test(model, ckpt_path="best", verbose=False), trainer().test(model, verbose=False)]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity, SparsitySchedule
-from tests.helpers import BATCHES, Net, assert_plain, sparsities
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
+from lightning_actprune.schedules import SparsitySchedule
+from tests.support.helpers import BATCHES, Net, assert_plain, sparsities
 
 
 class Halves(SparsitySchedule):
@@ -53,7 +54,7 @@ def test_the_help_explains_every_argument(callback: type, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value", "choice"),
-    [("value_format", "int5", "int4"), ("scope", "batch", "token"), ("preset", "best", "max")],
+    [("preset", "best", "max")],
 )
 def test_a_wrong_value_is_an_error_that_names_the_choices(name: str, value: str, choice: str, capsys):
     with pytest.raises(SystemExit):
@@ -73,7 +74,7 @@ trainer:
   callbacks:
     - class_path: lightning_actprune.ActivationPruning
       init_args:
-        schedule: {{class_path: {__name__}.Halves, init_args: {{later: 0.75}}}}
+        sparsity: {{class_path: {__name__}.Halves, init_args: {{later: 0.75}}}}
 """)
     made = cli(Net, "--config", str(path))
     made.model.watch = sparsities

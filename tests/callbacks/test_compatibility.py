@@ -10,20 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_actprune import (
-    ActivationMemoryMonitor,
-    ActivationPrunedLinear,
-    ActivationPruning,
-    CosineSchedule,
-    CubicSchedule,
-    LayerSettings,
-    LinearSchedule,
-)
-from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, sparsities, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPrunedLinear, ActivationPruning, Keep
+from lightning_actprune.schedules import CosineSchedule, CubicSchedule, LinearSchedule, StepSchedule
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, sparsities, trainer
 
 PRUNED = ["ActivationPrunedLinear"] * 3
 
@@ -55,7 +49,7 @@ def test_weight_averaging(make, ours_first: bool):
 def test_learning_rate_finder_sees_pruned_layers(make, tmp_path, recwarn):
     model = make()
     finder = LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2)
-    callbacks = ActivationPruning(schedule=LinearSchedule(end=0.5)), ActivationMemoryMonitor(measure_batch=1), finder
+    callbacks = ActivationPruning(sparsity=LinearSchedule(end=0.5)), ActivationMemoryMonitor(measure_batch=1), finder
     trainer(*callbacks, max_epochs=2, default_root_dir=tmp_path).fit(model)
     assert len(model.seen) > BATCHES
     assert set(map(tuple, model.seen)) == {tuple(PRUNED)}
@@ -97,7 +91,7 @@ class Witness(pl.Callback):
 
 def test_two_processes(tmp_path):
     model = ConfiguredNet(batch_size=2)
-    callbacks = ActivationPruning(schedule=CubicSchedule(end=0.8)), ActivationMemoryMonitor(), Witness()
+    callbacks = ActivationPruning(sparsity=CubicSchedule(end=0.8)), ActivationMemoryMonitor(), Witness()
     made = trainer(*callbacks, strategy="ddp_spawn", devices=2, num_sanity_val_steps=0, default_root_dir=tmp_path)
     made.fit(model)
     assert 0 < made.callback_metrics["actprune/saved_mib"] < made.callback_metrics["actprune/dense_mib"]
@@ -126,10 +120,9 @@ trainer:
     - class_path: lightning_actprune.ActivationPruning
       init_args:
         block_size: 16
-        exclude: [head]
-        block_selection: unbiased
-        schedule:
-          class_path: lightning_actprune.CubicSchedule
+        rules: {head: dense}
+        sparsity:
+          class_path: lightning_actprune.schedules.CubicSchedule
           init_args:
             end: 0.8
             warmup: 0.25
@@ -156,13 +149,12 @@ def test_config_file_and_its_round_trip(tmp_path: Path):
     second = cli("--config", str(path))
     for made in first, second:
         pruning, monitor = ours(made.trainer)
-        assert (pruning.sparsity, pruning.block_size, pruning.exclude) == (0.6, 16, ["head"])
-        assert pruning.block_selection == "unbiased"
-        assert repr(pruning.schedule) == repr(CubicSchedule(end=0.8, warmup=0.25))
+        assert (pruning.preset, pruning.block_size, pruning.rules) == ("paper", 16, {"head": "dense"})
+        assert repr(pruning.sparsity) == repr(CubicSchedule(end=0.8, warmup=0.25))
         assert monitor.measure_batch == 1
     saved = yaml.safe_load(path.read_text())["trainer"]["callbacks"][0]
     assert saved["class_path"].endswith(".ActivationPruning")
-    assert saved["init_args"]["include"] == "*"
+    assert saved["init_args"]["rules"] == {"head": "dense"}
     second.trainer.fit(second.model)
     assert second.trainer.callback_metrics["actprune/dense_mib"] > 0
     assert_plain(second.model)
@@ -173,30 +165,15 @@ def test_short_names_on_the_command_line():
         "--trainer.accelerator=cpu",
         "--trainer.logger=false",
         "--trainer.callbacks+=ActivationPruning",
-        "--trainer.callbacks.sparsity=0.3",
-        "--trainer.callbacks.include=[body.*,head]",
-        "--trainer.callbacks.value_format=int4",
-        "--trainer.callbacks.block_selection=swap",
-        "--trainer.callbacks.schedule=LinearSchedule",
-        "--trainer.callbacks.schedule.end=0.7",
+        "--trainer.callbacks.preset=max",
+        "--trainer.callbacks.sparsity=LinearSchedule",
+        "--trainer.callbacks.sparsity.end=0.7",
         "--trainer.callbacks+=ActivationMemoryMonitor",
         "--trainer.callbacks.verbose=false",
     )
     pruning, monitor = ours(made.trainer)
-    assert (pruning.sparsity, pruning.include, pruning.schedule.end) == (0.3, ["body.*", "head"], 0.7)
-    assert (pruning.value_format, pruning.block_selection) == ("int4", "swap")
+    assert (pruning.preset, pruning.sparsity) == ("max", LinearSchedule(0.7))
     assert monitor.verbose is False
-
-
-@pytest.mark.parametrize("others", [True, {"activation": "int2", "rest": "int8"}], ids=["bool", "mapping"])
-def test_other_layers_on_the_command_line_and_in_the_saved_config(others, tmp_path):
-    callback = "--trainer.callbacks+=ActivationPruning"
-    first = cli("--trainer.accelerator=cpu", callback, f"--trainer.callbacks.others={json.dumps(others)}")
-    path = tmp_path / "config.yaml"
-    path.write_text(first.parser.dump(first.config, skip_none=False))
-    for made in first, cli("--config", str(path)):
-        [pruning] = [c for c in made.trainer.callbacks if isinstance(c, ActivationPruning)]
-        assert pruning.others == others
 
 
 def test_a_wrong_argument_on_the_command_line_is_named(capsys):
@@ -205,7 +182,7 @@ def test_a_wrong_argument_on_the_command_line_is_named(capsys):
     assert "sparsty" in capsys.readouterr().err
 
 
-OWN_SETTINGS = """
+RULES = """
 trainer:
   accelerator: cpu
   max_epochs: 1
@@ -215,50 +192,46 @@ trainer:
   callbacks:
     - class_path: lightning_actprune.ActivationPruning
       init_args:
-        sparsity: {"body.2": 0.25, "body.*": 0.5, "*": 0}
-        layers:
+        sparsity: 0.25
+        rules:
           body.0:
             block_size: 16
-            schedule:
-              class_path: lightning_actprune.StepSchedule
+            sparsity:
+              class_path: lightning_actprune.schedules.StepSchedule
               init_args: {sparsities: [0.0, 0.5], at: [0.5]}
-          head: {value_format: int4}
-          "*": {block_selection: swap}
+          head: dense
+          "type:norm": null
+          "type:activation": max
 """
 
 
-def test_settings_of_layers_in_a_config_file_and_its_round_trip(tmp_path: Path, capsys):
+def test_rules_in_a_config_file_and_its_round_trip(tmp_path: Path, capsys):
     path = tmp_path / "config.yaml"
-    path.write_text(OWN_SETTINGS)
+    path.write_text(RULES)
     first = cli("--config", str(path))
     with pytest.raises(SystemExit):
         cli("--config", str(path), "--print_config")
     path.write_text(capsys.readouterr().out)
-    second = cli("--config", str(path))
-    for made in first, second:
+    for made in first, cli("--config", str(path)):
         [pruning] = ours(made.trainer)
-        assert list(pruning.sparsity.items()) == [("body.2", 0.25), ("body.*", 0.5), ("*", 0)]
-        assert list(pruning.layers.items())[1:] == [
-            ("head", LayerSettings(value_format="int4")),
-            ("*", LayerSettings(block_selection="swap")),
+        assert list(pruning.rules.items()) == [
+            ("body.0", Keep(block_size=16, sparsity=StepSchedule([0.0, 0.5], [0.5]))),
+            ("head", "dense"),
+            ("type:norm", None),
+            ("type:activation", "max"),
         ]
-        assert repr(pruning.layers["body.0"]) == (
-            "LayerSettings(block_size=16, schedule=StepSchedule(sparsities=[0.0, 0.5], at=[0.5]))"
-        )
         made.model.watch = sparsities
         made.trainer.fit(made.model)
-        assert made.model.seen == [[0.0, 0.25, 0.0]] * 2 + [[0.5, 0.25, 0.0]] * 2
+        assert made.model.seen == [[0.0, 0.25]] * 2 + [[0.5, 0.25]] * 2
         assert_plain(made.model)
 
 
-def test_settings_of_layers_on_the_command_line(capsys):
-    own = {"body.*": {"schedule": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"sparsity": 0}}
+def test_rules_on_the_command_line(capsys):
+    own = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
     callback = "--trainer.accelerator=cpu", "--trainer.callbacks+=ActivationPruning"
-    made = cli(*callback, f"--trainer.callbacks.layers={json.dumps(own)}", "--trainer.callbacks.exclude_last=1")
+    made = cli(*callback, f"--trainer.callbacks.rules={json.dumps(own)}")
     [pruning] = [c for c in made.trainer.callbacks if isinstance(c, ActivationPruning)]
-    assert repr(pruning.layers["body.*"]) == f"LayerSettings(schedule={CosineSchedule(0.5)!r})"
-    assert pruning.layers["head"] == LayerSettings(sparsity=0)
-    assert pruning.exclude_last == 1
-    with pytest.raises(SystemExit):
-        cli(*callback, '--trainer.callbacks.layers={"head": {"sparsty": 0.3}}')
-    assert "sparsty" in capsys.readouterr().err
+    assert pruning.rules == {"body.*": Keep(sparsity=CosineSchedule(0.5)), "head": Keep(bits=3)}
+    with pytest.raises((SystemExit, ValueError, MisconfigurationException)) as refused:
+        cli(*callback, '--trainer.callbacks.rules={"head": {"sparsty": 0.3}}')
+    assert "sparsty" in capsys.readouterr().err + str(refused.value)

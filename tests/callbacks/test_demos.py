@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from tests.callbacks.ranks import all_traces
-from tests.helpers import pruned_layers, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
+from tests.support.helpers import pruned_layers, trainer
+from tests.support.ranks import all_traces
 
 WORDS = 40
 MODULE_HOOKS = (
@@ -77,7 +77,9 @@ def _noting(hook: Any, calls: list[str]) -> Any:
 
 def ours(sparsity: float) -> list[pl.Callback]:
     # The one layer of the boring model reads the batch itself, which is alive anyway, and has 32 features.
-    pruning = ActivationPruning(sparsity, min_features=0, block_size=8, skip_held=False, verbose=False)
+    pruning = ActivationPruning(
+        rules={"type:linear": Keep(sparsity=sparsity, block_size=8), "*": None}, skip_retained=False, verbose=False
+    )
     return [pruning, ActivationMemoryMonitor(1, verbose=False)]
 
 

@@ -1,4 +1,4 @@
-"""ActivationPruning(max_dropped_energy=...): layers whose dropped blocks hold much of their input drop none."""
+"""Keep(max_dropped_energy=...): layers whose dropped blocks hold much of their input drop none."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_actprune import ActivationPruning, LinearSchedule
-from tests.helpers import BATCHES, Net, assert_plain, pruned_layers, sparsities, trainer
+from lightning_actprune import ActivationPruning, Keep
+from lightning_actprune.schedules import LinearSchedule
+from tests.support.helpers import BATCHES, Net, assert_plain, pruned_layers, sparsities, trainer
 
 NAMES = ["body.0", "body.2", "head"]
 SPREAD, CONCENTRATED = "body.0", "body.2"
+
+
+def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
+    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit), "*": None}
 
 
 class Uneven(Net):
@@ -31,7 +36,7 @@ class Uneven(Net):
 
 
 def test_spread_layers_are_only_quantised_from_the_second_batch_on():
-    model, callback = Uneven(), ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, include="body.*")
+    model, callback = Uneven(), ActivationPruning(rules=judged())
     trainer(callback).fit(model)
     assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
     assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
@@ -41,7 +46,7 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on():
 
 
 def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
-    model, callback = Uneven(), ActivationPruning(0.5, max_dropped_energy=0.2, include="body.*")
+    model, callback = Uneven(), ActivationPruning(rules=judged(bits=None))
     model.watch = pruned_layers
     trainer(callback).fit(model)
     assert model.seen == [NAMES[:2]] + [[CONCENTRATED]] * (BATCHES - 1)
@@ -52,25 +57,23 @@ def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
 def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
     schedule = LinearSchedule(end=0.5, until=0.5)
     model = Uneven()
-    options = {"schedule": schedule, "value_format": "int4", "include": "body.*"}
-    trainer(ActivationPruning(max_dropped_energy=0.2, **options)).fit(model)
+    trainer(ActivationPruning(rules=judged(schedule))).fit(model)
     assert [seen[0] for seen in model.seen] == [0.0] * BATCHES
     assert [seen[1] for seen in model.seen] == [0.0, 0.25, 0.5, 0.5]
 
 
 def test_without_a_limit_nothing_is_judged():
-    model, callback = Uneven(), ActivationPruning(0.5, value_format="int4", include="body.*")
+    model, callback = Uneven(), ActivationPruning(rules=judged(limit=1.0))
     trainer(callback).fit(model)
     assert model.seen == [[0.5, 0.5]] * BATCHES
     assert callback.spread == {}
 
 
 def test_a_resumed_fit_goes_on_with_what_the_first_one_found(tmp_path, recwarn):
-    options = {"value_format": "int4", "max_dropped_energy": 0.2, "include": "body.*"}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    first = ActivationPruning(0.5, **options)
+    first = ActivationPruning(rules=judged())
     trainer(first, save, enable_checkpointing=True).fit(Uneven())
-    resumed, callback = Uneven(), ActivationPruning(0.5, **options)
+    resumed, callback = Uneven(), ActivationPruning(rules=judged())
     with torch.no_grad():
         resumed.body[0].weight.zero_()
     trainer(callback).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
@@ -80,31 +83,31 @@ def test_a_resumed_fit_goes_on_with_what_the_first_one_found(tmp_path, recwarn):
 
 
 def test_another_limit_than_that_of_the_checkpoint_judges_anew(tmp_path):
-    options = {"value_format": "int4", "include": "body.*"}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer(ActivationPruning(0.5, **options, max_dropped_energy=0.2), save, enable_checkpointing=True).fit(Uneven())
+    trainer(ActivationPruning(rules=judged()), save, enable_checkpointing=True).fit(Uneven())
     resumed = Uneven()
-    with pytest.warns(UserWarning, match="max_dropped_energy: 0.2 -> 0.9"):
-        trainer(ActivationPruning(0.5, **options, max_dropped_energy=0.9)).fit(
-            resumed, ckpt_path=tmp_path / "step=2.ckpt"
-        )
+    with pytest.warns(UserWarning, match=r"max_dropped_energy=0.2\) -> Keep\(.*max_dropped_energy=0.9"):
+        trainer(ActivationPruning(rules=judged(limit=0.9))).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
     assert resumed.seen == [[0.5, 0.5]] * (BATCHES - 2)
 
 
 def test_no_layer_left_is_an_error():
     model = Uneven()
-    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left to prune.*max_dropped_energy"):
-        trainer(ActivationPruning(0.5, max_dropped_energy=0.2, include=SPREAD)).fit(model)
+    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left to convert.*max_dropped_energy"):
+        trainer(ActivationPruning(rules={SPREAD: Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None})).fit(model)
     assert_plain(model)
 
 
-def test_held_layers_are_dense_whatever_their_energy():
-    class Held(Uneven):
+def test_retained_layers_are_dense_whatever_their_energy():
+    class Retained(Uneven):
         def make(self) -> None:
             super().make()
             self.body[3] = nn.ReLU()
 
-    model, callback = Held(), ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.0)
+    model, callback = (
+        Retained(),
+        ActivationPruning(rules={"type:linear": Keep(4, 0.5, max_dropped_energy=0.0), "*": None}),
+    )
     trainer(callback).fit(model)
     assert "head" in {layer.fqn for layer in callback.skipped}
     assert "head" not in callback.spread
@@ -113,12 +116,12 @@ def test_held_layers_are_dense_whatever_their_energy():
 @pytest.mark.parametrize("value", [-0.1, 1.1, "0.2"])
 def test_limits_out_of_range_are_refused(value):
     with pytest.raises(MisconfigurationException, match=r"`max_dropped_energy` must be (a number )?in"):
-        ActivationPruning(max_dropped_energy=value)
+        ActivationPruning(rules={"head": {"max_dropped_energy": value}})
 
 
 def test_what_is_found_is_shown(caplog):
     caplog.set_level("INFO")
-    trainer(ActivationPruning(0.5, value_format="int4", max_dropped_energy=0.2, include="body.*")).fit(Uneven())
+    trainer(ActivationPruning(rules=judged())).fit(Uneven())
     text = " ".join(caplog.text.split())
     assert "1 linear layer drops no block" in text
     assert "body.0 │ 41." in text
@@ -126,8 +129,8 @@ def test_what_is_found_is_shown(caplog):
 
 def test_a_resume_with_another_sparsity_judges_anew(tmp_path):
     def callback(sparsity: float) -> ActivationPruning:
-        chosen = {"max_dropped_energy": 0.2, "value_format": "int4", "skip_held": False, "verbose": False}
-        return ActivationPruning(sparsity, **chosen)
+        rules = {"type:linear": Keep(4, sparsity, max_dropped_energy=0.2), "*": None}
+        return ActivationPruning(rules=rules, skip_retained=False, verbose=False)
 
     first = trainer(callback(0.05), max_epochs=1)
     first.fit(Net())

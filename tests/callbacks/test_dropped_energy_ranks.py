@@ -1,4 +1,4 @@
-"""ActivationPruning(max_dropped_energy=...) in two processes with different data: both decide alike, by all of it."""
+"""Keep(max_dropped_energy=...) in two processes with different data: both decide alike, by all of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_actprune import ActivationPruning
-from tests.helpers import BATCHES, FEATURES, Net, trainer
+from lightning_actprune import ActivationPruning, Keep
+from tests.support.helpers import BATCHES, FEATURES, Net, trainer
 
 LIMITS = {"low": 0.1, "high": 0.3}
 """By the layer's name: below and above the share of all samples, which is half of that of the spread ones, .41."""
@@ -43,7 +43,7 @@ def samples() -> TensorDataset:
 
 def pruning() -> list[ActivationPruning]:
     return [
-        ActivationPruning(0.5, value_format="int4", max_dropped_energy=limit, include=name)
+        ActivationPruning(rules={name: Keep(4, 0.5, max_dropped_energy=limit), "*": None})
         for name, limit in LIMITS.items()
     ]
 

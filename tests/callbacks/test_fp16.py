@@ -14,8 +14,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_actprune import ActivationPruning
-from tests.helpers import trainer
+from lightning_actprune import ActivationPruning, Keep
+from tests.support.helpers import trainer
 
 WIDTH = 256
 
@@ -53,7 +53,7 @@ class Mixed(pl.LightningModule):
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_16_mixed_decides_as_the_dense_model(accelerator: str):
     seen = []
-    for callbacks in ([], [ActivationPruning(sparsity=0.9, block_size=16, min_features=0, skip_held=False)]):
+    for callbacks in ([], [ActivationPruning(rules={"*": Keep(sparsity=0.9, block_size=16)}, skip_retained=False)]):
         torch.manual_seed(0)
         model = Mixed()
         device = {"cpu": "cpu", "gpu": "cuda"}[accelerator]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.footprint import MemoryReport
+from lightning_actprune.analysis.memory import MemoryReport
 
 pytestmark = pytest.mark.gpu
 

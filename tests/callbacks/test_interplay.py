@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule, convert
-from lightning_actprune.nn.settings import PrunedLayer
-from tests.callbacks.test_skip_held import Held, assert_hooks_gone
-from tests.helpers import BATCHES, FEATURES, Gradients, Net, sparsities, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.schedules import LinearSchedule
+from tests.callbacks.test_first_batch import Retained, assert_hooks_gone
+from tests.support.helpers import BATCHES, FEATURES, Gradients, Net, sparsities, trainer
 
 
 class Sisters(Net):
@@ -46,7 +47,7 @@ class Around(pl.Callback):
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.counts.append(0)
-        self._hooks = saved_tensors_hooks(self._pack, lambda held: held[0])
+        self._hooks = saved_tensors_hooks(self._pack, lambda retained: retained[0])
         self._hooks.__enter__()
 
     def on_before_zero_grad(self, *args: Any) -> None:
@@ -81,7 +82,7 @@ def test_save_on_cpu_inside_and_around_a_fit_changes_nothing():
 @pytest.mark.parametrize("first", [True, False])
 def test_hooks_of_another_callback_get_as_much_in_the_probed_and_the_measured_batch(first: bool):
     around = Around()
-    pruning, monitor = ActivationPruning(0.6, verbose=False), ActivationMemoryMonitor(1)
+    pruning, monitor = ActivationPruning(sparsity=0.6, verbose=False), ActivationMemoryMonitor(1)
     callbacks = (around, pruning, monitor) if first else (pruning, monitor, around)
     model = Sisters()
     trainer(*callbacks).fit(model)
@@ -93,25 +94,25 @@ def test_hooks_of_another_callback_get_as_much_in_the_probed_and_the_measured_ba
 
 
 def test_what_is_offloaded_is_not_judged():
-    class OffloadingHeld(Held):
+    class OffloadingRetained(Retained):
         def forward(self, x: Tensor) -> Tensor:
             with save_on_cpu():
                 return super().forward(x)
 
-    callback = ActivationPruning(0.6)
-    trainer(callback).fit(OffloadingHeld())
+    callback = ActivationPruning(sparsity=0.6)
+    trainer(callback).fit(OffloadingRetained())
     assert callback.skipped == []
 
 
-@pytest.mark.parametrize("skip_held", [True, False])
-def test_a_step_that_forbids_hooks_needs_skip_held_false(skip_held: bool):
+@pytest.mark.parametrize("skip_retained", [True, False])
+def test_a_step_that_forbids_hooks_needs_skip_retained_false(skip_retained: bool):
     class Forbidding(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             with disable_saved_tensors_hooks("none in here"):
                 return super().training_step(batch, batch_idx)
 
-    model, callback = Forbidding(), ActivationPruning(0.6, skip_held=skip_held)
-    if skip_held:
+    model, callback = Forbidding(), ActivationPruning(sparsity=0.6, skip_retained=skip_retained)
+    if skip_retained:
         with pytest.raises(RuntimeError, match="none in here"):
             trainer(callback).fit(model)
     else:
@@ -127,11 +128,11 @@ def test_accumulated_gradients_are_the_sum_by_hand(make, parts: int, scheduled: 
     """Also where an epoch ends with fewer batches than are accumulated; the sparsity moves with the optimizer alone."""
     model, noted = make(), Gradients()
     hand = copy.deepcopy(model)
-    convert(hand)
+    convert(hand, sparsity=0.6)
     optimizer = torch.optim.SGD(hand.parameters(), lr=hand.lr)
     model.watch = sparsities
     schedule = LinearSchedule(end=0.8) if scheduled else None
-    pruning = ActivationPruning(sparsity=0.6, schedule=schedule, verbose=False)
+    pruning = ActivationPruning(sparsity=schedule or 0.6, verbose=False)
     trainer(pruning, noted, accumulate_grad_batches=parts, max_epochs=2).fit(model)
 
     batches, seen = list(hand.train_dataloader()), iter(model.seen)
@@ -139,7 +140,7 @@ def test_accumulated_gradients_are_the_sum_by_hand(make, parts: int, scheduled: 
     for number, (step, found) in enumerate(zip(steps, noted.seen, strict=True)):
         sparsity = schedule(number / len(steps)) if schedule else 0.6
         for layer in hand.modules():
-            if isinstance(layer, PrunedLayer):
+            if isinstance(layer, CompressedLayer):
                 layer.sparsity = sparsity
         optimizer.zero_grad()
         for x, y in step:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
 
 MODULE_PHASES = [
     "setup",
@@ -45,7 +45,7 @@ def test_an_exception_in_any_phase_leaves_a_plain_model(make, phase: str):
     model = make()
     setattr(model, phase, failing)
     with pytest.raises(Boom):
-        trainer(ActivationPruning(0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
+        trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
     assert_plain(model)
     assert vars(model).pop(phase) is failing
     assert "configure_model" not in vars(model)
@@ -63,7 +63,7 @@ def test_an_exception_of_another_callback_leaves_a_plain_model(phase: str, first
 
     other = Other()
     setattr(other, phase, failing)
-    ours = ActivationPruning(0.6), ActivationMemoryMonitor(measure_batch=0)
+    ours = ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)
     model = ConfiguredNet()
     callbacks = (other, *ours) if first else (*ours, other)
     with pytest.raises(Boom):
@@ -82,7 +82,7 @@ def test_keyboard_interrupt_leaves_a_plain_model():
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)):
-            trainer(ActivationPruning(0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
+            trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
     finally:
         signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
     assert_plain(model)
@@ -90,7 +90,7 @@ def test_keyboard_interrupt_leaves_a_plain_model():
 
 def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
     with pytest.raises(TypeError, match="LightningModule"):
-        trainer(ActivationPruning(0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
+        trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
@@ -109,7 +109,7 @@ def test_fit_twice(make, same_trainer: bool):
 
 
 def test_one_callback_on_two_models():
-    callback = ActivationPruning(0.6, exclude="head", verbose=False)
+    callback = ActivationPruning(sparsity=0.6, rules={"head": None}, verbose=False)
     models = Net(), ConfiguredNet()
     for model in models:
         trainer(callback).fit(model)
@@ -122,7 +122,7 @@ def test_parameters_hooks_and_identity_survive():
     layer, parameters = model.head, list(map(id, model.parameters()))
     calls = []
     handle = layer.register_forward_hook(lambda *args: calls.append(1))
-    trainer(ActivationPruning(0.6), num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+    trainer(ActivationPruning(sparsity=0.6), num_sanity_val_steps=0, limit_val_batches=0).fit(model)
     handle.remove()
     assert model.head is layer
     assert list(map(id, model.parameters())) == parameters
@@ -147,7 +147,7 @@ def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer(
 
 
 def test_nothing_is_left_alive_after_the_fit():
-    model, callback, monitor = ConfiguredNet(), ActivationPruning(0.6), ActivationMemoryMonitor()
+    model, callback, monitor = ConfiguredNet(), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()
     made = trainer(callback, monitor)
     made.fit(model)
     alive = weakref.ref(model)

@@ -19,11 +19,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.analysis.memory import MemoryReport
 from lightning_actprune.callbacks import memory
-from lightning_actprune.callbacks.loggers import log_totals
-from lightning_actprune.footprint import MemoryReport
-from tests.helpers import BATCHES, Net, assert_plain, trainer
+from lightning_actprune.callbacks.memory import _log_totals
+from lightning_actprune.schedules import LinearSchedule
+from tests.support.helpers import BATCHES, Net, assert_plain, trainer
 
 EPOCHS = 2
 STEPS = [BATCHES - 1, 2 * BATCHES - 1]
@@ -100,7 +101,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     noting, board, wandb = Noting(), Board(), Wandb()
     torch.manual_seed(0)
     made = trainer(
-        ActivationPruning(schedule=LinearSchedule(0.8), verbose=False),
+        ActivationPruning(sparsity=LinearSchedule(0.8), verbose=False),
         monitor,
         logger=[table, noting, board, wandb],
         max_epochs=EPOCHS,
@@ -187,7 +188,7 @@ def test_a_barebones_fit_logs_nothing_and_says_nothing_of_it():
     """Lightning warns of every attempt to log in such a fit; what is left is what the model's own attempts cause."""
     said, model = [], Net()
     monitor = ActivationMemoryMonitor(verbose=False, log_layers=True)
-    for callbacks in ([], [ActivationPruning(0.6, verbose=False), monitor]):
+    for callbacks in ([], [ActivationPruning(sparsity=0.6, verbose=False), monitor]):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
@@ -299,9 +300,9 @@ def test_totals_that_a_rank_lacks_are_not_logged():
     ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3, barebones=False)
     for report in (MemoryReport(), None):
         with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch`"):
-            log_totals(ranks, Net(), report, in_bar=False)
+            _log_totals(ranks, Net(), report, in_bar=False)
     strategy.reduce_boolean_decision = lambda measured, all=True: False
-    log_totals(ranks, Net(), None, in_bar=False)  # nobody has measured: nothing to warn of
+    _log_totals(ranks, Net(), None, in_bar=False)  # nobody has measured: nothing to warn of
 
 
 class MeasuresAlone(ActivationMemoryMonitor):

@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
-from tests.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.schedules import LinearSchedule
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
 
 NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 MIB = 2**20
@@ -67,14 +68,14 @@ def test_a_dense_run_shows_the_same_layers_and_dense_bytes(make):
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_sparsity_of_the_measured_step_is_shown(order: int):
     monitor = ActivationMemoryMonitor(measure_batch=2)
-    callbacks = [ActivationPruning(schedule=LinearSchedule(end=0.8)), monitor][::order]
+    callbacks = [ActivationPruning(sparsity=LinearSchedule(end=0.8)), monitor][::order]
     trainer(*callbacks, max_epochs=1).fit(Net())
     assert {row.sparsity for row in monitor.report.rows} == {0.8 * 2 / BATCHES}
 
 
 def test_csv_rows_one_an_epoch(tmp_path):
     log = CSVLogger(tmp_path)
-    trainer(ActivationPruning(0.6), ActivationMemoryMonitor(), logger=log, max_epochs=3).fit(Net())
+    trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(), logger=log, max_epochs=3).fit(Net())
     with (Path(log.log_dir) / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["actprune/saved_mib"]]
     assert [(row["epoch"], row["step"]) for row in rows] == [("0", "3"), ("1", "7"), ("2", "11")]
@@ -85,7 +86,7 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
     save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
     stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
     made = trainer(
-        ActivationMemoryMonitor(), ActivationPruning(0.6), save, stop, enable_checkpointing=True, max_epochs=9
+        ActivationMemoryMonitor(), ActivationPruning(sparsity=0.6), save, stop, enable_checkpointing=True, max_epochs=9
     )
     made.fit(Net())
     assert save.best_model_score > 0
@@ -161,7 +162,7 @@ def test_a_resumed_epoch_is_measured(tmp_path):
 )
 def test_trainer_options(options: dict):
     monitor, model = ActivationMemoryMonitor(), Net()
-    made = trainer(ActivationPruning(0.6), monitor, **options)
+    made = trainer(ActivationPruning(sparsity=0.6), monitor, **options)
     made.fit(model)
     assert_plain(model)
     assert monitor.report.dense_bytes > 0
@@ -183,7 +184,7 @@ def test_of_the_last_step_the_batch_that_ends_it_is_measured(options: dict[str, 
 
 def test_no_training_batches():
     monitor, model = ActivationMemoryMonitor(), Net()
-    trainer(ActivationPruning(schedule=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
+    trainer(ActivationPruning(sparsity=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
     assert monitor.report is None
     assert_plain(model)
 
@@ -265,7 +266,7 @@ def test_in_the_place_of_a_skipped_step_the_next_is_measured(forward: bool):
 
     monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(2)
     for monitor in monitors:
-        trainer(ActivationPruning(0.5), monitor).fit(Skipping())
+        trainer(ActivationPruning(sparsity=0.5), monitor).fit(Skipping())
     of_next, expected = (monitor.history for monitor in monitors)
     assert of_next == expected
     assert of_next[0]["sparsity"] == 0.5
@@ -313,7 +314,7 @@ def test_the_meter_does_not_disturb_hooks_of_the_step_itself():
                 return super().training_step(batch, batch_idx)
 
     monitor, model = ActivationMemoryMonitor(), Offloading()
-    trainer(ActivationPruning(0.6), monitor).fit(model)
+    trainer(ActivationPruning(sparsity=0.6), monitor).fit(model)
     assert monitor.report.rows == []  # all of it is handed to the step's own hooks
     x = torch.randn(3, requires_grad=True)
     x.exp().sum().backward()
@@ -347,7 +348,7 @@ def test_no_tensor_is_kept_from_step_to_step():
 
     monitors = ActivationMemoryMonitor(verbose=False, measure_batch=1), Count()
     data = loader(8, 4)
-    trainer(ActivationPruning(schedule=LinearSchedule(0.5), verbose=False), *monitors, max_epochs=6).fit(Net(), data)
+    trainer(ActivationPruning(sparsity=LinearSchedule(0.5), verbose=False), *monitors, max_epochs=6).fit(Net(), data)
     assert counts[-1] <= counts[1]
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.saved import unpack_listeners
-from lightning_actprune.step_memory import StepMemory
-from tests.helpers import Net, assert_plain, trainer
+from lightning_actprune.analysis.memory import StepMemory
+from lightning_actprune.analysis.recorder import unpack_listeners
+from tests.support.helpers import Net, assert_plain, trainer
 
 
 def fit(*callbacks: Any, model: Net | None = None, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
@@ -86,7 +86,7 @@ def test_nothing_is_left_after_an_exception_in_backward():
 
     model, monitor = Failing(), ActivationMemoryMonitor(measure_batch=0)
     with pytest.raises(RuntimeError, match="after backward"):
-        trainer(ActivationPruning(0.6), monitor).fit(model)
+        trainer(ActivationPruning(sparsity=0.6), monitor).fit(model)
     assert unpack_listeners == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert_plain(model)

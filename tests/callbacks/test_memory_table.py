@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.analysis.memory import (
+    LayerFootprint,
+    MemoryMoment,
+    MemoryReport,
+    Retained,
+    Retainer,
+    StepMemory,
+)
 from lightning_actprune.callbacks import display
-from lightning_actprune.callbacks.memory_tables import holders_table, memory_table, peak_text, step_table
-from lightning_actprune.footprint import LayerFootprint, MemoryReport
-from lightning_actprune.step_memory import Holder, Holding, MemoryMoment, StepMemory
-from tests.helpers import BARS, Net, trainer
+from lightning_actprune.callbacks.display import keepers_table, memory_table, peak_text, step_table
+from tests.support.helpers import BARS, Net, trainer
 
 MIB = 2**20
 
@@ -18,14 +24,14 @@ MIB = 2**20
 @pytest.mark.parametrize("verbose", [True, False])
 def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
     monitor = ActivationMemoryMonitor(verbose=verbose)
-    callbacks = [ActivationPruning(0.6, verbose=False), monitor, *([bar()] if bar else [])]
+    callbacks = [ActivationPruning(sparsity=0.6, verbose=False), monitor, *([bar()] if bar else [])]
     with caplog.at_level("INFO"):
         trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Net())
     text = capsys.readouterr().out + ("" if bar else caplog.text)
     for epoch in range(2):
         assert text.count(f"Kept for backward, epoch {epoch}") == verbose
     assert text.count("Peak of the step") == text.count("│ body.2 ") == 2 * verbose
-    for title in ("Kept at the end of the forward, by holder", "Memory of the step at the peak"):  # once a fit
+    for title in ("Kept at the end of the forward, by who keeps it", "Memory of the step at the peak"):  # once a fit
         assert text.count(title) == verbose
 
 
@@ -33,7 +39,7 @@ def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
     dense, pruned = ActivationMemoryMonitor(verbose=False), ActivationMemoryMonitor()
     trainer(dense, precision="bf16-mixed").fit(Net())
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(0.6, verbose=False), pruned, precision="bf16-mixed").fit(Net())
+        trainer(ActivationPruning(sparsity=0.6, verbose=False), pruned, precision="bf16-mixed").fit(Net())
     assert dense.report.total_bytes - pruned.report.total_bytes == pruned.report.saved_bytes
     assert pruned.report.weight_copy_bytes == 2 * (128 * 64 + 64 * 4)  # the first layer reads the batch, normalised
     assert "16-bit weight copies" in caplog.text
@@ -56,7 +62,7 @@ def test_table_text():
         ["b", "0.60", "0.00", "1.00", "kept anyway"],
         ["c", "0.00", "2.00", "2.00", "0.0 %"],
         ["16-bit weight copies", "", "8.00", "0.00", "100.0 %"],
-        ["Linear layers", "", "20.00", "7.00", "65.0 %"],
+        ["These layers", "", "20.00", "7.00", "65.0 %"],
         ["Other saved tensors", "", "", "3.00", ""],
         ["Measured after forward", "", "", "11.00", ""],
         ["Measured peak of the step", "", "", "20.00", ""],
@@ -91,8 +97,8 @@ def step_of(*peaks: int | None) -> StepMemory:
     holdings = []
     for block in range(2):
         for nbytes, packed, operator in ((4 * MIB, True, "pruned_linear_function"), (6 * MIB, False, "gelu")):
-            holders = [Holder(f"block.{block}", operator)]
-            holdings.append(Holding(nbytes, packed, 1 + block, 5 - block, holders))
+            retainers = [Retainer(f"block.{block}", operator)]
+            holdings.append(Retained(nbytes, packed, 1 + block, 5 - block, retainers))
     return StepMemory(MIB, 5 * MIB, moments, holdings)
 
 
@@ -124,19 +130,19 @@ def test_table_of_the_step():
     assert "Temporary" not in display.as_text(step_table(step_of(*[None] * 6), 2))
 
 
-def test_table_of_the_holders():
-    assert cells(display.as_text(holders_table(step_of(*[None] * 6), 2))) == [
-        ["Holder", "Tensors", "MiB", "Share"],
+def test_table_of_the_retainers():
+    assert cells(display.as_text(keepers_table(step_of(*[None] * 6), 2))) == [
+        ["Kept by", "Tensors", "MiB", "Share"],
         ["block.* (gelu)", "2", "12.00", "60.0 %"],
         ["block.* (pruned_linear_function), packed", "2", "8.00", "40.0 %"],
     ]
     many = StepMemory(
-        0, 0, step_of(*[None] * 6).moments, [Holding(MIB, False, 1, 5, [Holder(f"l{i}", None)]) for i in range(20)]
+        0, 0, step_of(*[None] * 6).moments, [Retained(MIB, False, 1, 5, [Retainer(f"l{i}", None)]) for i in range(20)]
     )
-    text = display.as_text(holders_table(many, 0))
+    text = display.as_text(keepers_table(many, 0))
     assert "... and 8 more" in text
     assert "(mul)" not in text
-    assert display.as_text(holders_table(StepMemory(0, 0, step_of(*[None] * 6).moments), 0)).count("Holder") == 1
+    assert display.as_text(keepers_table(StepMemory(0, 0, step_of(*[None] * 6).moments), 0)).count("Kept by ") == 1
 
 
 def test_an_empty_step():
@@ -145,5 +151,5 @@ def test_an_empty_step():
 
 def test_names_and_patterns_may_have_brackets(caplog):
     caplog.set_level("INFO")
-    trainer(ActivationPruning(0.5, exclude=["[/h]ead"])).fit(Net())
-    assert "matches the `exclude` pattern '[/h]ead'" in " ".join(caplog.text.split())
+    trainer(ActivationPruning(sparsity=0.5, rules={"[/h]ead": None})).fit(Net())
+    assert "the rule '[/h]ead' keeps it dense" in " ".join(caplog.text.split())

@@ -22,9 +22,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
-from tests.callbacks.ranks import all_traces
-from tests.helpers import BATCHES, FEATURES, Net, assert_plain, loader, sparsities, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.schedules import LinearSchedule
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, loader, sparsities, trainer
+from tests.support.ranks import all_traces
 
 EPOCHS = 2
 
@@ -162,7 +163,7 @@ def test_the_sparsity_moves_with_the_optimizer_where_accumulation_changes():
     model = Net()
     model.watch = lambda m: (m.trainer.global_step, sparsities(m)[0])
     scheduler = theirs.GradientAccumulationScheduler({0: 1, 1: 2})
-    pruning = ActivationPruning(schedule=LinearSchedule(end=0.6), total_steps=6, verbose=False)
+    pruning = ActivationPruning(sparsity=LinearSchedule(end=0.6), total_steps=6, verbose=False)
     trainer(scheduler, pruning, max_epochs=2).fit(model)
     steps = [0, 1, 2, 3, 4, 4, 5, 5]
     assert model.seen == [(step, pytest.approx(step / 10)) for step in steps]
@@ -175,7 +176,7 @@ def test_a_backbone_saves_once_it_is_no_longer_frozen():
         on_train_epoch_end=lambda *_: kept.append({row.fqn: row.accounted_bytes for row in monitor.report.rows})
     )
     finetuning = theirs.BackboneFinetuning(1, backbone_initial_lr=0.01)
-    trainer(finetuning, ActivationPruning(0.6, verbose=False), monitor, noting, max_epochs=2).fit(model)
+    trainer(finetuning, ActivationPruning(sparsity=0.6, verbose=False), monitor, noting, max_epochs=2).fit(model)
     frozen, free = kept
     assert set(frozen) == {"head"}
     assert set(free) == {"body.0", "body.2", "head"}
@@ -186,7 +187,7 @@ def test_a_backbone_saves_once_it_is_no_longer_frozen():
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, error: type[BaseException]):
     """The same callbacks and the same model, whose weights are put back, train as if nothing had happened."""
-    model, callbacks = Net(), ours(preset="max", others=True)
+    model, callbacks = Net(), ours(preset="max")
     initial, untouched = copy.deepcopy(model.state_dict()), all_traces(model)
 
     def cell(*others: pl.Callback) -> dict[str, Tensor]:
@@ -212,7 +213,7 @@ def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, e
 
 
 def stopped_by(other: pl.Callback) -> tuple[pl.Trainer, Net]:
-    made, model = trainer(*ours(preset="max", others=True), other, max_epochs=4), Net()
+    made, model = trainer(*ours(preset="max"), other, max_epochs=4), Net()
     made.fit(model)
     assert_plain(model)
     return made, model
@@ -239,7 +240,7 @@ def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
     model, weights = Net(), list[dict[str, Tensor]]()
     model.watch = lambda net: weights.append(copy.deepcopy(net.state_dict()))
     saving = theirs.OnExceptionCheckpoint(tmp_path)
-    callbacks = *ours(preset="max", others=True), saving, Interrupting("on_before_backward", RuntimeError)
+    callbacks = *ours(preset="max"), saving, Interrupting("on_before_backward", RuntimeError)
     with pytest.raises(RuntimeError):
         trainer(*callbacks, enable_checkpointing=True).fit(model)
     assert_plain(model)
@@ -256,7 +257,7 @@ def test_a_larger_batch_fits_under_the_same_cap():
     """What the finder finds by itself, less its margin, is then trained with."""
     found = {}
     total = torch.cuda.get_device_properties(0).total_memory
-    for name, callbacks in {"dense": [], "ours": ours(preset="max", others=True)}.items():
+    for name, callbacks in {"dense": [], "ours": ours(preset="max")}.items():
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)

@@ -1,4 +1,4 @@
-"""Arguments, what is converted and when, the summary, schedules."""
+"""Arguments, what is converted and when, the summary."""
 
 from __future__ import annotations
 
@@ -7,22 +7,42 @@ import inspect
 import json
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from torch import nn
 
 from lightning_actprune import (
+    ActivationMemoryMonitor,
     ActivationPrunedLinear,
     ActivationPruning,
-    LayerSettings,
-    LinearSchedule,
+    ActivationSensitivity,
+    Keep,
 )
-from tests.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
+from lightning_actprune.config import REMOVED
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.schedules import ConstantSchedule, LinearSchedule
+from tests.support.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
 
 LAYERS = ["body.0", "body.2", "head"]
+CALLBACKS = [ActivationPruning, ActivationMemoryMonitor, ActivationSensitivity]
+
+
+class Retained(Net):
+    """The last layer reads what a ReLU keeps, which the first batch shows."""
+
+    def make(self) -> None:
+        super().make()
+        self.body[3] = nn.ReLU()
+
+
+def compressed(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
 
 
 @pytest.mark.parametrize(
@@ -31,70 +51,94 @@ LAYERS = ["body.0", "body.2", "head"]
         ({"sparsity": 60}, r"`sparsity` must be in \[0, 1\), got 60. HINT"),
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
-        ({"scope": "batch"}, '`scope` must be "sample" or "token", got \'batch\'. HINT'),
-        ({"block_selection": "l2"}, '`block_selection` must be "largest", "swap" or "unbiased", got .l2.. HINT'),
-        ({"include": 3}, "`include` must be a glob pattern or a list of them, got 3. HINT"),
-        ({"exclude": [""]}, "`exclude` must be a glob pattern"),
-        ({"min_features": -1}, "`min_features` must be an int >= 0, got -1. HINT"),
-        ({"schedule": 0.5}, "`schedule` must be a SparsitySchedule or None, got 0.5. HINT"),
+        ({"block_size": 4}, "`block_size` must be at least 8 with bits=4, got 4. HINT"),
+        ({"preset": "best"}, "`preset` must be one of 'paper', 'balanced' and 'max' or None, got 'best'.*HINT"),
+        ({"preset": 0.6}, "`preset` must be one of .*HINT: .*`sparsity=0.6`"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"total_steps": 1.5}, "`total_steps` must be a positive int or None, got 1.5. HINT"),
-        ({"skip_held": "no"}, "`skip_held` must be a bool, got 'no' of type str. HINT"),
-        ({"layers": {}}, "`layers` must have at least one pattern or be None, got {}. HINT"),
-        ({"layers": {"head": {"sparsity": 3}}}, r"`layers\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
-        ({"block_size": 4}, "`block_size` must be at least 8 with value_format='int4', got 4. HINT: .*preset='paper'"),
+        ({"skip_retained": "no"}, "`skip_retained` must be a bool, got 'no' of type str. HINT"),
+        ({"rules": {"head": {"sparsity": 3}}}, r"`rules\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
+        ({"rules": {"head": "int4"}}, r"`rules\['head'\]` must be one of 'dense', .*HINT"),
     ],
 )
-def test_arguments_are_checked_at_construction(arguments: dict, message: str):
+def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str):
     with pytest.raises(MisconfigurationException, match=message):
         ActivationPruning(**arguments)
 
 
-def test_arguments_are_stored_as_given():
-    arguments = {
-        "sparsity": 0.5,
-        "block_size": 16,
-        "scope": "token",
-        "include": ["body.*"],
-        "exclude": "head",
-        "min_features": 32,
-        "schedule": LinearSchedule(0.5),
-        "total_steps": 10,
-        "skip_held": False,
-        "value_format": "int4",
-        "block_selection": "unbiased",
-        "max_dropped_energy": 0.3,
+@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("make", [ActivationPruning, ActivationSensitivity])
+def test_former_arguments_are_named_with_what_came_in_their_place(make: Any, name: str):
+    if name in inspect.signature(make).parameters:
+        return
+    with pytest.raises(MisconfigurationException, match=rf"`{name}` is no argument any more. HINT: "):
+        make(**{name: None})
+
+
+def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
+    arguments: dict[str, Any] = {
         "preset": "max",
-        "others": {"activation": "int2"},
-        "layers": {"head": LayerSettings(sparsity=0.2)},
-        "exclude_first": 1,
-        "exclude_last": 2,
+        "sparsity": LinearSchedule(0.5),
+        "block_size": 16,
+        "rules": {"head": Keep(sparsity=0.2), "type:norm": None},
+        "total_steps": 10,
+        "skip_retained": False,
         "verbose": False,
     }
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
     callback = ActivationPruning(**arguments)
     assert {name: getattr(callback, name) for name in arguments} == arguments
-
-
-def test_arguments_cannot_be_changed_later():
-    """A fit would go by the old ones."""
-    callback = ActivationPruning(sparsity=0.5)
-    for name in inspect.signature(ActivationPruning).parameters.keys() - {"verbose"}:
+    for name in arguments.keys() - {"verbose"}:
         with pytest.raises(MisconfigurationException, match=f"`{name}` of ActivationPruning cannot be changed.*HINT"):
             setattr(callback, name, 0.9)
     callback.verbose = 0
-    assert (callback.sparsity, callback.verbose) == (0.5, 0)
+    assert (callback.block_size, callback.verbose) == (16, 0)
     trainer(pickle.loads(pickle.dumps(copy.deepcopy(callback)))).fit(Net())
+
+
+def test_without_a_preset_it_is_balanced_or_with_a_sparsity_the_paper():
+    assert ActivationPruning().preset == "balanced"
+    assert ActivationPruning(rules={"head": None}).preset == "balanced"
+    assert ActivationPruning(sparsity=0.6).preset == ActivationPruning(sparsity=ConstantSchedule(0.3)).preset == "paper"
 
 
 @pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet], ids=["init", "setup", "configure_model"])
 def test_layers_are_converted_wherever_they_are_made(make):
-    model, callback = make(), ActivationPruning(sparsity=0.5, block_size=16, exclude="head")
+    model, callback = make(), ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
     trainer(callback).fit(model)
     assert model.seen == [["ActivationPrunedLinear", "ActivationPrunedLinear", "Linear"]] * BATCHES
-    assert [(c.fqn, c.sparsity, c.block_size) for c in callback.converted] == [("body.0", 0.5, 16), ("body.2", 0.5, 16)]
-    assert [(s.fqn, s.reason) for s in callback.skipped] == [("head", "matches the `exclude` pattern 'head'")]
+    assert [(c.fqn, c.sparsity, c.keep) for c in callback.converted] == [
+        ("body.0", 0.5, Keep(sparsity=0.5, block_size=16)),
+        ("body.2", 0.5, Keep(sparsity=0.5, block_size=16)),
+    ]
+    assert [(s.fqn, s.reason) for s in callback.skipped] == [("head", "the rule 'head' keeps it dense")]
     assert_plain(model)
+
+
+@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet], ids=["init", "setup", "configure_model"])
+def test_all_operators_are_converted_for_the_time_of_a_fit(make):
+    model = make()
+    model.watch = compressed
+    callback = ActivationPruning(verbose=False)
+    fitted = trainer(callback)
+    fitted.fit(model)
+    assert model.seen == [["body.0", "body.1", "body.2", "body.3", "head"]] * BATCHES
+    assert callback.report.saved == Keep(bits=8)
+    assert_plain(model)
+    assert compressed(model) == []
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    fitted.validate(model, verbose=False)
+
+
+def test_losses_are_those_of_dense_training_at_first_and_near_them_later():
+    losses = {}
+    for name, callbacks in {"dense": (), "ours": (ActivationPruning(verbose=False),)}.items():
+        torch.manual_seed(0)
+        model = Net()
+        run = trainer(*callbacks, max_epochs=3)
+        run.fit(model)
+        losses[name] = run.callback_metrics["loss"]
+    torch.testing.assert_close(losses["ours"], losses["dense"], rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +147,7 @@ def test_layers_are_converted_wherever_they_are_made(make):
     ids=["init", "setup", "model"],
 )
 def test_order_of_conversion(make, in_setup: list[str]):
-    """Converted as early as the layers exist, pruned in all of fit, plain in ``teardown`` and outside of fit."""
+    """Converted as early as the layers exist, compressed in all of fit, plain in ``teardown`` and outside of fit."""
     model, before, after = make(), Recorder(), Recorder()
     made = trainer(before, ActivationPruning(sparsity=0.5), after)
     made.fit(model)
@@ -156,29 +200,33 @@ def test_precision_plugins_that_replace_linear_layers_are_refused(plugin: type):
     model = Net()
     made = SimpleNamespace(precision_plugin=object.__new__(plugin))  # their packages are not installed
     with pytest.raises(MisconfigurationException, match=f"cannot work with {plugin.__name__}.*HINT"):
-        ActivationPruning(0.6).setup(made, model, "fit")
+        ActivationPruning(sparsity=0.6).setup(made, model, "fit")
     assert_plain(model)
 
 
+def test_quantized_values_and_double_precision_do_not_go_together():
+    for arguments in ({}, {"sparsity": 0.5, "rules": {"head": Keep(bits=4)}}):
+        with pytest.raises(MisconfigurationException, match=r"64-true'\) in \d bits.*HINT: set `preset='paper'`"):
+            trainer(ActivationPruning(**arguments), precision="64-true").fit(Net())
+    trainer(ActivationPruning("paper"), precision="64-true", max_steps=1).fit(Net())
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("rules", "message"),
     [
+        ({"boddy": None}, "`rules` pattern 'boddy' matches no layer.*body.0"),
+        ({"*": Keep(bits=4), "head": None}, "`rules` pattern 'head' never counts"),
         (
-            {"include": ["body.*", "boddy"]},
-            "`include` pattern 'boddy' matches no linear layer. HINT.*body.0, body.2, head",
-        ),
-        ({"exclude": "neck"}, "`exclude` pattern 'neck' matches no linear layer"),
-        (
-            {"min_features": 500},
-            r"(?s)No layer was converted.*body.0 \(Linear\): in_features=64 is below min_features=500",
+            {"type:linear": None},
+            r"(?s)No layer was converted.*body.0 \(Linear\): the rule 'type:linear' keeps it dense",
         ),
     ],
 )
 @pytest.mark.parametrize("made_in", ["init", "setup"])
-def test_a_conversion_that_cannot_be_meant_is_an_error(arguments: dict, message: str, made_in: str):
+def test_a_conversion_that_cannot_be_meant_is_an_error(rules: dict[str, Any], message: str, made_in: str):
     model = Net(made_in)
     with pytest.raises(MisconfigurationException, match=message):
-        trainer(ActivationPruning(**arguments)).fit(model)
+        trainer(ActivationPruning("paper", rules=rules)).fit(model)
     assert_plain(model)
     assert model.seen == []
 
@@ -186,18 +234,22 @@ def test_a_conversion_that_cannot_be_meant_is_an_error(arguments: dict, message:
 def test_two_instances_with_layers_of_their_own():
     model = Net()
     model.watch = sparsities
-    callbacks = ActivationPruning(sparsity=0.25, include="body.*"), ActivationPruning(sparsity=0.75, exclude="body.*")
+    callbacks = (
+        ActivationPruning(sparsity=0.25, rules={"head": None}),
+        ActivationPruning(sparsity=0.75, rules={"body.*": None}),
+    )
     trainer(*callbacks).fit(model)
     assert model.seen == [[0.25, 0.25, 0.75]] * BATCHES
     assert [[c.fqn for c in callback.converted] for callback in callbacks] == [["body.0", "body.2"], ["head"]]
+    assert callbacks[0].state_key != callbacks[1].state_key
     assert_plain(model)
 
 
 @pytest.mark.parametrize("make", [Net, ConfiguredNet])
 def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
     model = make()
-    callbacks = ActivationPruning(0.6, include="body.*"), ActivationPruning(0.6, include=["*.2", "head"])
-    first, second = r"include=\['body.\*'\]", r"include=\['\*.2', 'head'\]"
+    callbacks = [ActivationPruning(sparsity=0.6, rules={name: None}) for name in ("head", "body.0")]
+    first, second = r"rules=\['head \(dense\)'\]", r"rules=\['body.0 \(dense\)'\]"
     both = rf"'body.2' is already converted by ActivationPruning\({first}.*ActivationPruning\({second}"
     with pytest.raises(MisconfigurationException, match=both):
         trainer(*callbacks).fit(model)
@@ -205,7 +257,7 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
     assert "configure_model" not in vars(model)
 
 
-def test_layers_built_pruned_stay_pruned():
+def test_layers_built_compressed_stay_as_they_are():
     class Built(Net):
         def make(self) -> None:
             super().make()
@@ -219,44 +271,41 @@ def test_layers_built_pruned_stay_pruned():
 
 
 def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
-    class Held(Net):
-        def make(self) -> None:
-            super().make()
-            self.body[3] = nn.ReLU()
-
-    callback = ActivationPruning(0.5, exclude="body.0", others={"activation": "int4"}, skip_held=True, verbose=False)
+    callback = ActivationPruning(sparsity=0.5, rules={"body.0": None, "type:activation": Keep(bits=4)}, verbose=False)
     assert callback.report.to_rows() == []
     trainer(callback).fit(Net())
     assert (callback.report.converted, callback.report.skipped) == (callback.converted, callback.skipped)
-    assert callback.report.few_bit == callback.few_bit
-    outcomes = {row["fqn"]: row["outcome"] for row in callback.report.to_rows()}
-    expected = dict.fromkeys(("body.2", "head"), "pruned") | dict.fromkeys(("body.1", "body.3"), "few_bit")
-    assert outcomes == expected | {"body.0": "skipped"}
+    found = {row["fqn"]: row["converted"] for row in callback.report.to_rows()}
+    assert found == {"body.0": False, "body.1": True, "body.2": True, "body.3": True, "head": True}
     table = callback.report.to_dict()
     assert json.loads(json.dumps(table)) == table
-    callback = ActivationPruning(0.5, verbose=False)
-    trainer(callback).fit(Held())
-    assert {row["fqn"]: row["outcome"] for row in callback.report.to_rows()}["head"] == "skipped"
+    callback = ActivationPruning(sparsity=0.5, verbose=False)
+    trainer(callback).fit(Retained())
+    assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
     with pytest.raises(AttributeError):
-        callback.report = None
+        callback.report = None  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("bar", BARS)
-def test_the_summary_names_converted_and_skipped_layers_once(bar, capsys, caplog):
-    callbacks = [ActivationPruning(sparsity=0.5, exclude="head"), *([bar()] if bar else [])]
+def test_the_summary_says_once_how_each_layer_is_kept(bar, capsys, caplog):
+    rules = {"head": None, "body.2": Keep(bits=2, sparsity=LinearSchedule(end=0.5)), "type:activation": Keep(bits=3)}
+    callbacks = [ActivationPruning(sparsity=0.5, rules=rules), *([bar()] if bar else [])]
     with caplog.at_level("INFO"):
         trainer(*callbacks, enable_progress_bar=bar is not None).fit(Net())
-    text = capsys.readouterr().out + ("" if bar else caplog.text)
-    assert text.count("2 linear layers converted, 1 skipped") == 1
-    assert "49." in text  # sparsity 0.5 less the positions
-    assert "body.2" in text
-    assert "exclude" in text
+    text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
+    assert text.count("2 linear layers and 2 activation functions converted, 1 dense") == 1
+    assert "body.0 │ Linear │ values as they are, drops 50 % │ 49." in text  # less the positions
+    assert "body.1 │ GELU │ 3 bits │ │" in text
+    assert "body.2 │ Linear │ 2 bits, drops 0 to 50 % │" in text
+    assert "head │ Linear │ dense: the rule 'head' keeps it dense │ │" in text
 
 
-def test_a_quiet_callback_prints_nothing(capsys, caplog):
-    with caplog.at_level("INFO"):
-        trainer(ActivationPruning(0.6, verbose=False), enable_progress_bar=True).fit(Net())
-    assert "converted" not in capsys.readouterr().out + caplog.text
+def test_the_summary_counts_what_is_not_covered_and_what_else_is_kept(caplog):
+    caplog.set_level("INFO")
+    trainer(ActivationPruning(sparsity=0.5), max_steps=1).fit(Net())
+    assert "Not covered: 2 activation functions." in " ".join(caplog.text.split())
+    trainer(ActivationPruning(), max_steps=1).fit(Net())
+    assert "What else modules keep for backward: 8 bits." in " ".join(caplog.text.split())
 
 
 def test_a_long_summary_is_cut(caplog):
@@ -266,21 +315,48 @@ def test_a_long_summary_is_cut(caplog):
             self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
 
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(0.6), max_steps=1).fit(Deep())
-    out = caplog.text
-    assert "63 linear layers converted" in out
-    assert "... and 23 more" in out
-    assert "extra.36" in out
-    assert "extra.37" not in out
+        trainer(ActivationPruning(sparsity=0.6), max_steps=1).fit(Deep())
+    assert "63 linear layers converted" in caplog.text
+    assert "... and 23 more" in caplog.text
+    assert "extra.36" in caplog.text
+    assert "extra.37" not in caplog.text
+
+
+@pytest.mark.parametrize(("verbose", "level"), [(False, 0), (0, 0), (1, 1), (np.int64(1), 1), (2, 2), (True, 2)])
+def test_verbose_means_the_same_to_all_callbacks(verbose: Any, level: int, capsys):
+    sensitivity = ActivationSensitivity([0.5], [None], batches=1, verbose=verbose)
+    ours = ActivationPruning(sparsity=0.5, verbose=verbose), ActivationMemoryMonitor(verbose=verbose), sensitivity
+    made = trainer(*ours, TQDMProgressBar(), enable_progress_bar=True, max_epochs=3)
+    made.fit(Retained())
+    text = capsys.readouterr().out
+    once = (
+        "Activation pruning: 3",
+        "1 linear layer stays dense",
+        "by who keeps",
+        "Memory of the step",
+        "With a cosine of",
+    )
+    assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
+    tables = [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(3)]
+    assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
+    assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)
+    assert made.callback_metrics["actprune/saved_frac"] > 0
+
+
+@pytest.mark.parametrize("make", CALLBACKS)
+@pytest.mark.parametrize("value", [3, -1, 1.0, "1", None, np.bool_(True)])
+def test_wrong_values_of_verbose_are_refused(make: Any, value: Any):
+    with pytest.raises(MisconfigurationException, match=r"`verbose` must be a bool, 0, 1 or 2, got .* HINT: 0"):
+        make(verbose=value)
 
 
 def test_pruning_changes_the_weight_gradient_and_nothing_else():
     losses: dict[float, list[float]] = {}
-    for sparsity in (0.0, 0.9):
+    for sparsity in (0.1, 0.9):
         torch.manual_seed(0)
         model = Net(lr=0.1)
         model.watch = lambda m: m.trainer.callback_metrics.get("loss", torch.tensor(0.0)).item()
         trainer(ActivationPruning(sparsity=sparsity)).fit(model)
         losses[sparsity] = model.seen
-    assert losses[0.0][1] == losses[0.9][1]  # the first forward
-    assert losses[0.0][2:] != losses[0.9][2:]
+    assert losses[0.1][1] == losses[0.9][1]  # the first forward
+    assert losses[0.1][2:] != losses[0.9][2:]

@@ -9,21 +9,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
-from lightning_actprune import (
-    ActivationPrunedLinear,
-    ActivationPruning,
-    ConstantSchedule,
-    CubicSchedule,
-    LinearSchedule,
-    SparsitySchedule,
-)
-from tests.helpers import BATCHES, Net, assert_plain, loader, sparsities, trainer
+from lightning_actprune import ActivationPrunedLinear, ActivationPruning, Keep
+from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+from tests.support.helpers import BATCHES, Net, assert_plain, loader, sparsities, trainer
 
 
 def test_schedule_follows_the_optimizer_step():
     model = Net()
     model.watch = lambda m: (m.trainer.global_step, *sparsities(m))
-    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8, start=0.4)), max_epochs=2).fit(model)
+    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8, start=0.4)), max_epochs=2).fit(model)
     expected = [0.4 + 0.4 * step / (2 * BATCHES) for step in range(2 * BATCHES)]
     assert [step for step, *_ in model.seen] == list(range(2 * BATCHES))
     assert [values for _, *values in model.seen] == [pytest.approx([s] * 3) for s in expected]
@@ -33,7 +27,7 @@ def test_schedule_is_constant_while_gradients_accumulate():
     model = Net()
     model.watch = lambda m: sparsities(m)[0]
     schedule = LinearSchedule(end=0.8)
-    trainer(ActivationPruning(schedule=schedule), accumulate_grad_batches=2).fit(model)
+    trainer(ActivationPruning(sparsity=schedule), accumulate_grad_batches=2).fit(model)
     assert model.seen == [0.0, 0.0, 0.4, 0.4]
 
 
@@ -50,14 +44,14 @@ def test_a_schedule_knows_of_accumulation_that_a_callback_sets(scheduling, optio
     model = Net()
     model.watch = lambda m: sparsities(m)[0]
     accumulation = GradientAccumulationScheduler(scheduling)
-    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8)), accumulation, max_epochs=2, **options).fit(model)
+    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8)), accumulation, max_epochs=2, **options).fit(model)
     assert model.seen == pytest.approx(expected)
 
 
 def test_total_steps_sets_the_horizon_and_progress_stops_at_one():
     model = Net()
     model.watch = lambda m: sparsities(m)[0]
-    trainer(ActivationPruning(schedule=LinearSchedule(end=0.8), total_steps=2)).fit(model)
+    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8), total_steps=2)).fit(model)
     assert model.seen == [0.0, 0.4, 0.8, 0.8]
 
 
@@ -70,10 +64,10 @@ def test_layers_are_assigned_only_when_the_sparsity_changes(monkeypatch):
             assigned.append(value)
         original(layer, name, value)
 
-    callback = ActivationPruning(schedule=CubicSchedule(end=0.5, until=0.5), include="head")
+    callback = ActivationPruning(sparsity=CubicSchedule(end=0.5, until=0.5), rules={"body.*": None})
     monkeypatch.setattr(ActivationPrunedLinear, "__setattr__", spy)
     trainer(callback, max_epochs=2).fit(Net())
-    assert assigned[-4:] == [callback.schedule(p) for p in (0.125, 0.25, 0.375, 0.5)]
+    assert assigned[-4:] == [callback.sparsity(p) for p in (0.125, 0.25, 0.375, 0.5)]
     assert assigned.count(0.5) == 1
 
 
@@ -96,14 +90,14 @@ def test_an_unknown_length_is_an_error_only_if_it_is_needed(endless: str):
 
     schedule = LinearSchedule(end=0.5)
     with pytest.raises(MisconfigurationException, match=r"needs the length of the training.*HINT: set .*total_steps"):
-        trainer(ActivationPruning(schedule=schedule), **options).fit(Net(), data)
+        trainer(ActivationPruning(sparsity=schedule), **options).fit(Net(), data)
     for fine in (
-        {"schedule": schedule, "total_steps": 3},
-        {"schedule": ConstantSchedule(0.5)},
+        {"sparsity": schedule, "total_steps": 3},
+        {"sparsity": ConstantSchedule(0.5)},
         {"sparsity": 0.5},
     ):
         trainer(ActivationPruning(**fine), Stop(), **options).fit(Net(), data)
-    trainer(ActivationPruning(schedule=schedule), max_steps=2, **options).fit(Net(), data)
+    trainer(ActivationPruning(sparsity=schedule), max_steps=2, **options).fit(Net(), data)
 
 
 def test_a_schedule_of_ones_own_is_checked():
@@ -113,7 +107,7 @@ def test_a_schedule_of_ones_own_is_checked():
 
     model = Net()
     with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.017\)` must be in \[0, 1\), got 1.02"):
-        trainer(ActivationPruning(schedule=Percent(), verbose=False)).fit(model)
+        trainer(ActivationPruning(sparsity=Percent(), verbose=False)).fit(model)
     assert_plain(model)
     assert model.seen == []  # the highest sparsity is needed, and so known, before the first step
 
@@ -126,7 +120,9 @@ def test_schedule_reaches_both_projections_of_attention():
 
     model = AttentionNet()
     model.watch = lambda m: (m.body.self_attn.sparsity, m.body.self_attn.out_proj.sparsity)
-    callback = ActivationPruning(schedule=LinearSchedule(end=0.8), include="body.self_attn*", skip_held=False)
+    callback = ActivationPruning(
+        rules={"body.self_attn*": Keep(sparsity=LinearSchedule(end=0.8)), "*": None}, skip_retained=False
+    )
     trainer(callback).fit(model)
     assert model.seen == [pytest.approx((0.8 * step / BATCHES,) * 2) for step in range(BATCHES)]
     assert [layer.fqn for layer in callback.converted] == ["body.self_attn", "body.self_attn.out_proj"]

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, LinearSchedule
-from tests.callbacks.test_skip_held import assert_hooks_gone
-from tests.helpers import BATCHES, FEATURES, Net, pruned_layers, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.schedules import LinearSchedule
+from tests.callbacks.test_first_batch import assert_hooks_gone
+from tests.support.helpers import BATCHES, FEATURES, Net, pruned_layers, trainer
 
-BODY = "2 pruned linear layers run only inside an activation checkpoint: body.0, body.2. "
+BODY = "2 converted linear layers run only inside an activation checkpoint: body.0, body.2. "
 
 
 class Checkpointed(Net):
@@ -67,7 +68,7 @@ def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> li
     return [str(w.message) for w in caught if "activation checkpoint" in str(w.message)]
 
 
-@pytest.mark.parametrize("skip_held", [True, False])
+@pytest.mark.parametrize("skip_retained", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize(
     ("make", "options"),
@@ -79,40 +80,42 @@ def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> li
         (Manual, {}),
     ],
 )
-def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_held: bool):
-    model, callback = make(reentrant), ActivationPruning(sparsity=0.5, skip_held=skip_held)
+def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_retained: bool):
+    model, callback = make(reentrant), ActivationPruning(sparsity=0.5, skip_retained=skip_retained)
     [text] = warnings_of(model, callback, ActivationMemoryMonitor(0), **options)
     assert text.startswith(BODY)
-    assert "HINT: leave these layers out with `exclude=[...]`, or do not checkpoint them." in text
+    assert "HINT: leave these layers out with `rules={name: None}`, or do not checkpoint them." in text
     assert [layer.fqn for layer in callback.converted] == ["body.0", "body.2", "head", "stem"]  # they stay pruned
     assert_hooks_gone(model)
     assert len(warnings_of(model, callback, **options)) == 1  # in every fit
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("skip_held", [True, False])
-def test_the_remedies_silence_it(reentrant: bool, skip_held: bool):
-    callback = ActivationPruning(0.6, exclude="body.*", skip_held=skip_held)
+@pytest.mark.parametrize("skip_retained", [True, False])
+def test_the_remedies_silence_it(reentrant: bool, skip_retained: bool):
+    callback = ActivationPruning(sparsity=0.6, rules={"body.*": None}, skip_retained=skip_retained)
     assert warnings_of(Checkpointed(reentrant), callback) == []
-    assert warnings_of(Net(), ActivationPruning(0.6, skip_held=skip_held)) == []
-    assert warnings_of(Checkpointed(reentrant), ActivationPruning(sparsity=0.0)) == []
+    assert warnings_of(Net(), ActivationPruning(sparsity=0.6, skip_retained=skip_retained)) == []
 
 
 def test_a_schedule_that_starts_at_0_is_warned_of_at_once():
     model = Checkpointed()
     model.watch = pruned_layers
-    assert len(warnings_of(model, ActivationPruning(schedule=LinearSchedule(end=0.5)), max_epochs=2)) == 1
+    assert len(warnings_of(model, ActivationPruning(sparsity=LinearSchedule(end=0.5)), max_epochs=2)) == 1
 
 
 def test_many_layers_are_shortened():
-    [text] = warnings_of(Deep(), ActivationPruning(0.6, skip_held=False))
-    assert text.startswith("24 pruned linear layers")
+    [text] = warnings_of(Deep(), ActivationPruning(sparsity=0.6, skip_retained=False))
+    assert text.startswith("24 converted linear layers")
     listing = re.search(r"checkpoint: (.*?)\. Of", text).group(1)
-    assert listing == ", ".join(f"body.{i}.{j}" for i in range(4) for j in (0, 2)) + ", ..."
+    assert listing == ", ".join(f"body.{i}.{j}" for i in range(4) for j in (0, 2)) + ", ... (24 in all)"
 
 
 def test_each_callback_warns_of_its_own_layers():
-    callbacks = [ActivationPruning(0.6, include=patterns) for patterns in ("body.0", "head", ["body.2", "stem"])]
+    callbacks = [
+        ActivationPruning(sparsity=0.6, rules=dict.fromkeys(dense))
+        for dense in (["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"])
+    ]
     found = warnings_of(Checkpointed(), *callbacks)
     assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
 
@@ -122,19 +125,19 @@ def test_the_first_batch_with_a_forward_tells():
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.current_epoch == 0 else None
 
-    for skip_held in (True, False):
+    for skip_retained in (True, False):
         model = Late()
         model.watch = lambda m: bool(m.head._forward_pre_hooks)
-        assert len(warnings_of(model, ActivationPruning(0.6, skip_held=skip_held), max_epochs=2)) == 1
+        assert len(warnings_of(model, ActivationPruning(sparsity=0.6, skip_retained=skip_retained), max_epochs=2)) == 1
         assert model.seen == [True] + [False] * (BATCHES - 1)
 
 
-@pytest.mark.parametrize("skip_held", [True, False])
-def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_held: bool):
+@pytest.mark.parametrize("skip_retained", [True, False])
+def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_retained: bool):
     torch._dynamo.reset()
     model = Checkpointed()
     model.compile(backend="aot_eager")
-    assert len(warnings_of(model, ActivationPruning(0.6, skip_held=skip_held))) == skip_held
+    assert len(warnings_of(model, ActivationPruning(sparsity=0.6, skip_retained=skip_retained))) == skip_retained
 
 
 @pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad"])
@@ -145,17 +148,17 @@ def test_an_exception_in_the_first_step_leaves_no_hook(hook: str):
     model = Checkpointed(reentrant=True)
     setattr(model, hook, fail)
     with pytest.raises(RuntimeError, match="in the step"):
-        trainer(ActivationPruning(0.6, skip_held=False), num_sanity_val_steps=0).fit(model)
+        trainer(ActivationPruning(sparsity=0.6, skip_retained=False), num_sanity_val_steps=0).fit(model)
     assert_hooks_gone(model)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_in_a_checkpoint_are_not_judged_as_held_in_its_own_backward(reentrant: bool):
-    class Held(Checkpointed):
+def test_layers_in_a_checkpoint_are_not_judged_as_retained_in_its_own_backward(reentrant: bool):
+    class Retained(Checkpointed):
         def make(self) -> None:
             super().make()
             self.body[1] = nn.ReLU()
 
     callback = ActivationPruning(sparsity=0.5)
-    assert len(warnings_of(Held(reentrant), callback)) == 1
+    assert len(warnings_of(Retained(reentrant), callback)) == 1
     assert callback.skipped == []

@@ -11,11 +11,12 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_actprune import ActivationPruning, ActivationSensitivity, SensitivityGrid, measure_sensitivity
-from lightning_actprune.nn.attention import watchers
-from tests.helpers import BARS, BATCHES, ConfiguredNet, Gradients, Net, assert_plain, trainer
+from lightning_actprune import ActivationPruning, ActivationSensitivity, measure_sensitivity
+from lightning_actprune.analysis.sensitivity import SensitivityGrid
+from lightning_actprune.operators.attention import watchers
+from tests.support.helpers import BARS, BATCHES, ConfiguredNet, Gradients, Net, assert_plain, trainer
 
-GRID: dict[str, Any] = {"sparsities": [0.5, 0.8], "value_formats": ["same", "int4"]}
+GRID: dict[str, Any] = {"sparsities": [0.5, 0.8], "bits": [None, 4]}
 
 
 def quiet(**options: Any) -> ActivationSensitivity:
@@ -30,8 +31,8 @@ def test_it_prints_cosines_and_sparsities(bar, capsys, caplog):
         trainer(callback, *progress, enable_progress_bar=bar is not None).fit(Net())
     streams = capsys.readouterr()
     text = streams.out + streams.err + caplog.text
-    assert "Cosine of pruned and exact weight gradient" in text
-    assert "With a cosine of 0.2 at least and value_format='int4': sparsity={" in " ".join(text.split())
+    assert "Cosine of the weight gradient from 4 bits and the exact one" in text
+    assert "With a cosine of 0.2 at least, the fewest bytes are kept by these rules: rules:" in " ".join(text.split())
 
 
 def test_it_is_what_measure_sensitivity_finds():
@@ -109,7 +110,7 @@ def test_steps_that_never_come_are_warned_of():
 
 
 def test_a_fit_in_which_nothing_can_be_measured_says_why():
-    callback = quiet(value_formats=["int4"])
+    callback = quiet(bits=[4])
     with pytest.warns(UserWarning, match=r"measured no layer in 2 batches from step 0 on. 'body.0': .*float64.*HINT"):
         trainer(callback, precision="64-true").fit(Net())
 
@@ -117,7 +118,11 @@ def test_a_fit_in_which_nothing_can_be_measured_says_why():
 @pytest.mark.parametrize("first", [True, False])
 def test_beside_pruning_it_measures_the_same_from_the_second_batch_on(first):
     model = Net(lr=0.0)
-    alone, beside, pruning = quiet(batches=1, at_step=1), quiet(batches=1), ActivationPruning(0.5, verbose=False)
+    alone, beside, pruning = (
+        quiet(batches=1, at_step=1),
+        quiet(batches=1),
+        ActivationPruning(sparsity=0.5, verbose=False),
+    )
     trainer(alone).fit(copy.deepcopy(model))
     trainer(*([beside, pruning] if first else [pruning, beside])).fit(model)
     assert beside.result == alone.result
@@ -130,7 +135,7 @@ def test_under_mixed_precision():
     trainer(callback, precision="bf16-mixed").fit(Net())
     assert all(0 < row.cosine < 1 for row in callback.result.rows)
     # Bytes are of autocast's copies of 16 bits: an eighth of four, and two of every 32 for scale and base.
-    share = next(row.stored_share for row in callback.result.rows if (row.sparsity, row.value_format) == (0.5, "int4"))
+    share = next(row.stored_share for row in callback.result.rows if (row.sparsity, row.bits) == (0.5, 4))
     assert 0.5 * (4 / 16 + 1 / 32) < share < 0.16
 
 
@@ -138,7 +143,7 @@ def test_under_mixed_precision():
     ("options", "message"),
     [
         ({"sparsities": [2]}, "`sparsities` must be in"),
-        ({"value_formats": ["int5"]}, "`value_formats` must be one of"),
+        ({"bits": [5]}, "`bits` must be 2, 3, 4, 8 or None"),
         ({"batches": 0}, "`batches` must be an int >= 1"),
         ({"at_step": -1}, "`at_step` must be an int >= 0"),
         ({"min_cosine": 2}, "`min_cosine` must be in"),
@@ -151,8 +156,8 @@ def test_errors_of_arguments(options, message):
 
 def test_a_pattern_that_matches_nothing_is_an_error_in_training():
     model = Net()
-    with pytest.raises(MisconfigurationException, match="`include` pattern 'tail' matches no layer of Net"):
-        trainer(quiet(include="tail")).fit(model)
+    with pytest.raises(MisconfigurationException, match=r"`names` pattern 'tail' matches no .* of Net"):
+        trainer(quiet(names="tail")).fit(model)
     assert_plain(model)
 
 
@@ -160,12 +165,12 @@ def test_it_is_made_from_yaml_and_written_again(tmp_path):
     jsonargparse = pytest.importorskip("jsonargparse", reason="only LightningCLI needs it")
     parser = jsonargparse.ArgumentParser()
     parser.add_subclass_arguments(pl.Callback, "callback")
-    given = {"sparsities": [0.5], "value_formats": ["int4"], "include": ["head"], "at_step": 100}
+    given = {"sparsities": [0.5], "bits": [4], "names": ["head"], "at_step": 100}
     path = "lightning_actprune.ActivationSensitivity"
     parsed = parser.parse_object({"callback": {"class_path": path, "init_args": given}})
     again = parser.parse_string(parser.dump(parsed))
     made = parser.instantiate_classes(again).callback
-    assert made.grid == SensitivityGrid([0.5], ["int4"], include=["head"])
+    assert made.grid == SensitivityGrid([0.5], [4], names=["head"])
     assert (made.at_step, made.batches, made.min_cosine) == (100, 2, 0.9)
     default = parser.parse_object({"callback": {"class_path": path}})
     assert parser.instantiate_classes(parser.parse_string(parser.dump(default))).callback.grid == SensitivityGrid()

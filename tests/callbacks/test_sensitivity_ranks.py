@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationSensitivity, measure_sensitivity
-from tests.helpers import Net, loader, trainer
+from tests.support.helpers import Net, loader, trainer
 
-GRID: dict[str, Any] = {"sparsities": [0.5], "value_formats": ["same", "int4"]}
+GRID: dict[str, Any] = {"sparsities": [0.5], "bits": [None, 4]}
 
 
 class Notes(pl.Callback):

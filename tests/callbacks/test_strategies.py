@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
-from tests.callbacks.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all
-from tests.helpers import Gradients, Net, assert_plain, trainer
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
+from tests.support.helpers import Gradients, Net, assert_plain, trainer
+from tests.support.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all
 
 GPU_MARK = pytest.mark.gpu
 CPU = [
@@ -35,7 +35,8 @@ ACCELERATORS = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu"
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
 DENSE, KEEPING, PRUNED = None, {"sparsity": 0.0}, {"sparsity": 0.6}
-FEW_BITS = {"preset": "max", "others": True}
+BODY = {"rules": {"body.*": Keep(sparsity=0.5), "*": None}}
+MAX = {"preset": "max"}
 CLIP = {"norm": (0.1, nn.utils.clip_grad_norm_), "value": (0.002, nn.utils.clip_grad_value_)}
 
 Runs = Callable[[str], Mapping[str, list[Seen]]]
@@ -58,8 +59,8 @@ def cases(accelerator: str) -> list[Case]:
     return [
         *(Case(*entry, pruning) for entry in matrix for pruning in (DENSE, KEEPING, PRUNED)),
         *(Case(strategy, "32-true", PRUNED, accumulated(strategy)) for strategy in strategies if strategy not in ZERO),
-        *(Case(strategy, "bf16-mixed", FEW_BITS) for strategy in strategies),
-        *(Case("tensor", "32-true", pruning) for pruning in (DENSE, PRUNED, {"include": "body.*"})),
+        *(Case(strategy, "bf16-mixed", MAX) for strategy in strategies),
+        *(Case("tensor", "32-true", pruning) for pruning in (DENSE, PRUNED, BODY)),
     ]
 
 
@@ -181,8 +182,8 @@ def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy, part
         *(pytest.param("gpu", strategy, marks=GPU_MARK) for strategy in ("ddp", "fsdp", "fsdp2", *ZERO)),
     ],
 )
-def test_few_bits_in_both_processes(runs, accelerator, strategy):
-    first, second = seen(runs, accelerator, strategy, "bf16-mixed", FEW_BITS)
+def test_a_preset_in_both_processes(runs, accelerator, strategy):
+    first, second = seen(runs, accelerator, strategy, "bf16-mixed", MAX)
     dense = seen(runs, accelerator, strategy, "bf16-mixed", DENSE)
     assert_equal(first.gradients, second.gradients)
     assert not torch.equal(first.gradients[0]["body.0.weight"], dense[0].gradients[0]["body.0.weight"])
@@ -205,7 +206,7 @@ def test_tensor_parallel_layers_are_left_as_they_are(runs, accelerator):
 
 @ACCELERATORS
 def test_a_model_all_of_whose_layers_are_tensor_parallel_is_refused(runs, accelerator):
-    for of_rank in runs(accelerator)[repr(Case("tensor", "32-true", {"include": "body.*"}))]:
+    for of_rank in runs(accelerator)[repr(Case("tensor", "32-true", BODY))]:
         assert "No layer was converted" in of_rank.error
         assert "body.0 (Linear): its weight is a tensor-parallel DTensor" in of_rank.error
 

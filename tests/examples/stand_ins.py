@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from examples.benchmarks.common import MIB
-from lightning_actprune.footprint import SavedTensorMeter
+from lightning_actprune.analysis.memory import SavedTensorMeter
 
 PEAK = 50 * MIB
 

@@ -13,10 +13,9 @@ from examples.benchmarks import accuracy
 from examples.benchmarks.study import results, settings, tasks, training
 from examples.benchmarks.study.images import Images
 from examples.benchmarks.study.settings import Setting, parse_setting, prune
+from examples.benchmarks.vocabulary import OTHERS, PRESETS
 from examples.models import build_model
 from lightning_actprune import convert, revert
-from lightning_actprune.arguments import OTHERS
-from lightning_actprune.presets import PRESETS
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
@@ -93,11 +92,12 @@ def test_plain_settings_prune_the_convolutions_of_a_resnet_and_others_the_rest_t
     records = study("resnet", "--depth", "3", "--seeds", "0", runs=runs)
     names = {f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)} | {"blocks.1.shortcut", "blocks.2.shortcut"}
     operators = {"activation"}, {"activation", "norm"}
-    for report, value_format, others in zip(reports, ("same", "int2"), operators, strict=True):
-        assert {layer.fqn for layer in report.converted} == names
-        assert {layer.value_format for layer in report.converted} == {value_format}
-        assert {layer.operator for layer in report.few_bit} == others
-    assert [report.rest for report in reports] == [None, "int8"]
+    for report, bits, others in zip(reports, (None, 2), operators, strict=True):
+        pruned = [layer for layer in report.converted if layer.operator in ("linear", "convolution")]
+        assert {layer.fqn for layer in pruned} == names
+        assert {layer.keep.bits for layer in pruned} == {bits}
+        assert {layer.operator for layer in report.converted} - {"linear", "convolution"} == others
+    assert [report.saved and report.saved.bits for report in reports] == [None, 8]
     assert records[1]["bits_per_value"] < 0.2 * records[0]["bits_per_value"]
 
 
@@ -184,10 +184,10 @@ def test_study_keeps_to_its_time_budget(study, capsys):
 def test_settings_are_read_as_they_are_printed():
     assert parse_setting("dense") == Setting("dense")
     assert parse_setting("0.5:16:same") == Setting("pruned", 0.5, 16, "same")
-    assert [str(parse_setting(text)) for text in ("dense", "0:32:int4", "0.25:8:fp8")] == [
+    assert [str(parse_setting(text)) for text in ("dense", "0:32:int4", "0.25:8:int8")] == [
         "dense",
         "0:32:int4",
-        "0.25:8:fp8",
+        "0.25:8:int8",
     ]
 
 
@@ -240,13 +240,14 @@ def test_more_images_than_there_are_cannot_be_a_batch(image_folder):
 def test_value_formats_are_passed_on(study, monkeypatch):
     asked = []
 
-    def recorded(model, sparsity, block_size, value_format="same", **options):
-        asked.append((sparsity, block_size, value_format))
-        return convert(model, sparsity, block_size, **options)
+    def recorded(model, rules):
+        keep = rules["type:linear"]
+        asked.append((keep.sparsity, keep.block_size, keep.bits))
+        return convert(model, rules=rules)
 
     monkeypatch.setattr(settings, "convert", recorded)
     records = study("vit", runs=("0.5:8:int2", "0.5:8:same"))
-    assert asked == [(0.5, 8, "int2"), (0.5, 8, "same")] * 2
+    assert asked == [(0.5, 8, 2), (0.5, 8, None)] * 2
     assert [r["value_format"] for r in records] == ["int2", "same"] * 2
 
 
@@ -263,6 +264,7 @@ def test_images_are_cut_into_windows_and_mirrored(image_folder):
         assert label == images.labels[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_compiled_blocks_train_like_eager_ones(study, task, monkeypatch):
     from torch._dynamo.testing import CompileCounterWithBackend

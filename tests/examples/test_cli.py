@@ -9,7 +9,8 @@ import yaml
 from examples import cli
 from examples.classifier import ImageClassifier
 from examples.data import ImageData
-from lightning_actprune import ActivationPruning, CubicSchedule
+from lightning_actprune import ActivationPruning
+from lightning_actprune.schedules import CubicSchedule
 from tests.examples.image_folders import write_images
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -59,14 +60,14 @@ def test_a_printed_config_holds_the_file_and_is_a_config(name, capsys, tmp_path)
 
 
 def test_options_change_the_config(capsys):
-    options = "--trainer.callbacks.sparsity=0.8", "--trainer.callbacks.exclude=['*head']", "--model.lr=0.003"
+    options = "--trainer.callbacks.sparsity=0.8", "--trainer.callbacks.rules={'*head': dense}", "--model.lr=0.003"
     whole = printed(capsys, CONFIGS / "digits.yaml", *options)
     made = arguments(whole)
-    assert (made["sparsity"], made["block_size"], made["exclude"]) == (0.8, 32, ["*head"])
+    assert (made["sparsity"], made["block_size"], made["rules"]) == (0.8, 32, {"*head": "dense"})
     assert whole["model"]["lr"] == 0.003
-    schedule = "--trainer.callbacks.schedule=LinearSchedule", "--trainer.callbacks.schedule.end=0.5"
-    made = arguments(printed(capsys, CONFIGS / "digits.yaml", *schedule))["schedule"]
-    assert made["class_path"] == "lightning_actprune.LinearSchedule"
+    schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.5"
+    made = arguments(printed(capsys, CONFIGS / "digits.yaml", *schedule))["sparsity"]
+    assert made["class_path"] == "lightning_actprune.schedules.LinearSchedule"
     assert made["init_args"]["end"] == 0.5
 
 
@@ -78,17 +79,17 @@ def test_an_unknown_option_is_an_error(capsys):
 
 
 def test_the_saved_config_reproduces_the_run(fitted, tmp_path):
-    changed = "--trainer.callbacks.schedule.init_args.end=0.6", "--model.lr=0.003"
+    changed = "--trainer.callbacks.sparsity.init_args.end=0.6", "--model.lr=0.003"
     cli.main(["fit", "--config", str(CONFIGS / "digits_schedule.yaml"), *QUICK.split(), *changed])
     saved = tmp_path / "runs" / "digits_schedule" / "version_0" / "config.yaml"
-    assert arguments(yaml.safe_load(saved.read_text()))["schedule"]["init_args"]["end"] == 0.6
+    assert arguments(yaml.safe_load(saved.read_text()))["sparsity"]["init_args"]["end"] == 0.6
     cli.main(["fit", "--config", str(saved)])
     first, second = fitted
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
     (pruning,) = (c for c in second.trainer.callbacks if isinstance(c, ActivationPruning))
-    assert isinstance(pruning.schedule, CubicSchedule)
-    assert (pruning.schedule.end, pruning.schedule.warmup, second.hparams.lr) == (0.6, 0.1, 0.003)
+    assert isinstance(pruning.sparsity, CubicSchedule)
+    assert (pruning.sparsity.end, pruning.sparsity.warmup, second.hparams.lr) == (0.6, 0.1, 0.003)
 
 
 @pytest.mark.parametrize("name", ["digits.yaml", "digits_schedule.yaml"])
@@ -107,8 +108,8 @@ def test_an_image_folder_at_224_pixels(fitted, image_folder, model):
     (made,) = fitted
     assert (made.model.head.out_features, made.model.patch_embed.kernel_size) == (3, (16, 16))
     (pruning,) = (c for c in made.trainer.callbacks if isinstance(c, ActivationPruning))
-    assert {layer.value_format for layer in pruning.converted if layer.operator == "linear"} == {"int2"}
-    assert "activation" in {layer.operator for layer in pruning.few_bit}
+    assert {layer.keep.bits for layer in pruning.converted if layer.operator == "linear"} == {2}
+    assert "activation" in {layer.operator for layer in pruning.converted}
 
 
 def test_a_part_of_each_class_is_read(image_folder):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples import fabric, plain_loop
-from tests.helpers import assert_plain, pruned_layers
+from tests.support.helpers import assert_plain, pruned_layers
 
 
 def watch(monkeypatch, module):

@@ -68,7 +68,7 @@ def test_saving_on_a_model_is_what_was_announced(on_the_cpu, capsys):
     assert pruned["version"] == importlib.metadata.version("torch")
     # Two layers and the head pack; the unused one does not, and the embedding's three features are too few.
     assert (pruned["converted"], pruned["packed"], pruned["skipped"]) == (4, 3, 1)
-    assert pruned["reasons"] == ["in_features=3 is below min_features=64"]
+    assert pruned["reasons"] == ["has 3 input features"]
     copies = 2 * (512 * 2048 * 2 + 512 * 10) / models.MIB
     assert pruned["weight_copies_mib"] == pytest.approx(copies, abs=0.005)
     # Each figure is rounded by itself, and what was saved is the difference of two.
@@ -157,9 +157,7 @@ def test_layers_of_all_blocks_share_a_reason():
 
 def test_reasons_are_cut_to_their_first_clause():
     assert models.shortened("is a torch.nn.Foo, whose forward is not known") == "is a torch.nn.Foo"
-    assert models.shortened("in_features=3 is below min_features=64: below 64, each") == (
-        "in_features=3 is below min_features=64"
-    )
+    assert models.shortened("has 3 input features: below 64, each") == ("has 3 input features")
 
 
 def test_lora_trains_only_the_updates_and_starts_as_the_base():

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from examples.benchmarks import paper, paper_page, tables
 from examples.models import build_model
 from lightning_actprune import convert, functional
-from lightning_actprune.footprint import SavedTensorMeter
-from lightning_actprune.ops.geometry import BlockGeometry
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.codec.blocks import BlockGeometry
 
 RECORDS = tables.load("paper")
 SHAPES = [(3, 7, 48), (2, 9, 50), (1, 1, 16), (4, 64, 130)]
@@ -69,7 +69,7 @@ def test_kinds_add_up_to_what_the_meter_counts():
 def test_formula_of_savings_is_what_a_converted_model_saves():
     for record in paper.savings()[::4]:
         model, images, labels = paper.subject()
-        convert(model.blocks, record["sparsity"], record["block_size"])
+        convert(model.blocks, sparsity=record["sparsity"], block_size=record["block_size"])
         with SavedTensorMeter(model, (images, labels)) as meter:
             F.cross_entropy(model(images), labels)
         assert meter.report().saved_bytes == record["ours_saved_bytes"]

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.benchmarks import models, presets, summaries, third_party, turns
+from examples.benchmarks.vocabulary import PRESETS
 from lightning_actprune import ActivationPruning
-from lightning_actprune.presets import PRESETS
 from tests.examples.stand_ins import Blocks, counted, vectors
-from tests.helpers import trainer
+from tests.support.helpers import trainer
 
 CPU = torch.device("cpu")
 

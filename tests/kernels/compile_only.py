@@ -22,19 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lightning_actprune.kernels import (
-    column_sums,
-    columns,
-    keys,
-    pack,
-    pack_sample,
-    rescale,
-    select,
-    tiles,
-    unpack,
-    weight_grad,
-)
-from lightning_actprune.ops.geometry import MAX_BLOCK_SIZE, ceil_div
+from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, ceil_div
+from lightning_actprune.kernels import linear, pack, sums, unpack
+from lightning_actprune.kernels.places import run_tile, stride_unit
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
@@ -63,24 +53,8 @@ WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
 NARROW_ROW = 196
 """Values of a row that 4 divides and 8 does not."""
 
-PACK_SAMPLES = [
-    ("pack_sample", 2352, 384, 32, "bf16"), ("pack_sample", 9408, 1536, 32, "fp32"),
-    ("pack_sample", 18816, 1536, 16, "bf16"), ("pack_sample", 600, 144, 24, "bf16"),
-    ("pack_sample_narrow", 2688, NARROW_ROW, 32, "bf16"),
-    ("pack_sample_cast", 2352, 384, 32, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "bf16"),
-    ("pack_sample_cast", 18816, 1536, 16, "bf16"), ("pack_sample_cast", 9408, 1536, 32, "fp16"),
-    ("pack_sample_cast_narrow", 2688, NARROW_ROW, 32, "bf16"),
-    ("pack_sample_swap", 2352, 384, 32, "bf16"), ("pack_sample_swap", 9408, 1536, 32, "fp32"),
-    ("pack_sample_swap", 18816, 1536, 16, "bf16"),
-    ("pack_sample_block", 6272, 32, 32, "bf16"), ("pack_sample_cast_block", 6272, 32, 32, "bf16"),
-]  # fmt: skip
-"""Label, blocks of a sample, length, block size and value type: one of each number of warps and of keys a thread.
-
-Rows of one block are those of a convolution.
-"""
-
 UNSCALED = {"keys_ptr": None}
-"""What a kernel that copies or quantises blocks gets if these are not scaled."""
+"""What a kernel that copies or quantizes blocks gets if these are not scaled."""
 
 Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 """Label, kernel, constexprs, value type, options."""
@@ -93,50 +67,49 @@ def specimens(target: int) -> list[Specimen]:
     narrow = shared | {"ROWS": 16, "COLS": 8} | rows(NARROW_ROW, 32)
     block = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32)
     found = [
-        ("keys", keys.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
-        ("keys", keys.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
-        ("keys_swap", keys.block_keys_kernel, tile | {"SELECT": keys.SWAP.value}, "bf16", {"num_warps": 4}),
-        ("keys_unbiased", keys.block_keys_kernel, tile | {"SELECT": keys.UNBIASED.value}, "bf16", {"num_warps": 4}),
-        ("keys_narrow", keys.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
-        ("keys_block", keys.block_keys_kernel, block, "bf16", {"num_warps": 4}),
-        ("keys_cast_block", keys.block_keys_kernel, block | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", keys.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
-        ("keys_cast_narrow", keys.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("select", select.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("select", select.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
-        ("select_rows", select.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("select_shared", select.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("largest_dropped", rescale.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", {"num_warps": 4}),
-        ("largest_dropped", rescale.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("count_columns", columns.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
-        ("list_columns", columns.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
-        ("add_parts", weight_grad.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
+        ("keys", pack.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
+        ("keys", pack.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
+        ("keys_swap", pack.block_keys_kernel, tile | {"SELECT": pack.SWAP.value}, "bf16", {"num_warps": 4}),
+        ("keys_unbiased", pack.block_keys_kernel, tile | {"SELECT": pack.UNBIASED.value}, "bf16", {"num_warps": 4}),
+        ("keys_narrow", pack.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
+        ("keys_block", pack.block_keys_kernel, block, "bf16", {"num_warps": 4}),
+        ("keys_cast_block", pack.block_keys_kernel, block | {"CAST": True}, "bf16", {"num_warps": 4}),
+        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
+        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
+        ("keys_cast_narrow", pack.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
+        ("select", pack.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("select", pack.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
+        ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select_shared", pack.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", {"num_warps": 4}),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("count_columns", linear.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
+        ("list_columns", linear.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
+        ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
     ]
     for value, size in (("bf16", 2), ("fp32", 4)):
-        wide = column_sums.COLS
+        wide = sums.COLS
         tile = {
-            "ROWS": column_sums.TILE_BYTES // (wide * size),
+            "ROWS": sums.TILE_BYTES // (wide * size),
             "COLS": wide,
             "WIDE": False,
-            "STAGES": column_sums.STAGES,
+            "STAGES": sums.STAGES,
         }
-        for parts in (0, column_sums.MOST_PARTS):
+        for parts in (0, sums.MOST_PARTS):
             constants = tile | {"PARTS": parts}
-            found.append(("column_sums", column_sums.column_sums_kernel, constants, value, {"num_warps": 4}))
+            found.append(("column_sums", sums.column_sums_kernel, constants, value, {"num_warps": 4}))
             if value == "fp32":
                 constants = {name: constants[name] for name in constants if name != "WIDE"}
-                found.append(("add_sets", column_sums.add_sets_kernel, constants, value, {"num_warps": 4}))
+                found.append(("add_sets", sums.add_sets_kernel, constants, value, {"num_warps": 4}))
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
-        _, tile, options = pack.run_tile(64, 4704, size)
+        _, tile, options = run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
         found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
         found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
         found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
-    found.extend(pack_sample_specimen(*one) for one in PACK_SAMPLES)
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
     block = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(32, 32)
@@ -147,28 +120,20 @@ def specimens(target: int) -> list[Specimen]:
     return found
 
 
-def pack_sample_specimen(label: str, blocks: int, length: int, size: int, value: str) -> Specimen:
-    """Return the kernel that packs a sample of ``blocks`` in one launch, the keys in the values."""
-    config, casts, packed = pack_sample.choose_config(blocks), "cast" in label, 4 if value == "fp32" else 2
-    constants = config.constants(blocks, size, 4 if casts else packed, packed) | rows(length, size)
-    constants |= {"CAST": casts, "SELECT": keys.SWAP.value if "swap" in label else 0}
-    return label, pack_sample.pack_sample_kernel, constants, value, {"num_warps": config.warps}
-
-
 def rows(length: int, block_size: int) -> dict[str, int]:
     """Return the constants of rows that follow each other without gaps."""
-    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": keys.stride_unit(length)}
+    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": stride_unit(length)}
 
 
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
-    machine = tiles.Machine(132, SHARED_MEMORY[target], target // 10)
-    config = tiles.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
+    machine = linear.Machine(132, SHARED_MEMORY[target], target // 10)
+    config = linear.choose_config(size, 1536, 4 if value == "fp32" else 2, machine)
     sizes = {"B": size, "BLOCK": max(16, triton.next_power_of_2(size)), "BM": config.bm, "BK": config.bk}
     sizes |= {"SPLIT": True, "NARROW": True}
     modes = {"VALUES_FIRST": config.values_first, "UPCAST": False, "PRECISION": "ieee"}
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return f"weight_grad_b{size}", weight_grad.weight_grad_kernel, sizes | modes, value, options
+    return f"weight_grad_b{size}", linear.weight_grad_kernel, sizes | modes, value, options
 
 
 def compile_kernel(

@@ -103,7 +103,7 @@ def main() -> int:
     os.environ.update(UNCACHED)  # read when torch allocates first
     import torch
 
-    from tests.kernels.workload import run_all
+    from tests.support.workload import run_all
 
     print("ran under the watch:", ", ".join(run_all(torch.device(arguments.device))), flush=True)
     return CLEAN

@@ -1,88 +1,100 @@
-"""Blocks in few bits: kernels store the bytes of the reference and read the values of the reference, bit for bit."""
+"""Quantized blocks: kernels store the bytes of the reference and read the values of the reference, bit for bit."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 
-from lightning_actprune.kernels import pack as kernels
-from lightning_actprune.kernels.pack import PackPlan
-from lightning_actprune.kernels.pack_sample import SampleConfig, SamplePlan, choose_config
-from lightning_actprune.kernels.unpack import unpack
-from lightning_actprune.ops import formats
-from lightning_actprune.ops.geometry import ceil_div
-from tests.kernels.formats import QUANTIZED, each_large, expected, pack, read, rounded, strided
-from tests.kernels.test_cast import nearly_integers
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.blocks import ALL_BLOCKS, ceil_div
+from lightning_actprune.codec.formats import PLANES
+from lightning_actprune.codec.packed import pack, unpack_batch
+from lightning_actprune.kernels.pack import QuantizeLaunch
+from tests.support.packing import (
+    DTYPES,
+    all_same,
+    each_bits,
+    each_dtype,
+    each_large,
+    each_strided,
+    expected,
+    launch_of,
+    nearly_integers,
+    on_kernels,
+    read,
+    rounded,
+    strided,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# One tile of all kept blocks, and tiles of 256 values: many, overwriting the list that is read.
-ONE_TILE = SampleConfig(warps=4, piece=256, keys_kib=4, keys_stages=1, copy_kib=2, copy_stages=1)
-
-each_format = pytest.mark.parametrize("value_format", QUANTIZED)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
-each_plan = pytest.mark.parametrize("plan", ["three-launches", "one-launch", "one-launch-tiles"])
-
-
-@pytest.fixture
-def config(plan, monkeypatch):
-    """The configuration of one launch, ``None`` for three."""
-    if plan == "one-launch-tiles":
-        monkeypatch.setattr("lightning_actprune.kernels.pack_sample.THREAD_VALUES", 2)
-    return None if plan == "three-launches" else ONE_TILE
-
-
-def check(x, block_size, keep, value_format, config):
-    packed = pack(x, block_size, keep, value_format, config)
-    for actual, right in zip(packed, expected(x, block_size, keep, value_format), strict=True):
-        assert actual.dtype == right.dtype
-        assert torch.equal(actual.cpu(), right)
-    return packed
+SIZES = (8, 16, 20, 32, 64, 100, 128)
+each_number = pytest.mark.parametrize("all_blocks", [False, True], ids=["kept", "all"])
 
 
-@pytest.mark.parametrize("plan", ["three-launches", "one-launch"])
-@each_dtype
-@each_format
-def test_bytes_are_those_of_the_reference(kernel_device, value_format, dtype, config):
-    """Blocks of any size, the last of a row cut off; its rest counts as zeros."""
-    for block_size in (8, 16, 20, 32, 64, 100, 128):
+@pytest.fixture(autouse=True)
+def _kernels(request):
+    """Everything here is done by the kernels, unless a test says that it is not."""
+    from lightning_actprune.codec.dispatch import force_backend
+
+    with force_backend("triton"):
+        yield
+
+
+def check(x, block_size, keep, bits):
+    """Compare what is stored, and what is read of it, with the reference's."""
+    stored, right = pack(x, block_size, keep, bits), expected(x, block_size, keep, bits)
+    all_same(stored, right)
+    dense = rounded(read(right, x.shape, block_size, bits), x.dtype, x.device)
+    for features_first, wanted in ((False, dense), (True, dense.transpose(0, 1))):
+        found = unpack_batch(stored, tuple(x.shape), features_first, block_size, bits, x.dtype)
+        all_same((found,), (wanted,))
+    return dense
+
+
+@each_number
+@on_kernels(
+    "bits, dtype",
+    [(bits, DTYPES[bits % 2]) for bits in PLANES] + [(3, torch.float16)],
+    list(itertools.product(PLANES, DTYPES)),
+)
+def test_bytes_and_values_are_those_of_the_reference(kernel_device, bits, dtype, all_blocks):
+    """Blocks of any size, the last of a row cut off; what it lacks counts as zeros."""
+    for block_size in SIZES if kernel_device.type == "cuda" else (8, 20, 32, 64):
         length = 2 * block_size + block_size // 2 + 1
         x = (3 * torch.randn(2, 5, length) + 1).to(dtype).to(kernel_device)
-        check(x, block_size, 9, value_format, config)
+        check(x, block_size, ALL_BLOCKS if all_blocks else 9, bits)
 
 
-@each_plan
-@each_format
-@pytest.mark.parametrize(
-    ("shape", "block_size", "keep"),
-    [
-        ((20, 3, 20), 8, 4),  # several samples a program
-        ((2, 151, 30), 8, 400),  # several runs a sample
-        ((2, 151, 30), 8, 604),
-        ((1, 3, 5), 5, 2),  # a block cut to a row that is shorter than a byte of codes
-        ((1, 2, 3), 3, 1),
-        ((1, 3, 300), 300, 2),
-        ((2, 2, 1500), 1024, 3),
-        ((1, 1, 9), 8, 0),
-    ],
-    ids=str,
+PLACES = [
+    ((20, 3, 20), 8, 4),  # several samples a program
+    ((1, 3, 5), 5, 2),  # a block cut to a row that is shorter than a byte of codes
+    ((2, 151, 30), 8, 400),  # several runs a sample
+    ((2, 151, 30), 8, 604),
+    ((2, 151, 30), 8, ALL_BLOCKS),
+    ((1, 2, 3), 3, 1),
+    ((1, 1, 1), 1, ALL_BLOCKS),
+    ((1, 3, 300), 300, 2),
+    ((2, 2, 1500), 1024, 3),
+    ((7, 1, 1500), 1024, ALL_BLOCKS),
+]
+
+
+@on_kernels(
+    "place, bits",
+    [(PLACES[0], 4), (PLACES[1], 3), (PLACES[2], 2), (PLACES[6], 3), (PLACES[9], 8)],
+    list(itertools.product(PLACES, PLANES)),
 )
-def test_places_of_blocks_are_those_among_all_samples(kernel_device, shape, block_size, keep, value_format, config):
+def test_places_of_blocks_are_those_among_all_samples(kernel_device, place, bits):
     """Every row is the same, so that only the places of its blocks tell their codes apart."""
-    x = torch.randn(1, 1, shape[2], device=kernel_device).expand(shape)
-    check(x, block_size, keep, value_format, config)
+    shape, block_size, keep = place
+    check(torch.randn(1, 1, shape[2], device=kernel_device).expand(shape), block_size, keep, bits)
 
 
-@each_dtype
-def test_small_numbers_beside_large_ones(kernel_device, dtype):
-    """fp8 has subnormal codes for them, which are made of subnormal fp32 numbers."""
-    x = torch.randn(4, 3, 64).to(dtype) * 2.0 ** -torch.arange(64).remainder(22).to(dtype)
-    check(x.to(kernel_device), 32, 5, "fp8", None)
-
-
-@each_plan
-@pytest.mark.parametrize("kind", ["slice", "batch-second", "rows"])
-def test_strides(kernel_device, kind, config):
-    check(strided(kind, kernel_device), 16, 40, "int4", config)
+@each_number
+@each_strided
+def test_strides(kernel_device, kind, all_blocks):
+    check(strided(kind, kernel_device), 16, ALL_BLOCKS if all_blocks else 40, 4)
 
 
 def peculiar(dtype, device):
@@ -106,140 +118,90 @@ def peculiar(dtype, device):
     return x.to(dtype).view(1, 3, 64).to(device)
 
 
-@each_plan
 @each_dtype
-@each_format
-def test_peculiar_blocks(kernel_device, value_format, dtype, config):
-    x = peculiar(dtype, kernel_device)
-    packed = check(x, 16, 12, value_format, config)
-    values = read(packed, (1, 12, 16), 16, value_format)[0]
-    # Blocks of NaN, and of what is too far apart or from zero.
-    apart = [] if dtype == torch.float16 else [2, 4, 5]
-    lost = [6, 7, 8, *(apart if value_format != "fp8" else [])]
-    assert values[lost].isnan().all()
-    assert values[[0, 1, 3, 9, 10, 11]].isfinite().all()
-    assert not values[[0, 11]].any()
+@each_bits
+def test_peculiar_blocks(kernel_device, bits, dtype):
+    for keep in (12, ALL_BLOCKS):
+        values = check(peculiar(dtype, kernel_device), 16, keep, bits).view(12, 16)
+        # Blocks of NaN, and of what is too far apart or from zero.
+        lost = [6, 7, 8, *([] if dtype == torch.float16 else [2, 4, 5])]
+        assert values[lost].isnan().all()
+        assert values[[0, 1, 3, 9, 10, 11]].isfinite().all()
+        assert not values[[0, 11]].any()
 
 
-@each_plan
-@each_format
+@each_number
+@each_bits
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bf16", "fp16"])
-def test_a_plan_that_casts_quantizes_the_rounded_copy(kernel_device, value_format, dtype, config):
+def test_a_launch_that_casts_quantizes_the_rounded_copy(kernel_device, bits, dtype, all_blocks):
     x = nearly_integers(3, 42, 103, device=kernel_device)[:, 1:, 3:]
+    keep = ALL_BLOCKS if all_blocks else 200
     copy = torch.empty(x.shape, dtype=dtype, device=kernel_device)
-    arguments = x.shape, x.stride()[:2], 16, 200
-    if config is None:
-        plan = PackPlan(*arguments, x.device, True, value_format)
-    else:
-        plan = SamplePlan(*arguments, 4, config, dtype, value_format)
-    packed = plan(x, copy)
+    stored = launch_of(x, 16, keep, dtype, bits)(x, copy)
     assert torch.equal(copy, x.to(dtype))
-    for actual, right in zip(packed, expected(x.to(dtype), 16, 200, value_format), strict=True):
-        assert torch.equal(actual.cpu(), right)
+    all_same(stored, expected(x.to(dtype), 16, keep, bits))
 
 
-@pytest.mark.parametrize(
-    ("value_format", "block_size", "keep", "allocated"),
-    [
-        ("int4", 32, 200, False),  # 16 bytes of codes: a quarter of the blocks has room for all keys
-        ("int4", 32, 199, True),
-        ("fp8", 32, 100, False),
-        ("int4", 20, 400, False),
-        ("int4", 20, 401, True),  # 10 bytes: the second sample's codes do not start at a multiple of 4
-        ("int3", 32, 400, False),  # 8 bytes in the first plane
-        ("int2", 24, 700, True),  # 6 bytes would overtake the list
-    ],
-)
-def test_keys_lie_in_the_values_where_these_have_room(kernel_device, value_format, block_size, keep, allocated):
-    x = torch.randn(2, 200, 4 * block_size, device=kernel_device)
-    plan = SamplePlan(x.shape, x.stride()[:2], block_size, keep, 4, ONE_TILE, value_format=value_format)
-    assert plan.scratch == 1600 * allocated
-    for actual, right in zip(plan(x), expected(x, block_size, keep, value_format), strict=True):
-        assert torch.equal(actual.cpu(), right)
+@each_bits
+def test_all_blocks_of_any_sparsity_and_none_dropped_are_the_same_bytes(kernel_device, bits):
+    x = torch.randn(3, 20, 60, device=kernel_device)
+    assert torch.equal(pack(x, 16, ALL_BLOCKS, bits)[0], pack(x, 16, 80, bits)[0])
 
 
-@each_format
-@pytest.mark.parametrize("samples", [2, 12], ids=["three-launches", "one-launch"])
-def test_plan_and_pack_take_the_format(kernel_device, monkeypatch, value_format, samples):
-    monkeypatch.setattr("lightning_actprune.kernels.pack_sample.multiprocessors", lambda device: samples // 2)
-    monkeypatch.setattr("lightning_actprune.kernels.pack_sample.FEWEST_BLOCKS", 1 if samples > 2 else 10**6)
-    kernels.plan.cache_clear()
-    x = torch.randn(samples, 3, 24, device=kernel_device)
-    packed = kernels.pack(x, 8, 5, value_format)
-    kernels.plan.cache_clear()
-    for actual, right in zip(packed, expected(x, 8, 5, value_format), strict=True):
-        assert torch.equal(actual.cpu(), right)
-    assert packed[0].shape == (5 * samples, formats.FORMATS[value_format].row_bytes(8, 0))
+def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
+    x = torch.randn(3, 4, 16, device=kernel_device)
+    launch = launch_of(x, 8, ALL_BLOCKS, None, 4)
+    assert isinstance(launch, QuantizeLaunch)
+    with torch.inference_mode():
+        _, bitmap, offsets = launch(x)
+    assert bitmap is offsets is launch(x)[1]
+    assert not bitmap.is_inference()
+    first, second = torch.ops.actprune.pack(x, 8, ALL_BLOCKS, 4)[1:]  # operators must return new tensors
+    assert first is not second
 
 
-@each_dtype
-@each_format
-def test_unpack_reads_the_values_of_the_reference(kernel_device, value_format, dtype):
-    for block_size in (8, 16, 20, 32, 64, 100, 200):
-        shape = 2, 5, 2 * block_size + block_size // 2 + 1
-        packed = expected(torch.randn(shape).to(dtype), block_size, 9, value_format)
-        dense = rounded(read(packed, shape, block_size, value_format), dtype, kernel_device)
-        packed = tuple(part.to(kernel_device) for part in packed)
-        for features_first, right in ((False, dense), (True, dense.transpose(0, 1))):
-            actual = unpack(*packed, shape, features_first, block_size, value_format, dtype)
-            assert actual.dtype == dtype
-            assert torch.equal(actual.cpu(), right)
-
-
-@each_format
-def test_unpack_reads_codes_of_any_bits_and_what_is_not_finite(kernel_device, value_format):
-    """Any bytes, among them headers of no scale, of the largest, and of NaN; scales of fp8 are moderate."""
-    row = formats.FORMATS[value_format].row_bytes(32, 0)
-    _, bitmap, offsets = expected(torch.randn(2, 20, 70), 32, 40, value_format)
+@each_bits
+def test_unpack_reads_codes_of_any_bits_and_what_is_not_finite(kernel_device, bits):
+    """Any bytes, among them headers of no scale, of the largest, and of NaN."""
+    row = formats.row_bytes(32, bits, 0)
+    _, bitmap, offsets = expected(torch.randn(2, 20, 70), 32, 40, bits)
     values = torch.randint(0, 256, (80, row), dtype=torch.uint8)
     headers = values.flatten()[-160:].view(torch.int16)
-    headers[17] = 0x7FC0 if value_format == "fp8" else -512 | 511
-    if value_format == "fp8":
-        headers[18:] %= 0x4000
-        headers[:17] %= 0x4000
-        codes = values.flatten()[:-160]
-        codes[codes % 128 == 127] = 5  # codes of NaN are never stored
-    else:
-        headers[18], headers[19] = -512, 510
-    packed = values, bitmap, offsets
-    right = read(packed, (2, 20, 70), 32, value_format)
-    packed = tuple(part.to(kernel_device) for part in packed)
-    actual = unpack(*packed, (2, 20, 70), False, 32, value_format, torch.float32).cpu()
+    headers[17], headers[18], headers[19] = -512 | 511, -512, 510
+    right = read((values, bitmap, offsets), (2, 20, 70), 32, bits)
     assert right.isnan().any()
-    assert torch.equal(actual.isnan(), right.isnan())
-    assert torch.equal(actual.nan_to_num(0), right.nan_to_num(0))
+    stored = values.to(kernel_device), bitmap.to(kernel_device), offsets.to(kernel_device)
+    all_same((unpack_batch(stored, (2, 20, 70), False, 32, bits, torch.float32),), (right,))
 
 
 @pytest.mark.gpu
 @each_dtype
-@each_format
+@each_bits
 @each_large
-def test_large_samples_on_the_gpu(shape, block_size, value_format, dtype):
+def test_large_tensors_on_the_gpu(shape, block_size, bits, dtype):
     """Values whose sums of squares are exact, so that the reference keeps the same blocks."""
     x = (torch.randint(-64, 65, shape) / 8).to(dtype).cuda()
     blocks = shape[1] * ceil_div(shape[2], block_size)
-    for sparsity in (0.1, 0.6, 0.97):
-        keep = round(blocks * (1 - sparsity))
-        right = expected(x, block_size, keep, value_format, x.device)
-        for config in (None, choose_config(blocks)):
-            for _ in range(3):  # a race need not show the first time
-                packed = pack(x, block_size, keep, value_format, config)
-                assert all(torch.equal(part, wanted) for part, wanted in zip(packed, right, strict=True))
-        dense = unpack(*packed, shape, False, block_size, value_format, dtype)
-        assert torch.equal(dense, read(packed, shape, block_size, value_format, x.device).to(dtype))
+    for keep in (ALL_BLOCKS, *(round(blocks * (1 - sparsity)) for sparsity in (0.1, 0.6, 0.97))):
+        right = expected(x, block_size, keep, bits, device=x.device)
+        for _ in range(3):  # a race need not show the first time
+            stored = pack(x, block_size, keep, bits)
+            assert all(torch.equal(part, wanted) for part, wanted in zip(stored, right, strict=True))
+        dense = unpack_batch(stored, shape, False, block_size, bits, dtype)
+        assert torch.equal(dense, read(stored, shape, block_size, bits, x.device).to(dtype))
 
 
 @pytest.mark.gpu
 def test_planes_beyond_32_bits():
-    """Over 2^31 bytes of codes: the last blocks, all others zero."""
+    """Over 2^31 bytes of codes: the last blocks, all before them zero."""
     rows = 2**21 + 2**12
     x = torch.zeros(1, rows, 1024, dtype=torch.bfloat16, device="cuda")
     x[0, -50:] = torch.randn(50, 1024, device="cuda")
-    values, bitmap, offsets = pack(x, 1024, rows, "int8")
-    codes, headers = values.view(-1)[: rows * 1024], values.view(-1)[rows * 1024 :].view(torch.int16)
+    stored = pack(x, 1024, rows, 8)
+    codes, headers = stored[0].view(-1)[: rows * 1024], stored[0].view(-1)[rows * 1024 :].view(torch.int16)
     assert not codes[: -50 * 1024].any()
     assert not headers[:-50].any()
-    dense = unpack(values, bitmap, offsets, (1, rows, 1024), False, 1024, "int8", torch.bfloat16)
+    dense = unpack_batch(stored, (1, rows, 1024), False, 1024, 8, torch.bfloat16)
     scale = (((headers[-50:].int() & 511) + formats.SCALE_CODES) << 20).view(torch.float32)[:, None]
     assert scale.max() < 10 / 255
     error = (dense[0, -50:].float() - x[0, -50:].float()).abs()

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from tests.kernels import sanitize
-from tests.kernels.workload import kernel_names, run_all
+from tests.support.workload import kernel_names, run_all
 
 
+@pytest.mark.slow
 def test_workload_launches_every_kernel_with_right_results(kernel_device):
     assert set(run_all(kernel_device)) == kernel_names() >= {"unpack_kernel", "weight_grad_kernel"}
 

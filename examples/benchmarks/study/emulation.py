@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.benchmarks.study.settings import block_layers, kind
-from lightning_actprune.ops.geometry import block_and_keep, sparsity_parts, stored_view
+from lightning_actprune.codec.blocks import block_and_keep, sparsity_parts, stored_view
 
 ROUNDINGS, HEADERS = ("sr", "sub", "near"), ("h32", "h16", "sym")
 REMAINDERS = ("zero", "mean", "block", "sign")
@@ -144,7 +144,7 @@ def restore(model: nn.Module) -> None:
 def approximate(x: Tensor, variant: Variant) -> Tensor:
     """Return what `variant` gives back of `x`."""
     stored, transposed = stored_view(x, variant.block_size, "sample")
-    block_size, keep = block_and_keep(stored, variant.block_size, sparsity_parts(variant.sparsity), "same")
+    block_size, keep = block_and_keep(stored, variant.block_size, sparsity_parts(variant.sparsity), 0)
     wide = stored.float()
     mean = wide.mean((0, 2) if transposed else (0, 1), keepdim=True) if variant.remainder in ("mean", "sign") else 0.0
     length = wide.shape[2]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.summaries import Records, Summary, groups
-from lightning_actprune.presets import PRESETS
+from examples.benchmarks.vocabulary import PRESETS
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256")
 RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
@@ -204,7 +204,7 @@ def presets(records: Records) -> Summary:
         rows.append([f"`{name}`", *settings, *preset_cells(name, mains)])
         cells = preset_cells(f"{name}+others", mains)
         if set(cells) != {"-"}:
-            rows.append([f"`{name}`, `others=True`", *settings, *cells])
+            rows.append([f"`{name}`, every operator", *settings, *cells])
     scores = (f"{study[0]['model']}, {score_of(study[0]).name}" for study in mains)
     header = ("preset", "sparsity", "`value_format`", "`max_dropped_energy`", "stored bits per value", *scores)
     return Summary("Presets", header, rows)

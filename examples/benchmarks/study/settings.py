@@ -3,7 +3,7 @@
 A setting is written `dense`, as the name of a preset, or as `sparsity:block_size:value_format`, such as `0.5:16:same`
 (the kept values as they are) or `0:32:int4` (all blocks, 4 bits a value); which blocks are kept and the largest share
 of the energy that may be dropped can follow: `0.8:32:same:unbiased`, `0.5:32:int2:0.2`. All linear layers of the
-model's blocks are pruned but those that `HolderProbe` finds in a first forward: an input that something else keeps
+model's blocks are pruned but those that `RetentionProbe` finds in a first forward: an input that something else keeps
 anyway would be packed on top. In a transformer that is the output projection of the attention, whose input the
 attention keeps. Layers that would drop more than the limit keep all their blocks (see `EnergyProbe`). At the end of a
 pruned setting `+others` lets the other operators of the blocks keep in few bits what they need, in the formats of the
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_actprune import EnergyProbe, HolderProbe, convert
-from lightning_actprune.arguments import OTHERS as ALL_OTHERS
-from lightning_actprune.arguments import BlockSelection, ValueFormatName
-from lightning_actprune.footprint import LayerFootprint, SavedTensorMeter
-from lightning_actprune.presets import PRESETS, Preset
+from examples.benchmarks.vocabulary import OTHERS as ALL_OTHERS
+from examples.benchmarks.vocabulary import PRESETS, BlockSelection, Preset, ValueFormatName, rules_of
+from lightning_actprune import convert
+from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
+from lightning_actprune.analysis.memory import LayerFootprint, SavedTensorMeter
 
 Batch = tuple[Tensor, Tensor]
 OTHERS = "+others"
@@ -116,17 +116,13 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
     """
     if setting.method == "dense":
         return []
-    names = "sparsity", "block_size", "value_format", "block_selection"
-    arguments = {name: getattr(setting, name) for name in names if getattr(setting, name) is not None}
-    others = other_formats(model, setting)
-    if others:
-        arguments["others"] = others
-    report = convert(model, **arguments, include="blocks.*", min_features=0)
-    limit = 1.0 if setting.max_dropped_energy is None else setting.max_dropped_energy
-    probes = HolderProbe(model, batch), EnergyProbe(model, limit)
-    with buffers_kept(model), probes[0] as holders, probes[1] as energy:
+    names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
+    preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
+    report = convert(model, rules=rules_of(preset, other_formats(model, setting), model))
+    probes = RetentionProbe(model, batch), EnergyProbe(model)
+    with buffers_kept(model), probes[0] as retention, probes[1] as energy:
         training_loss(model, batch, precision)
-    left_dense = sorted({kind(layer.fqn) for layer in holders.apply(report)})
+    left_dense = sorted({kind(layer.fqn) for layer in retention.apply(report)})
     energy.apply(report)
     return left_dense
 

@@ -1,0 +1,529 @@
+r"""What the first batch of a fit tells of each compressed layer: retained input, dropped energy, recomputation.
+
+**Retained input.** A dense layer keeps the storage of its input. Compressing frees that storage only if nothing else
+retains it until backward, and stores the packed input in its place. With the calls ``c`` of one layer in one step, a
+layer is worth compressing if ::
+
+    sum_c freed(c) - packed(c) > 0
+
+    freed(c)    bytes of the input, divided by the number of calls of compressed layers on that storage;
+                0 if anything but a compressed layer retains it
+    packed(c)   bytes of the packed input, divided by the number of calls that keep the same pack;
+                0 if a norm keeps it anyway, quantized for itself
+
+All layers for which it is not become dense at once. Each of them then retains its inputs itself, so the sums are taken
+again until no layer is left to turn: the result does not depend on the order of the layers, and as every sum left is
+positive, so is their total, the bytes that the compressed model keeps less than the dense one.
+
+**Dropped energy.** Where dropped blocks hold much of a layer's input, quantize the input, but do not drop blocks. With
+``q_n`` the sum of squares of block ``n`` of an input, the share of its energy that a sparsity drops is ::
+
+    e = sum_{n dropped} q_n / sum_n q_n
+
+A dropped block is lost for the weight gradient, again and again where the same features have the smallest norms, while
+the error of quantization has mean zero and cancels over rows and steps. So dropping belongs where energy is
+concentrated: behind an activation function, say. Behind a LayerNorm all blocks look alike, and half of them hold nearly
+half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
+
+Shares at a sparsity of .5 at the start of training (b = 32): ResMLP-S12 .16 (token mixing), .21 (fc1), .17 (fc2); ViT
+.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34 (``ablation_start.json``). The cosine between pruned and exact weight
+gradient in the middle of training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two
+bits for every value instead it is .97 to .99, .92 to .98, .98 to .99 (``ablation_fidelity.json``).
+
+**Recomputation.** In layers that run only inside an activation checkpoint, compressing saves next to nothing. Of a
+checkpointed region only the input is kept. The region runs again when backward gets to it, and what its layers save
+then lives until its own backward, which follows at once: compressing lowers that moment's memory, if anything, and
+costs gradient quality. Two ways to record a graph are told apart:
+
+- *again*: while backward runs. That is how every recomputation shows, whatever makes it: either form of
+  ``torch.utils.checkpoint``, the wrappers of FSDP and Hugging Face, the own implementations of other libraries, or a
+  reversible block.
+- *kept*: before backward, unless the innermost saved-tensor hooks are those with which torch's non-reentrant checkpoint
+  drops what is saved. (Reentrant checkpoints record no graph before backward.)
+
+A layer with calls of the first sort alone is reported; one that runs outside of checkpoints too saves memory there. A
+forward that the user runs in backward for other ends, such as in a tensor's hook, looks like a recomputation, but is as
+a rule not the layer's only call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
+
+from lightning_actprune.analysis.recorder import (
+    CallWatcher,
+    LayerCall,
+    Saved,
+    SavedTensorRecorder,
+    SharedContext,
+    eager_stance,
+    hooks_are_innermost,
+    input_layers,
+    module_names,
+)
+from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_parts, split_blocks, stored_view
+from lightning_actprune.config import check_share
+from lightning_actprune.convert import revert_layers
+from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
+from lightning_actprune.operators.registry import operator_of
+from lightning_actprune.operators.saved import Retainers, backward_runs, dropped_by_checkpoint
+from lightning_actprune.report import ConversionReport, LayerReport
+from lightning_actprune.schedules import check_sparsity
+
+_dense_for_now: dict[object, LayerState] = {}
+"""Compressed layers that a probe lets run dense in their current call, with the state that they have otherwise."""
+
+_DENSE_LAYER = "is kept for backward by {!r} (a layer that is dense)"
+
+
+class RetentionProbe(SavedTensorRecorder):
+    """Find, in one real training forward, the compressed layers whose input something else retains anyway.
+
+    It is retained by operations and modules that save the same storage for backward (views and aliases included), such
+    as ``scaled_dot_product_attention``, a ReLU, a norm or a dense linear layer; by the batch, parameters and buffers;
+    and by references in Python, such as a list of features, which show in that a storage is still alive though autograd
+    saved it nowhere. Compressed layers do not count against each other.
+
+    Bytes decide (see the module): a layer with several calls stays compressed if that saves memory over all of them.
+    Not judged is a layer that was not called, got only empty inputs, or ran inside an activation checkpoint or where
+    other saved-tensor hooks, such as those of ``save_on_cpu``, say what is kept (inside this context or around it). The
+    step is not disturbed: no forward is added and nothing is kept alive. A layer whose input is known to be retained
+    when it is called (saved before, or part of the batch) runs dense in that call, so that the step does not pack in
+    vain.
+
+    Compiled modules run eagerly in this context, since nothing in a compiled region can be seen; compilation then
+    starts, or goes on, with the next step. ``torch.func`` transforms and ``disable_saved_tensors_hooks`` inside it
+    fail: they forbid the hooks that see what is saved.
+
+    Args:
+        model: The module that ``convert`` was called on.
+        batch: Whatever holds the step's input tensors.
+        sparsity: Least sparsity to count with, where you will raise it; layers at 0 are judged only then. Those with a
+            schedule in ``ActivationPruning`` are counted at its highest sparsity in any case.
+
+    Example:
+        >>> from lightning_actprune import convert
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> report = convert(model, sparsity=0.6)
+        >>> x = torch.randn(16, 64)
+        >>> with RetentionProbe(model, x) as probe:
+        ...     loss = model(x).sum()
+        >>> for layer in probe.apply(report):
+        ...     print(layer.fqn, layer.reason, sep=": ")
+        0: its input is part of the batch
+        2: its input is kept for backward by '1' (relu)
+    """
+
+    def __init__(self, model: nn.Module, batch: Any = None, *, sparsity: float = 0.0) -> None:
+        super().__init__(model, batch)
+        self._sparsity = check_sparsity(sparsity)
+        self._calls: dict[LayerCall, float] = {}
+        self._unchecked: list[LayerCall] = []
+        self._retainers = Retainers()
+        self._own: dict[StorageWeakRef, list[weakref.ref[Tensor]]] = {}
+        self._packs: dict[StorageWeakRef, set[LayerCall]] = {}
+        self._names = module_names(model)
+        self._operators: _OperatorNames | None = None
+
+    def __enter__(self) -> Self:
+        self._operators = _watching.enter()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.check_alive()
+        self.close()
+
+    @property
+    def retained(self) -> list[LayerReport]:
+        """The layers that are better left dense, with the reason, in the order of the model."""
+        named = [(fqns[0], layer) for fqns, layer in input_layers(self._model)]
+        reasons = _Ledger(self._calls, self._packs).reasons(self._retainers, {layer: name for name, layer in named})
+        return [
+            LayerReport(name, torch_class(type(layer)).__name__, operator, reason=reasons[layer])
+            for name, layer in named
+            if layer in reasons and (operator := operator_of(layer)) is not None
+        ]
+
+    def check_alive(self) -> None:
+        """Look for references in Python; leaving the context does it too.
+
+        It works whenever the calls so far have let go of their inputs: from the end of a forward on. A layer that ran
+        dense keeps its input itself until backward, so it is only found out by a check after that.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for call in unchecked:
+            key = call.dense_key
+            if key is None or key.cdata in self._retainers or key.expired():  # type: ignore[no-untyped-call]
+                continue
+            if any(handle() is not None for handle in self._own.get(key, ())):
+                self._unchecked.append(call)
+            elif call.saved:
+                reason = "is kept alive by a Python reference outside autograd (such as a list of features)"
+                self._retainers.add(key, reason)
+
+    def close(self) -> None:
+        """Stop without looking for references in Python."""
+        if self._active:
+            super().close()
+            for layer in [layer for layer in _dense_for_now if layer in self._names]:  # cut short by an interrupt
+                _compress_again(layer)
+        if self._operators is not None:
+            self._operators = None
+            _watching.leave()
+
+    def apply(self, report: ConversionReport) -> list[LayerReport]:
+        """Turn these layers back to dense if ``report`` says that they were converted; call it after the context.
+
+        Returns:
+            These layers as they are now in ``report``, with the reason.
+        """
+        return leave_dense(self._model, report, self.retained)
+
+    def _followed(self) -> Iterable[nn.Module]:
+        return self._model.modules()
+
+    def _on_call(self, call: LayerCall) -> None:
+        layer, key = call.layer, call.dense_key
+        # One that was built compressed stays as it is.
+        if not isinstance(layer, CompressedLayer) or layer.owner is None or call.shape.numel() == 0 or self.hands_on:
+            return
+        state = _dense_for_now.get(layer, layer._state)
+        sparsity = max(state.sparsity, state.highest, self._sparsity)
+        if sparsity == 0 and not state.keep.stored_bits:
+            return
+        if call.blocks is not None:
+            call.blocks = call.blocks._replace(bits=state.keep.stored_bits)
+        self._calls[call] = sparsity
+        self._unchecked.append(call)
+        if key is None:
+            return
+        if self._is_there_anyway(key) is not None:
+            self._retain(key, "")
+        # What runs dense inside a checkpoint would have to run dense again in its backward.
+        if key.cdata in self._retainers and layer.packs and hooks_are_innermost():
+            _dense_for_now[layer] = state
+            layer._state = replace(state, keep=replace(state.keep, bits=None), sparsity=0.0)
+
+    def _on_return(self, call: LayerCall) -> None:
+        if call.layer in _dense_for_now:
+            _compress_again(call.layer)
+
+    def _on_saved(self, saved: Saved) -> None:
+        call = saved.call
+        if call is None or call not in self._calls:
+            self._retain(saved.key, self._description(saved))
+        elif call.keeps(saved.key):
+            self._own.setdefault(saved.key, []).append(saved.handle)
+        elif call.packs and saved.key not in self._parameters:
+            self._packs.setdefault(saved.key, set()).add(call)
+
+    def _retain(self, key: StorageWeakRef, reason: str) -> None:
+        """Note who retains a storage; the first one is named, but for what is there anyway."""
+        if key.cdata not in self._retainers:
+            self._retainers.add(key, self._is_there_anyway(key) or reason)
+
+    def _is_there_anyway(self, key: StorageWeakRef) -> str | None:
+        if key in self._batch:
+            return "is part of the batch"
+        return "is a parameter or buffer" if key in self._parameters else None
+
+    def _description(self, saved: Saved) -> str:
+        name = "" if saved.module is None else self._names[saved.module]
+        if saved.call is not None and saved.call.keeps(saved.key):
+            return _DENSE_LAYER.format(name)
+        operator = self._operators.current if self._operators is not None else None
+        if not name:
+            return f"is kept for backward by {operator or 'the step itself'}"
+        return f"is kept for backward by {name!r}" + (f" ({operator})" if operator else "")
+
+
+def leave_dense(model: nn.Module, report: ConversionReport, retained: Iterable[LayerReport]) -> list[LayerReport]:
+    """Turn the converted layers among ``retained`` back to dense; see ``RetentionProbe.apply``."""
+    converted = {layer.fqn for layer in report.converted}
+    reasons = {layer.fqn: layer.reason or "" for layer in retained if layer.fqn in converted}
+    revert_layers(model, {layer for fqns, layer in input_layers(model) if fqns[0] in reasons}.__contains__)
+    for fqn, reason in reasons.items():
+        report.leave_dense(fqn, reason)
+    return [layer for layer in report.skipped if layer.fqn in reasons]
+
+
+def _compress_again(layer: object) -> None:
+    state = _dense_for_now.pop(layer)
+    if isinstance(layer, CompressedLayer):  # not reverted meanwhile
+        layer._state = state
+
+
+class _Ledger:
+    """The bytes that compressing frees and those that it adds, layer by layer.
+
+    Args:
+        calls: Calls of compressed layers, each with the sparsity to count with.
+        packs: The packed storages, each with the calls that keep it.
+    """
+
+    def __init__(self, calls: Mapping[LayerCall, float], packs: Mapping[StorageWeakRef, set[LayerCall]]) -> None:
+        self._sparsity = calls
+        self._layers: dict[nn.Module, list[LayerCall]] = {}
+        for call in calls:
+            self._layers.setdefault(call.layer, []).append(call)
+        for layer in [call.layer for call in calls if not call.saved]:  # run inside a checkpoint
+            self._layers.pop(layer, None)
+        judged = [call for own in self._layers.values() for call in own]
+        self._users = Counter(call.dense_key for call in judged)
+        # Of layers that ran dense none has packed anything yet: those that would share are told by what they read.
+        alike = Counter((call.reads, calls[call]) for call in judged)
+        unpacked = [call for call in judged if not call.packs and call.dense_key is not None]
+        self._sharers = {call: alike[call.reads, calls[call]] for call in unpacked}
+        for sharers in packs.values():
+            for call in sharers:
+                self._sharers[call] = max(len(sharers), self._sharers.get(call, 1))
+
+    def reasons(self, retainers: Retainers, names: Mapping[nn.Module, str]) -> dict[nn.Module, str]:
+        """Return the layers that are not worth compressing, each with the reason."""
+        layers = dict(self._layers)
+        known = retainers.copy()
+        reasons: dict[nn.Module, str] = {}
+        while turned := [layer for layer, calls in layers.items() if self._freed(calls, known) <= self._added(calls)]:
+            reasons |= {layer: self._reason(layers[layer], known) for layer in turned}
+            for layer in turned:
+                for call in layers.pop(layer):
+                    if call.dense_key is not None and call.dense_key.cdata not in known:
+                        known.add(call.dense_key, _DENSE_LAYER.format(names[layer]))
+        return reasons
+
+    def _freed(self, calls: Iterable[LayerCall], retainers: Retainers) -> float:
+        shares = {call: 1 if call.dense_key is None else self._users[call.dense_key] for call in calls}
+        return sum(call.dense_bytes / share for call, share in shares.items() if not _is_retained(call, retainers))
+
+    def _added(self, calls: Iterable[LayerCall]) -> float:
+        own = [call for call in calls if not (call.reuses and self._sparsity[call] == 0)]
+        return sum(call.packed_bytes(self._sparsity[call]) / self._sharers.get(call, 1) for call in own)
+
+    def _reason(self, calls: Sequence[LayerCall], retainers: Retainers) -> str:
+        numbers = f"packing would add {self._added(calls):,.0f} bytes and free {self._freed(calls, retainers):,.0f}"
+        found = [call for call in calls if _is_retained(call, retainers)]
+        if not found:
+            return numbers
+        key = max(found, key=lambda call: call.dense_bytes).dense_key
+        assert key is not None
+        reason = f"its input {retainers.first_name(key.cdata)}"
+        return reason if len(found) == len(calls) else f"{reason} in {len(found)} of {len(calls)} calls; {numbers}"
+
+
+def _is_retained(call: LayerCall, retainers: Retainers) -> bool:
+    """Return whether anything but compressed layers retains the storage of the call's input."""
+    return call.dense_key is not None and call.dense_key.cdata in retainers
+
+
+class _OperatorNames(TorchFunctionMode):
+    """Know the name of the running operator: the outermost function of torch, such as ``layer_norm``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: str | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outer, self.current = self.current, getattr(func, "__name__", "").strip("_") or None
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.current = outer
+
+
+@contextmanager
+def _watched() -> Iterator[_OperatorNames]:
+    with eager_stance.opened(), _OperatorNames() as operators:
+        yield operators
+
+
+_watching = SharedContext(_watched)
+
+
+def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
+    """Return the energy of the blocks of ``x`` that ``sparsity`` drops and of all blocks, ``[2]`` in fp32 or fp64.
+
+    Args:
+        x: Input of a layer, ``[..., features]``.
+        sparsity: Fraction of blocks dropped, in [0, 1).
+        blocks: How ``x`` is cut into blocks.
+    """
+    with torch.no_grad():
+        stored, _ = stored_view(x, blocks.block_size, blocks.scope)
+        block, keep = block_and_keep(stored, blocks.block_size, sparsity_parts(sparsity), 0)
+        # Sums in fp32 without a copy in fp32, which would be what is largest in a step.
+        wide = torch.promote_types(stored.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(split_blocks(stored, block), dim=-1, dtype=wide)
+        energies = norms.square().flatten(1)
+        kept, total = energies.topk(keep, dim=1).values.sum(), energies.sum()
+        return torch.stack([total - kept, total])
+
+
+class EnergyProbe(CallWatcher):
+    """Find, in one real training forward, the compressed layers whose dropped blocks hold much of their input's energy.
+
+    Not judged is a layer that keeps nothing (a frozen one), was not called, or got only zeros or values that are not
+    finite. The step is not disturbed.
+
+    Args:
+        model: The module that ``convert`` was called on.
+        limit: Largest share of the energy that dropped blocks may hold, in [0, 1]; by default each layer's own, its
+            ``keep.max_dropped_energy``.
+        sparsity: Least sparsity to judge layers at, where you will raise it; layers at 0 are judged only then. Those
+            with a schedule in ``ActivationPruning`` are judged at its highest sparsity in any case.
+        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``RetentionProbe``. Otherwise
+            nothing inside them is seen.
+
+    Raises:
+        TypeError: If ``limit`` or ``sparsity`` is no number.
+        ValueError: If ``limit`` or ``sparsity`` is out of range.
+
+    Example:
+        >>> from lightning_actprune import Keep, convert
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> report = convert(model, rules={"*": Keep(bits=4, sparsity=0.5)})
+        >>> with EnergyProbe(model, 0.2) as probe:
+        ...     loss = model(torch.ones(16, 64)).sum()
+        >>> probe.shares["0"]  # of two equal blocks one is dropped
+        0.5
+        >>> probe.apply(report)[0], model[0].sparsity
+        ('0', 0.0)
+    """
+
+    def __init__(
+        self, model: nn.Module, limit: float | None = None, *, sparsity: float = 0.0, eagerly: bool = False
+    ) -> None:
+        super().__init__(model, eagerly=eagerly)
+        self._limit = None if limit is None else check_share(limit, "limit")
+        self._sparsity = check_sparsity(sparsity)
+        self._sums: dict[object, Tensor] = {}
+
+    def add_up(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Let all ranks of a distributed training judge by the same shares.
+
+        Args:
+            over_ranks: Returns the sum of a tensor over the ranks; called once, on each of them with as many values.
+        """
+        layers = [layer for _, layer in input_layers(self._model) if layer in self._layers]
+        if not layers:
+            return
+        device = next((sums.device for sums in self._sums.values()), next(layers[0].parameters()).device)
+        found = [self._sums.get(layer, torch.zeros(2)).to(device) for layer in layers]
+        self._sums = dict(zip(layers, over_ranks(torch.stack(found)), strict=True))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of the energy that would be dropped, by the name of the layer, over all its calls."""
+        named = [(fqns[0], layer) for fqns, layer in input_layers(self._model) if layer in self._sums]
+        sums = [(name, *self._sums[layer].tolist()) for name, layer in named]
+        return {name: dropped / total for name, dropped, total in sums if total > 0}
+
+    @property
+    def spread(self) -> dict[str, float]:
+        """The shares above the limit."""
+        limits = {fqns[0]: self._limit_of(layer) for fqns, layer in input_layers(self._model)}
+        return {name: share for name, share in self.shares.items() if share > limits[name]}
+
+    def _limit_of(self, layer: nn.Module) -> float:
+        if self._limit is not None:
+            return self._limit
+        # Attention that is routed for its output projection alone has no state of its own.
+        judged = isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
+        return layer.keep.max_dropped_energy if judged else 1.0  # type: ignore[union-attr, return-value]
+
+    def apply(self, report: ConversionReport) -> list[str]:
+        """Drop no block of the layers above the limit; call it when the context was left.
+
+        Those that are quantized keep all their blocks so, at sparsity 0; the others are dense again, and are then in
+        ``report.skipped`` with the reason.
+
+        Returns:
+            The names of these layers.
+        """
+        return keep_blocks(self._model, report, self.spread)
+
+    def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
+        if layer.owner is None or backward_runs():
+            return
+        sparsity = max(layer.highest_sparsity, self._sparsity)
+        if sparsity == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
+            return
+        if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0:
+            sums = dropped_energy(x.detach(), sparsity, blocks)
+            self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
+
+
+def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str, float]) -> list[str]:
+    """Drop no block of the converted layers that ``shares`` names; see ``EnergyProbe.apply``."""
+    layers = {fqns[0]: layer for fqns, layer in input_layers(model)}
+    chosen = [layer.fqn for layer in report.converted if layer.fqn in shares]
+    for fqn in chosen:
+        layer = layers[fqn]
+        assert isinstance(layer, CompressedLayer)
+        if layer.bits:
+            layer.drop_nothing()
+            report.replace(fqn, sparsity=0.0)
+            continue
+        revert_layers(model, {layer}.__contains__)
+        report.leave_dense(fqn, f"the blocks that would be dropped hold {shares[fqn]:.0%} of its input's energy")
+    return chosen
+
+
+class RecomputationProbe(CallWatcher):
+    """Find, in one real training step, the compressed layers that run only inside an activation checkpoint.
+
+    Open it around forward and backward: a checkpoint shows in that a layer runs again while backward runs (see the
+    module). It uses plain forward hooks, which are gone when the context is left, and does not look at tensors. Layers
+    that keep nothing, such as frozen ones, are not reported.
+
+    Args:
+        model: The module that ``convert`` was called on.
+        eagerly: Whether compiled modules run eagerly in this context, as they do inside ``RetentionProbe``. Otherwise
+            nothing inside them is seen.
+
+    Example:
+        >>> from lightning_actprune import convert
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> _ = convert(model, sparsity=0.6)
+        >>> with RecomputationProbe(model) as probe:
+        ...     x = model[0](torch.randn(16, 64))
+        ...     checkpoint(model[1:], x, use_reentrant=False).sum().backward()
+        >>> probe.recomputed
+        ['2']
+    """
+
+    def __init__(self, model: nn.Module, *, eagerly: bool = False) -> None:
+        super().__init__(model, eagerly=eagerly)
+        self._again: set[object] = set()
+        self._kept: set[object] = set()
+
+    @property
+    def recomputed(self) -> list[str]:
+        """Names of the layers found so far, in the order of the model."""
+        found = self._again - self._kept
+        return [fqns[0] for fqns, layer in input_layers(self._model) if layer in found]
+
+    def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            return
+        if backward_runs():
+            self._again.add(layer)
+        elif not dropped_by_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(False)):
+            self._kept.add(layer)

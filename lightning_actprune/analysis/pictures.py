@@ -1,0 +1,243 @@
+"""Pictures of memory over a training step, by layer and over the epochs, and of numbers by layer and setting.
+
+They are made of plain data (``MemoryReport.to_rows()``, ``ActivationMemoryMonitor.history``, a ``StepMemory``) and need
+matplotlib, which is not a dependency of the package. None is registered with pyplot, so none has to be closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_actprune.analysis.memory import PHASES, StepMemory
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Panel", "epochs_picture", "heatmap_picture", "layers_picture", "series_picture", "step_picture"]
+
+_MIB = 2**20
+_FIXED = {
+    "parameters": "#4d4d4d",
+    "optimizer state": "#808080",
+    "gradients": "#b3b3b3",
+    "batch": "#d9d9d9",
+    "packed inputs": "#0072B2",
+    "other operations": "#F0F0F0",
+}
+"""Grey is what activations do not change."""
+# Okabe and Ito's, which colour-blind readers can tell apart.
+_COLORS = "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
+_STORED, _SAVED, _ADDED, _SPARSITY = "#0072B2", "#d9d9d9", "#D55E00", "#009E73"
+_MAX_BARS = 60
+"""Layers that ``layers_picture`` shows."""
+
+
+class Panel(NamedTuple):
+    """What one panel shows.
+
+    Args:
+        series: Bytes at each moment by kind, bottom first.
+        phases: Phase of each moment.
+        peaks: Most bytes in use before each moment by the allocator, if there is one.
+    """
+
+    series: Mapping[str, Sequence[int]]
+    phases: Sequence[str]
+    peaks: Sequence[int] | None = None
+
+
+def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
+    """Return a picture of memory over the step, one panel per entry, on a common scale.
+
+    What is counted is stacked: parameters, optimizer state, gradients, batch, packed inputs, and what operations keep
+    for backward. The line above it is the peak by the allocator, where there is one; what lies between is temporary.
+
+    Args:
+        steps: What to show by title, such as ``{"dense": dense.report.step, "max": compressed.report.step}``.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    panels = {}
+    for title, step in steps.items():
+        phases = [moment.phase for moment in step.moments]
+        panels[title] = Panel(step.series(), phases, step.interval_bytes if step.measured else None)
+    return series_picture(panels)
+
+
+def series_picture(panels: Mapping[str, Panel]) -> Figure:
+    """Return the picture that ``step_picture`` makes of steps, of figures as they are."""
+    if not panels:
+        raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
+    figure = _figure(4.4 * len(panels) + 1.8, 3.4)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    colors = _color_map(panels.values())
+    legend: dict[str, Artist] = {}
+    for one, (title, panel) in zip(axes, panels.items(), strict=True):
+        _draw(one, panel, colors)
+        one.set_title(title, fontsize=9, pad=14)
+        handles, labels = one.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    axes[0].set_ylabel("MiB", fontsize=8)
+    names = [name for name in (*colors, "in use, at most") if name in legend][::-1]
+    figure.legend([legend[name] for name in names], names, fontsize=7, loc="outside right center", frameon=False)
+    return figure
+
+
+def layers_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
+    """Return a picture of what each layer keeps for backward: stored, saved, and added where compressing costs memory.
+
+    A bar is as long as what the dense layer would keep, or as what this one keeps if that is more.
+
+    Args:
+        rows: The layers from top to bottom, with ``fqn``, ``dense_bytes`` and ``stored_bytes``, such as
+            ``monitor.report.to_rows()``. The first 60 are shown.
+        title: What stands above.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    if not rows:
+        raise ValueError("There is nothing to show: got no layer. HINT: pass monitor.report.to_rows().")
+    bars = [(str(row["fqn"]), row["dense_bytes"], row["stored_bytes"]) for row in rows[:_MAX_BARS]]
+    parts = {
+        "stored": (_STORED, [min(dense, stored) for _, dense, stored in bars]),
+        "saved": (_SAVED, [max(dense - stored, 0) for _, dense, stored in bars]),
+        "stored beyond dense": (_ADDED, [max(stored - dense, 0) for _, dense, stored in bars]),
+    }
+    figure = _figure(6.4, 1.1 + 0.2 * len(bars))
+    axes = figure.subplots()
+    begins = [0.0] * len(bars)
+    for label, (color, sizes) in parts.items():
+        widths = [nbytes / _MIB for nbytes in sizes]
+        if any(widths):
+            axes.barh(range(len(bars)), widths, left=begins, color=color, label=label, height=0.8)
+        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set_ylim(len(bars) - 0.5, -0.5)  # from top to bottom
+    left_out = f" (the first {len(bars)} of {len(rows)} layers)" if len(rows) > len(bars) else ""
+    _label(axes, title, x=f"kept for backward, MiB{left_out}")
+    if axes.containers:
+        figure.legend(fontsize=7, loc="outside upper right", ncols=3, frameon=False)
+    return figure
+
+
+def epochs_picture(history: Sequence[Mapping[str, Any]], title: str = "") -> Figure:
+    """Return a picture of what the layers keep for backward, what is saved, and the sparsity, over the epochs.
+
+    Args:
+        history: The epochs in order, with ``epoch``, ``dense_bytes``, ``stored_bytes`` and ``sparsity``, such as
+            ``monitor.history``.
+        title: What stands above.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    if not history:
+        raise ValueError("There is nothing to show: got no epoch. HINT: pass monitor.history.")
+    figure = _figure(6.4, 4.0)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    epochs = [row["epoch"] for row in history]
+    dense, stored = ([row[name] / _MIB for row in history] for name in ("dense_bytes", "stored_bytes"))
+    upper.fill_between(epochs, stored, dense, color=_SAVED, label="saved", linewidth=0)
+    upper.plot(epochs, dense, color=_FIXED["parameters"], marker=".", linewidth=1, label="dense")
+    upper.plot(epochs, stored, color=_STORED, marker=".", linewidth=1, label="stored")
+    upper.set_ylim(bottom=0)
+    upper.legend(fontsize=7, loc="best", frameon=False)
+    lower.plot(epochs, [row["sparsity"] for row in history], color=_SPARSITY, marker=".", linewidth=1)
+    lower.set_ylim(-0.05, 1)
+    lower.set_xlim(min(epochs) - 0.5, max(epochs) + 0.5)
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    _label(upper, title, y="kept for backward, MiB")
+    _label(lower, x="epoch", y="sparsity")
+    return figure
+
+
+def heatmap_picture(
+    title: str, layers: Sequence[str], settings: Sequence[str], values: Sequence[list[float]]
+) -> Figure:
+    """Return a picture of cosines, one row a layer and one column a setting.
+
+    Args:
+        title: What the picture shows.
+        layers: Names of the rows.
+        settings: Names of the columns.
+        values: Numbers of each row; values below 0 have the colour of 0, NaN has none.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        ValueError: If there is nothing to show.
+    """
+    if not values:
+        raise ValueError("There is nothing to show: no layer was measured. HINT: `report.skipped` says why.")
+    width = 0.09 * max(map(len, layers)) + 0.42 * len(settings) + 1.2
+    figure = _figure(width, 0.2 * len(layers) + 1.4)
+    axes = figure.subplots()
+    # Dark is where little is lost; one hue, so that grey prints and colour-blind readers see the same.
+    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(settings)), settings, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(layers)), layers, fontsize=7)
+    for row, numbers in enumerate(values):
+        for column, value in enumerate(numbers):
+            color = "white" if value > 0.6 else "black"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=color)
+    axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=axes, shrink=0.6).ax.tick_params(labelsize=7)
+    return figure
+
+
+def check_matplotlib() -> None:
+    """Raise an ``ImportError`` that says what to install, if matplotlib is missing."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError("A picture needs matplotlib. HINT: pip install 'lightning_actprune[plots]'.") from error
+
+
+def _figure(width: float, height: float) -> Figure:
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _label(axes: Axes, title: str = "", x: str = "", y: str = "") -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=7)
+
+
+def _color_map(panels: Iterable[Panel]) -> dict[str, str]:
+    names = [name for panel in panels for name in panel.series if any(panel.series[name])]
+    known = {name: color for name, color in _FIXED.items() if name in names and name != "other operations"}
+    others = [name for name in dict.fromkeys(names) if name not in _FIXED]
+    known |= dict(zip(others, itertools.cycle(_COLORS), strict=False))
+    return known | {name: _FIXED[name] for name in _FIXED if name in names}
+
+
+def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
+    lines = {name: [nbytes / _MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
+    x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
+    shown = [colors[name] for name in lines]
+    axes.stackplot(x, *lines.values(), labels=list(lines), colors=shown, edgecolor="white", linewidth=0.2)
+    if panel.peaks is not None:
+        axes.plot(x, [nbytes / _MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
+    for phase in PHASES:
+        if phase in panel.phases:
+            begin = list(panel.phases).index(phase)
+            axes.axvline(begin, color="black", linewidth=0.5, linestyle=":")
+            side = "right" if begin > 0.8 * last else "left"
+            axes.annotate(phase, (begin, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom", ha=side)
+    axes.set_xlim(0, last)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([])
+    axes.set_xlabel("moments of the step", fontsize=8)
+    axes.tick_params(labelsize=7)

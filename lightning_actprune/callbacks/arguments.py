@@ -1,0 +1,65 @@
+"""What the arguments of all callbacks have in common: how errors are raised, and how much ``verbose`` prints.
+
+``verbose`` of ``False`` or 0 prints nothing, 1 what is said once a fit, ``True`` or 2 also what is said in each epoch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_actprune.config import check_removed
+
+_Result = TypeVar("_Result")
+_Self = TypeVar("_Self")
+_Arguments = ParamSpec("_Arguments")
+
+Verbosity: TypeAlias = bool | Literal[0, 1, 2]
+
+
+def checked(check: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+    """Return ``check(*arguments, **named)``, with errors of arguments as the exception of Lightning's callbacks."""
+    try:
+        return check(*arguments, **named)
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def refuses_removed(
+    init: Callable[Concatenate[_Self, _Arguments], None],
+) -> Callable[Concatenate[_Self, _Arguments], None]:
+    """Let an ``__init__`` say what has come in place of an argument that it had once; its signature stays."""
+    own = inspect.signature(init).parameters.keys()
+
+    @functools.wraps(init)
+    def checking(self: _Self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        checked(check_removed, kwargs.keys() - own)
+        init(self, *args, **kwargs)
+
+    return checking  # type: ignore[return-value]
+
+
+def check_verbose(value: Any) -> Verbosity:
+    """Return ``value`` if it says how much to print.
+
+    Raises:
+        MisconfigurationException: If it does not.
+    """
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, Integral) or value not in (0, 1, 2):
+        raise MisconfigurationException(
+            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 what is said "
+            "once a fit, 2 (or True) also what is said in each epoch."
+        )
+    return int(value)  # type: ignore[return-value]
+
+
+def each_epoch(verbose: Verbosity) -> bool:
+    """Return whether to print what is said in each epoch."""
+    return verbose is True or verbose == 2  # `True == 1`

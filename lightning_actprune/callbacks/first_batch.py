@@ -1,0 +1,234 @@
+"""Probe the first training batch of a fit for layers that are better kept in another way.
+
+Layers whose input is retained for backward anyway are turned dense, and those whose dropped blocks would hold too much
+of the input's energy drop none. Of those inside an activation checkpoint a warning tells: which of the two to leave out
+is the user's choice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_actprune.analysis.first_batch import (
+    EnergyProbe,
+    RecomputationProbe,
+    RetentionProbe,
+    keep_blocks,
+    leave_dense,
+)
+from lightning_actprune.config import drops_blocks, shortened
+from lightning_actprune.report import ConversionReport, LayerReport
+
+
+class Decision(NamedTuple):
+    """What the first batch has shown and what was done about it.
+
+    Args:
+        retained: Layers turned dense, since something else keeps their input.
+        spread: Share of the energy that was to be dropped, by the name of the layers that drop nothing for it.
+    """
+
+    retained: list[LayerReport]
+    spread: dict[str, float]
+
+
+class Decisions:
+    """What first batches have shown of the layers, and for how long it holds."""
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        """Names of the layers that were converted, whatever was decided of them."""
+        self.spread: dict[str, float] | None = None
+        """Share of the energy that was to be dropped, of the layers that drop none for it; ``None`` if not judged."""
+        self._retained: list[LayerReport] = []
+        self._judged: frozenset[str] = frozenset()
+        self._tried: weakref.ref[nn.Module] | None = None
+
+    def fit_begins(self, model: nn.Module) -> None:
+        """Forget all, unless it was decided in trials of ``model`` that no training has followed yet."""
+        if self._tried is None or self._tried() is not model:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget all."""
+        self.spread, self._retained, self._judged, self._tried = None, [], frozenset(), None
+
+    def end_with_the_fit(self) -> None:
+        """Let what was decided hold for this fit only."""
+        self._tried = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_tried": None}  # a copy of the model is another one
+
+    def add(self, decision: Decision) -> None:
+        """Take note of what was decided of the layers."""
+        self.spread = (self.spread or {}) | decision.spread
+        self._retained += decision.retained
+        self._judged |= set(self.layers)
+
+    def add_trial_of(self, model: nn.Module) -> None:
+        """Let what was decided hold for the next training of ``model``, in this fit or, after ``Tuner``, in another."""
+        self._tried = weakref.ref(model)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to be decided of the layers."""
+        return bool(self.layers) and self._judged.issuperset(self.layers)
+
+    def apply(self, model: nn.Module, report: ConversionReport) -> None:
+        """Change layers that were converted anew as it was decided."""
+        self.layers = [layer.fqn for layer in report.converted]
+        self._change(model, report)
+
+    def restore(self, model: nn.Module, report: ConversionReport, spread: dict[str, float]) -> None:
+        """Go on with what was decided before a checkpoint."""
+        self.spread = spread
+        self._change(model, report)
+        check_left(report)
+
+    def _change(self, model: nn.Module, report: ConversionReport) -> None:
+        leave_dense(model, report, self._retained)
+        keep_blocks(model, report, self.spread or {})
+
+
+def check_left(report: ConversionReport) -> None:
+    """Raise if nothing is left to be kept in another way than by the dense model."""
+    if not report.converted and report.saved is None:
+        raise MisconfigurationException(
+            "No layer is left to convert: packing their inputs would add memory, or drop too much of them:\n"
+            f"{report.describe_skipped()}\nHINT: choose other layers with `rules`, take the callback out, or pack "
+            "all the same with `ActivationPruning(skip_retained=False)` or a higher `max_dropped_energy`."
+        )
+
+
+class FirstBatchProbe:
+    """Decides once, in the first training batch that runs a forward, which layers are left dense.
+
+    Args:
+        skip_retained: Whether to turn retained layers dense; without it, nothing inside compiled modules is seen.
+    """
+
+    def __init__(self, skip_retained: bool) -> None:
+        self._skip_retained = skip_retained
+        self.decisions = Decisions()
+        self._asked = self._asks_energy = False
+        self._retention: RetentionProbe | None = None
+        self._energy: EnergyProbe | None = None
+        self._recomputations: RecomputationProbe | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether this batch or the next will be probed: whoever keeps inputs alive in it is taken to retain them."""
+        return self._asked
+
+    @property
+    def judges_energy(self) -> bool:
+        """Whether the next batch will show which layers drop nothing; not if a checkpoint has told."""
+        return self._asked and self._asks_energy
+
+    def ask(self, report: ConversionReport, sparsity: float) -> None:
+        """Probe the next batch for what is not known yet; nothing where no layer packs its input.
+
+        Args:
+            report: The conversion.
+            sparsity: Highest sparsity that any of the layers will have.
+        """
+        keeps = [layer.keep for layer in report.converted if layer.keep is not None and drops_blocks([layer.operator])]
+        packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
+        self._asked = packs and not self.decisions.complete
+        judged = any(keep.max_dropped_energy < 1 for keep in keeps)
+        self._asks_energy = judged and sparsity > 0 and self.decisions.spread is None
+
+    def batch_starts(self, model: nn.Module, batch: Any) -> None:
+        """Open the probes unless all is decided."""
+        self.stop()  # of a batch that was skipped
+        if not self._asked:
+            return
+        self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)
+        self._recomputations.__enter__()
+        if self._asks_energy:
+            self._energy = EnergyProbe(model, eagerly=self._skip_retained)
+            self._energy.__enter__()
+        if self._skip_retained:
+            self._retention = RetentionProbe(model, batch)
+            self._retention.__enter__()
+
+    def backward_starts(self) -> None:
+        """Look for references in Python while the graph still keeps what it needs, and nothing else does."""
+        if self._retention is not None:
+            self._retention.check_alive()
+
+    def batch_ends(self, trainer: pl.Trainer, model: nn.Module, report: ConversionReport) -> Decision | None:
+        """Turn layers dense, or let them drop nothing; warn of those inside activation checkpoints.
+
+        Not before backward is over: a checkpointed region has to run there as it did in the forward. By then references
+        in Python show also for layers that kept their input themselves, at sparsity 0.
+
+        Args:
+            trainer: Knows the other ranks.
+            model: The module that holds the layers.
+            report: The conversion, which is brought up to date.
+
+        Returns:
+            What was decided; ``None`` unless this was the batch that was probed.
+
+        Raises:
+            MisconfigurationException: If no layer is left to convert. The fit is one step old, and would go on to save
+                nothing.
+        """
+        retention, energy, recomputations = self._retention, self._energy, self._recomputations
+        if recomputations is None:
+            return None
+        if retention is not None:
+            retention.check_alive()
+        self.stop()
+        if not (retention or recomputations).ran:
+            return None
+        self._asked = False
+        retained = [] if retention is None else retention.apply(report)
+        spread: dict[str, float] = {}
+        if energy is not None:
+            energy.add_up(partial(sum_over_ranks, trainer))
+            converted = {layer.fqn for layer in report.converted}
+            spread = {name: share for name, share in energy.spread.items() if name in converted}
+            keep_blocks(model, report, spread)
+        check_left(report)
+        recomputed = set(recomputations.recomputed)
+        _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
+        decision = Decision(retained, spread)
+        self.decisions.add(decision)
+        return decision
+
+    def stop(self) -> None:
+        """Close the probes, whatever happened in the step."""
+        for probe in (self._retention, self._energy, self._recomputations):
+            if probe is not None:
+                probe.close()
+        self._retention = self._energy = self._recomputations = None
+
+
+def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:
+    """Return the sum of ``values`` over the ranks of a distributed training."""
+    total = trainer.strategy.reduce(values, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total
+
+
+def _warn_of_checkpoints(layers: Sequence[LayerReport]) -> None:
+    if layers:
+        noun = "layers" if any(layer.operator != "linear" for layer in layers) else "linear layers"
+        rank_zero_warn(
+            f"{len(layers)} converted {noun} run only inside an activation checkpoint: "
+            f"{shortened([layer.fqn for layer in layers])}. Of a checkpointed "
+            "region only the input is kept for backward, so packing there costs gradient quality and saves memory for "
+            "no longer than the region's own backward takes. HINT: leave these layers out with `rules={name: None}`, "
+            "or do not checkpoint them."
+        )

@@ -1,0 +1,428 @@
+r"""How a tensor is cut into blocks, which of them are kept, and how those are stored: shapes, choice and plain torch.
+
+Blocks
+------
+A layer input is seen as ``[samples, rows, length]``: along its features or, where it lies so in memory and blocks fill
+up better, along its tokens (``stored_view``). Every row is cut into ``NB = ceil(length / b)`` blocks of ``b``
+consecutive values (the last one may be shorter), so a sample has ``N = rows * NB`` blocks, numbered row by row: block
+``n = t * NB + j`` of sample ``i`` holds ``x[i, t, j*b : (j+1)*b]``. Of these exactly ``k = N - floor(N * s)`` are kept
+at sparsity ``s``, where ``s`` is the decimal number as it is written, to nine digits (see ``sparsity_parts``).
+
+Bytes stored for ``samples`` samples, with values of ``v`` bytes::
+
+    values   samples * k * b * v               kept blocks, sample by sample, in the order of their numbers; quantized,
+                                               ``formats.row_bytes`` in place of b v
+    bitmap   samples * ceil(N / 32) * 4        one bit per block: bit n % 32 of word n // 32
+    offsets  samples * ceil(N / 128) * 4       where each run of 128 blocks starts in ``values``
+
+At a sparsity of exactly 0 with quantized values, ``bitmap`` and ``offsets`` have no columns and take no bytes: block
+``n`` of all is stored at place ``n``. The number of blocks does not decide that, only the sparsity: it is fixed when a
+graph is compiled, which shapes need not be.
+
+Otherwise the positions cost about 1/(8b) + 1/(32b) bytes per dense value: 0.5 % of bf16 at b = 16. It is the order of
+a BSR tensor; a sample starts at ``k`` times its number, so no count has to cross from sample to sample. The offsets
+cost a quarter of the bitmap and spare every reader a count over the blocks before its own.
+
+Selection
+---------
+With ``q`` the sum of squares of a block in fp32 (fp64 for fp64 input) and ``k`` the blocks kept per sample. Order by
+``q`` is order by L2 norm; of a block with a NaN or Inf, ``q`` is infinite.
+
+``largest``
+    the ``k`` blocks with the largest ``q``, the method of arXiv:2311.16883. What a sample does not keep leaves its
+    gradient for good: small blocks have no say in the weight gradient, however many there are.
+
+``swap``
+    the ``k`` blocks with the largest ``q 2^(3 (u - 1/2))``, ``u`` uniform in [0, 1): blocks whose norms are up to a
+    factor of 2^1.5 apart may change places. A block whose norm is more than 2^1.5 times the k-th largest is always
+    kept. Values stay as they are.
+
+``unbiased``
+    priority sampling (N. Duffield, C. Lund, M. Thorup, "Priority sampling for estimation of arbitrary subset sums",
+    J. ACM 54(6), 2007) with the norms as weights: the ``k`` blocks with the largest priorities ``p = q / u^2``, ``u``
+    uniform in (0, 1], each stored times ``max(1, sqrt(tau / q))`` with ``tau`` the largest priority that is dropped
+    (0 if none is)::
+
+        E[stored or zero] = block        for every block, and hence E[dW] = dW of the dense layer
+
+    since a block is kept if ``u < sqrt(q / tau)``, ``tau`` then being that of the others. What is stored has a norm of
+    ``sqrt(tau)`` at least: blocks below are kept rarely and count for more. Of all samplings of ``k`` blocks, sums over
+    blocks have next to the least variance.
+
+The random numbers come from the blocks, so there is no generator to seed, to save or to advance: the same input gives
+the same choice, in any process, after a resumed checkpoint, under ``torch.compile`` and in a replayed CUDA graph, but
+another one as soon as values change. With ``K`` the bits of the fp32 ``q`` and ``n`` the number of the block among
+those of all samples::
+
+    h = mix(K + n B)        u = (h >> 8) / 2^24        (unbiased: ((h >> 8) + 1) / 2^24)
+
+modulo 2^32, ``mix`` as in ``codec.formats``. Where squares are added in another order, as by another kernel, ``q`` may
+differ in its last place, and then the choice differs altogether.
+
+Exactly: the key of ``swap`` is ``K + floor(3 (h >> 8) / 2) - 3 2^22``, the logarithm being linear between powers of two
+as the bits of a float are, within 1 and the largest finite key; that of 0 stays 0. ``u^2``, ``p``, ``tau / q``, its
+root and the scaled values are rounded once each, the last ones to the type of the values, before they are quantised;
+priorities, and in fp16 scaled values, that overflow become the largest finite number. A block whose ``q`` is not finite
+comes before all others, and is, like one whose ``q`` is 0, stored as it is. Equal keys go in order of ``n``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.formats import MASK, mix
+
+AnyScope = Literal["sample", "token", "sample_second"]
+"""A user's scope, or that the blocks of ``x[:, i]`` compete: inside attention, samples are the second dimension."""
+SELECTIONS = ("largest", "swap", "unbiased")
+WORD_BLOCKS = 32
+"""Blocks per bitmap word."""
+RUN_BLOCKS = 128
+"""Blocks per entry of ``offsets``: those that one program of the gather and unpack kernels handles."""
+MAX_BLOCK_SIZE = 1024
+"""Largest block that kernels take: its key is summed in one program's registers."""
+ALL_BLOCKS = -1
+"""Given as the blocks to keep per sample: all of them, whatever the shape, and no positions."""
+SPARSITY_PARTS = 10**9
+"""Parts into which a sparsity of 1 is divided; times the blocks of a sample, well within 64 bits."""
+NUMBER = 0xC2B2AE35
+"""Multiplier of a block's number; not that of ``codec.formats``, whose random numbers are to be others."""
+HALF_RANGE = 3 << 22
+"""Half of the range by which keys are moved: one and a half octaves of fp32 keys."""
+
+
+class Blocks(NamedTuple):
+    """How inputs are cut into blocks and stored: what codec and kernels need of a ``Keep``, beside the sparsity.
+
+    Args:
+        block_size: Values per block, not yet cut to a row.
+        scope: Within what blocks compete.
+        bits: Bits of a stored value, 0 for values as they are.
+        selection: Which blocks are kept.
+    """
+
+    block_size: int
+    scope: AnyScope
+    bits: int = 0
+    selection: str = "largest"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return ``a / b`` rounded up."""
+    return -(-a // b)
+
+
+def sparsity_parts(sparsity: float) -> int:
+    """Return ``sparsity`` in [0, 1) as the nearest number of ``SPARSITY_PARTS``; 0 only if the sparsity is 0.
+
+    Integers because a compiler can compute with them symbolically, and because 0.29 of 100 blocks is then 29: the
+    float product is 28.999999999999996.
+    """
+    return min(max(round(sparsity * SPARSITY_PARTS), int(sparsity > 0)), SPARSITY_PARTS - 1)
+
+
+def keep_count(blocks: int, parts: int) -> int:
+    """Return how many of ``blocks`` blocks are kept at a sparsity of ``parts``: blocks - floor(blocks * sparsity)."""
+    return blocks - blocks * parts // SPARSITY_PARTS
+
+
+def _cut(block_size: int, length: int) -> int:
+    """Return the block size cut to a row."""
+    return max(1, min(block_size, length))
+
+
+def _block_and_keep(rows: int, length: int, block_size: int, parts: int) -> tuple[int, int]:
+    block = _cut(block_size, length)
+    return block, keep_count(rows * ceil_div(length, block), parts)
+
+
+def block_and_keep(stored: Tensor, block_size: int, parts: int, bits: int) -> tuple[int, int]:
+    """Return the block size cut to the rows of ``stored [samples, rows, length]``, and the blocks kept per sample."""
+    block, keep = _block_and_keep(stored.shape[1], stored.shape[2], block_size, parts)
+    return block, ALL_BLOCKS if parts == 0 and bits else keep
+
+
+def keeps_all(keep: int) -> bool:
+    """Return whether ``keep`` is ``ALL_BLOCKS``: never of a compiler's symbol, of which asking would be a guard."""
+    return isinstance(keep, int) and keep == ALL_BLOCKS
+
+
+@dataclass(frozen=True)
+class BlockGeometry:
+    """The block structure of one packed tensor.
+
+    Args:
+        samples: Number of samples; blocks compete within one sample.
+        rows: Rows per sample.
+        length: Values per row.
+        block_size: Values per block, already cut to ``length``.
+        keep: Blocks kept per sample, in [0, rows * blocks_per_row].
+        everything: Whether the sparsity is 0, so that quantized blocks are stored without positions.
+    """
+
+    samples: int
+    rows: int
+    length: int
+    block_size: int
+    keep: int
+    everything: bool = False
+
+    @classmethod
+    def of(cls, samples: int, rows: int, length: int, block_size: int, sparsity: float) -> BlockGeometry:
+        """Return the geometry of ``[samples, rows, length]`` at ``sparsity``; a block is at most one row."""
+        parts = sparsity_parts(sparsity)
+        return cls(samples, rows, length, *_block_and_keep(rows, length, block_size, parts), parts == 0)
+
+    @classmethod
+    def of_stored(cls, stored: Tensor, block_size: int, sparsity: float) -> BlockGeometry:
+        """Return the geometry of a tensor in its stored layout ``[samples, rows, length]``."""
+        samples, rows, length = stored.shape
+        return cls.of(samples, rows, length, block_size, sparsity)
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all samples."""
+        return self.samples * self.rows
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Column blocks, ``NB``."""
+        return ceil_div(self.length, self.block_size)
+
+    @property
+    def blocks_per_sample(self) -> int:
+        """Blocks that compete, ``N``."""
+        return self.rows * self.blocks_per_row
+
+    @property
+    def kept_blocks(self) -> int:
+        """Blocks stored for all samples."""
+        return self.samples * self.keep
+
+    @property
+    def words(self) -> int:
+        """Bitmap words per sample."""
+        return ceil_div(self.blocks_per_sample, WORD_BLOCKS)
+
+    @property
+    def runs(self) -> int:
+        """Runs of ``RUN_BLOCKS`` blocks per sample."""
+        return ceil_div(self.blocks_per_sample, RUN_BLOCKS)
+
+    def dense_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the unpruned tensor with values of ``itemsize`` bytes."""
+        return self.total_rows * self.length * itemsize
+
+    def stored_bytes(self, itemsize: int, bits: int = 0) -> int:
+        """Return the bytes of the packed tensor: values, bitmap and offsets."""
+        values = self.kept_blocks * formats.row_bytes(self.block_size, bits, itemsize)
+        if self.everything and bits:
+            return values
+        return values + 4 * self.samples * (self.words + self.runs)
+
+
+def along_tokens(x: Tensor, block_size: int) -> bool:
+    """Return whether blocks of ``x [B, T, D]`` run along ``T``: it lies so in memory, and they fill up better that way.
+
+    On a tie they run along the features: the dense product needs a copy along them anyway, so packing it costs no copy,
+    and only blocks along the features can be gathered for the weight gradient. So they do if there are so few tokens
+    that a block, cut to them, would be less than half as long: blocks of two values fill up well and mean little.
+    """
+    if _innermost_contiguous(x) or x.stride(1) != 1:
+        return False
+    _, tokens, features = x.shape
+    if 2 * tokens < min(block_size, features):
+        return False
+    return _filled_up(features, tokens, block_size) < _filled_up(tokens, features, block_size)
+
+
+def stored_view(x: Tensor, block_size: int, scope: AnyScope) -> tuple[Tensor, bool]:
+    """Return ``x`` as ``[samples, rows, length]`` in its stored layout, and whether that is transposed.
+
+    Args:
+        x: Layer input of shape ``[..., features]`` with one dimension or more.
+        block_size: Values per block, not yet cut to a row.
+        scope: ``"sample"``: a sample is ``x[i]`` (3-D and more) or a row (1-D and 2-D); ``"token"``: always a row;
+            ``"sample_second"``: ``x[:, i]`` of a contiguous 3-D ``x``.
+
+    Returns:
+        A tensor with stride 1 in its last dimension, and ``True`` if that is not the feature dimension. A transposed
+        view ``[B, T, D]`` comes back as ``[B, D, T]`` with ``True`` if its blocks run along the tokens. Otherwise they
+        run along the features: a view if the features lie side by side in memory, else a contiguous copy.
+    """
+    if scope == "sample_second":
+        return x.transpose(0, 1), False
+    if x.dim() <= 2:
+        rows = x.reshape(x.shape[0] if x.dim() == 2 else 1, 1, x.shape[-1])
+        return (rows if _innermost_contiguous(rows) else rows.contiguous()), False
+    if x.dim() > 3:
+        x = x.flatten(1, -2)
+    transposed = along_tokens(x, block_size)
+    if transposed:
+        x = x.transpose(1, 2)
+    elif not _innermost_contiguous(x):
+        x = x.contiguous()
+    if scope == "token":
+        x = x.reshape(x.shape[0] * x.shape[1], 1, x.shape[2])
+    return x, transposed
+
+
+def stored_shape(x: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return ``[batch, rows, length]`` of the stored layout of ``x``, whatever the scope in which blocks compete."""
+    features = x.shape[-1]
+    if not transposed:
+        return 1, x.shape[:-1].numel(), features
+    return x.shape[0], features, x.shape[1:-1].numel()
+
+
+def _filled_up(rows: int, length: int, block_size: int) -> int:
+    """Return how many values the blocks of ``rows`` rows take up, those that end short filled up."""
+    block = _cut(block_size, length)
+    return rows * ceil_div(length, block) * block
+
+
+def _innermost_contiguous(x: Tensor) -> bool:
+    return x.stride(-1) == 1 or x.shape[-1] <= 1
+
+
+def input_geometry(x: Tensor, block_size: int, sparsity: float, scope: AnyScope) -> BlockGeometry:
+    """Return the geometry that packing ``x`` has; only its shape and strides are looked at."""
+    meta, _ = stored_view(torch.empty_strided(x.shape, x.stride(), device="meta"), block_size, scope)
+    return BlockGeometry.of_stored(meta, block_size, sparsity)
+
+
+def selection_keys(squares: Tensor, selection: str) -> Tensor:
+    """Return keys ``[S, N]``, the largest of which are kept, of sums of squares ``[S, N]`` that are no NaN."""
+    if selection == "largest":
+        return squares
+    return _moved(squares) if selection == "swap" else _priorities(squares)
+
+
+def factors(squares: Tensor, keys: Tensor, kept: Tensor) -> Tensor:
+    """Return by what blocks are multiplied if they are ``kept`` (bool ``[S, N]``) by the keys of ``unbiased``."""
+    dropped = torch.where(kept, 0.0, keys)
+    largest = torch.cat([dropped.new_zeros(len(dropped), 1), dropped], 1).amax(1, keepdim=True)
+    scaled = (squares > 0) & squares.isfinite()
+    # In fp64 and then rounded, since the root of fp32 on the CPU is often not the nearest number.
+    roots = (largest / torch.where(scaled, squares, 1.0)).double().sqrt().to(squares.dtype)
+    return torch.where(scaled, roots.clamp(min=1.0), 1.0)
+
+
+def rescale(values: Tensor, by: Tensor) -> Tensor:
+    """Return blocks ``[nnz, b]`` times ``by [nnz]`` in their own type, and as they are where that is 1.
+
+    Of those that are scaled no value overflows, and no zero has a sign.
+    """
+    most = torch.finfo(values.dtype).max
+    wide = (values.to(by.dtype) * by[:, None] + 0.0).clamp(-most, most)
+    return torch.where(by[:, None] > 1, wide.to(values.dtype), values)
+
+
+def _hash(squares: Tensor) -> Tensor:
+    """Return the highest 24 bits of ``h`` of all blocks, as int64."""
+    bits = squares.float().view(torch.int32).long()
+    numbers = torch.arange(squares.numel(), device=squares.device).view_as(squares)
+    return mix((bits + numbers * NUMBER) & MASK) >> 8
+
+
+def _moved(squares: Tensor) -> Tensor:
+    """Return the keys of ``swap``, int64."""
+    wide = squares.dtype == torch.float64
+    bits = squares.contiguous().view(torch.int64 if wide else torch.int32).long()
+    infinity = 0x7FF << 52 if wide else 0xFF << 23
+    by = (_hash(squares) * 3 >> 1) - HALF_RANGE
+    by = by << 29 if wide else by  # fp64 has 29 more places
+    moved = (torch.minimum(bits, infinity - 1 - by.clamp(min=0)) + by).clamp(min=1)
+    return torch.where((squares > 0) & squares.isfinite(), moved, bits)
+
+
+def _priorities(squares: Tensor) -> Tensor:
+    """Return the keys of ``unbiased``, floats like the sums of squares."""
+    u = (_hash(squares) + 1).to(squares.dtype) * 2.0**-24
+    priorities = (squares / (u * u)).clamp(max=torch.finfo(squares.dtype).max)
+    return torch.where(squares.isfinite(), priorities, squares)
+
+
+def block_keys(blocks: Tensor) -> Tensor:
+    """Return the sum of squares of each block, infinite if it is no number: ``[..., b] -> [...]``."""
+    wide = blocks.to(torch.float64 if blocks.dtype == torch.float64 else torch.float32)
+    return wide.square().sum(-1).nan_to_num(nan=float("inf"), posinf=float("inf"))
+
+
+def keep_mask(keys: Tensor, keep: int) -> Tensor:
+    """Return which entries are the ``keep`` largest of their row, ties to the lowest index: bool ``[S, N]``."""
+    order = keys.sort(dim=1, descending=True, stable=True).indices
+    return torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order[:, :keep], True)
+
+
+def split_blocks(x: Tensor, block_size: int) -> Tensor:
+    """Cut the last dimension into blocks, the last one filled up with zeros: ``[..., L] -> [..., NB, b]``."""
+    count = ceil_div(x.shape[-1], block_size)
+    padded = F.pad(x, (0, count * block_size - x.shape[-1]))
+    return padded.reshape(*x.shape[:-1], count, block_size)
+
+
+def pack(
+    x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(values, bitmap, offsets)`` of ``x [S, T, L]`` with ``keep`` blocks per sample, or all of them."""
+    samples, rows, _ = x.shape
+    blocks = split_blocks(x, block_size)
+    blocks = blocks.reshape(samples, rows * blocks.shape[2], block_size)
+    if keeps_all(keep):
+        bitmap, offsets = (x.new_empty(samples, 0, dtype=torch.int32) for _ in range(2))
+        return formats.quantize(blocks.flatten(0, 1), bits), bitmap, offsets
+    squares = block_keys(blocks)
+    keys = selection_keys(squares, selection)
+    mask = keep_mask(keys, keep)
+    values = blocks[mask]
+    if selection == "unbiased":
+        values = rescale(values, factors(squares, keys, mask)[mask])
+    if bits:
+        values = formats.quantize(values, bits)
+    return values, pack_bits(mask), run_offsets(mask)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return ``mask`` ``[S, N]`` as int32 words, lowest bit first: ``[S, ceil(N / 32)]``."""
+    samples, blocks = mask.shape
+    words = ceil_div(blocks, WORD_BLOCKS)
+    bits = F.pad(mask, (0, words * WORD_BLOCKS - blocks)).reshape(samples, words, WORD_BLOCKS).long()
+    unsigned = (bits << torch.arange(WORD_BLOCKS, device=mask.device)).sum(-1)
+    return torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).int()
+
+
+def unpack_bits(bitmap: Tensor, blocks: int) -> Tensor:
+    """Undo ``pack_bits``: ``[S, W] -> bool [S, blocks]``."""
+    bits = (bitmap.unsqueeze(-1) >> torch.arange(WORD_BLOCKS, device=bitmap.device, dtype=torch.int32)) & 1
+    return bits.flatten(1)[:, :blocks].bool()
+
+
+def run_offsets(mask: Tensor) -> Tensor:
+    """Return where each run of 128 blocks starts in the stored values: int32 ``[S, ceil(N / 128)]``."""
+    samples, blocks = mask.shape
+    runs = ceil_div(blocks, RUN_BLOCKS)
+    counts = F.pad(mask, (0, runs * RUN_BLOCKS - blocks)).reshape(samples * runs, RUN_BLOCKS).sum(-1)
+    return (counts.cumsum(0) - counts).reshape(samples, runs).int()
+
+
+def unpack(
+    values: Tensor, bitmap: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the pruned tensor ``[rows, length]`` in ``dtype`` with zeros where a block was dropped."""
+    columns = ceil_div(length, block_size)
+    if bits:
+        values = formats.dequantize(values, block_size, bits, dtype)
+    if bitmap.shape[1] == 0:
+        blocks = values
+    else:
+        mask = unpack_bits(bitmap, rows // max(bitmap.shape[0], 1) * columns)
+        blocks = values.new_zeros(*mask.shape, block_size)
+        blocks[mask] = values
+    return blocks.reshape(rows, columns * block_size)[:, :length]

@@ -1,0 +1,270 @@
+"""Which version of an operation runs, and how the kernels' launches are kept.
+
+The Triton kernels take CUDA tensors of a supported dtype and block structure on compute capability 8.0 or newer, in
+plain eager mode; everything else takes the plain-torch reference, which a compiler traces. Both use the same storage,
+so forward and backward need not agree. ``force_backend`` overrides the choice, for tests and for comparing the two.
+
+The step of a small model waits for Python. What follows from shapes, strides and settings alone is therefore worked out
+once and kept in a ``LaunchCache``: which kernels run, with what grid and constants. Only in plain eager mode: a
+compiler's symbolic sizes cannot be hashed, and a size that served as a key would be fixed.
+
+What the dispatcher calls as an operator (``torch.ops.actprune.*``) may keep no memory: a compiler with CUDA graphs
+(``mode="reduce-overhead"``) runs operators in memory that it takes back, and raises if somebody holds on to some. And
+all results of an operator have to be new tensors. Kernels called directly do not heed that.
+
+Autocast casts the arguments of torch's functions; a function of our own has to do it itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
+from torch.compiler import is_compiling
+
+from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, along_tokens
+
+Backend = Literal["triton", "reference"]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CAPABILITY = (8, 0)
+MAX_COLUMNS = 65535
+"""CUDA's limit for the second axis of a grid, along which the kernels put the column blocks."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_forced: Backend | None = None
+
+
+def in_plain_eager_mode(x: Tensor) -> bool:
+    """Return whether nothing but our own kernels wants to see what is done to ``x``.
+
+    That is no compiler, no meta tensor or one with a lazy negation, no tensor subclass, no transform such as ``vmap``
+    (whose tensors look like plain ones, even after it is over) and no dispatch mode.
+    """
+    if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
+        return False
+    if _are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
+        return False
+    return _len_torch_dispatch_stack() == 0
+
+
+@functools.cache
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def kernel_refusals(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> list[str]:
+    """Return the reasons why the Triton kernels cannot take a tensor; an empty list means that they can.
+
+    Args:
+        dtype: Type of the tensor to pack, or of the values packed from it.
+        device: Where it is.
+        block_size: Values per block.
+        columns: Blocks per row.
+    """
+    reasons = []
+    if not _triton_installed():
+        reasons.append("triton is not installed")
+    if dtype not in KERNEL_DTYPES:
+        reasons.append(f"dtype {dtype} is not float32, bfloat16 or float16")
+    if block_size > MAX_BLOCK_SIZE:
+        reasons.append(f"block_size {block_size} is above {MAX_BLOCK_SIZE}")
+    if columns > MAX_COLUMNS:
+        reasons.append(f"{columns} blocks in a row are more than {MAX_COLUMNS}")
+    if device.type != "cuda":
+        if not _interpreting():
+            reasons.append(f"device {device.type} is not cuda (TRITON_INTERPRET=1 is not set either)")
+    elif torch.version.cuda is None:
+        reasons.append("the GPU is not an NVIDIA one")
+    elif _capability(device.index or 0) < MIN_CAPABILITY:
+        major, minor = _capability(device.index or 0)
+        reasons.append(f"compute capability {major}.{minor} is below 8.0")
+    return reasons
+
+
+def forced_backend() -> Backend | None:
+    """Return what ``force_backend`` asks for; part of the key wherever a choice is kept."""
+    return _forced
+
+
+def choose_backend(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int, columns: int
+) -> Backend:
+    """Return the implementation for a tensor with rows of ``columns`` blocks of ``block_size`` values.
+
+    Raises:
+        RuntimeError: If the kernels are forced on a tensor they cannot take; the message lists the reasons.
+    """
+    if _forced is None:
+        return _automatic(dtype, device, block_size, columns)
+    if _forced == "reference":
+        return "reference"
+    reasons = kernel_refusals(dtype, device, block_size, columns)
+    if reasons:
+        raise RuntimeError(
+            f"The Triton kernels were forced but cannot take a {tuple(shape)} tensor: {'; '.join(reasons)}. "
+            'HINT: use force_backend("reference") or a supported tensor.'
+        )
+    return "triton"
+
+
+@functools.lru_cache(maxsize=1024)
+def _automatic(dtype: torch.dtype, device: torch.device, block_size: int, columns: int) -> Backend:
+    if device.type != "cuda" or kernel_refusals(dtype, device, block_size, columns):
+        return "reference"
+    return "triton"
+
+
+@functools.cache
+def _several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which the GPU of ``x`` is the current one: Triton launches on that, not on its arguments'."""
+    if not x.is_cuda or not _several_gpus() or x.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(x.device)
+
+
+def has_fp32_product(x: Tensor) -> bool:
+    """Return whether torch multiplies 16-bit matrices like ``x`` to an fp32 result (``torch.mm(out_dtype=)``)."""
+    if not x.is_cuda or torch.version.cuda is None:
+        return False
+    if x.dtype == torch.float16:
+        return not torch.backends.cuda.matmul.allow_fp16_accumulation
+    return x.dtype == torch.bfloat16
+
+
+@contextlib.contextmanager
+def force_backend(backend: Backend | None) -> Iterator[None]:
+    """Run every operation called inside on ``backend``; ``None`` restores the automatic choice."""
+    global _forced
+    if backend not in ("triton", "reference", None):
+        raise ValueError(f'`backend` must be "triton", "reference" or None, got {backend!r}.')
+    before, _forced = _forced, backend
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+class LaunchCache(dict[tuple[Any, ...], _R], Generic[_R]):
+    """The bound launches of one operation: ``cache[key]`` is what ``make(*key)`` returns, made once.
+
+    The key is a tuple of everything that a launch depends on: shapes, strides, dtypes, device and settings, for the
+    compiled kernels that it keeps also which tensors start at a multiple of 16 bytes (``is_aligned``), and
+    ``forced_backend()`` wherever a backend is chosen. A look-up of a launch that is there costs what one in a
+    dictionary costs, without a call of Python. Only one that is missing does, and then a cache that is full is emptied:
+    shapes that change all the time must not fill the memory.
+
+    Args:
+        make: Makes the launch of a key; ``None``, "not for the kernels", is kept too.
+        limit: Most launches.
+    """
+
+    def __init__(self, make: Callable[..., _R], limit: int = 1024) -> None:
+        super().__init__()
+        self._make, self._limit = make, limit
+
+    def __missing__(self, key: tuple[Any, ...]) -> _R:
+        launch = self._make(*key)
+        if len(self) >= self._limit:
+            self.clear()
+        self[key] = launch
+        return launch
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Return whether ``x`` starts at a multiple of 16 bytes, as far as that matters to anybody.
+
+    Where no kernel can run no address is asked for, which not every device has, and which ends a lazy copy.
+    """
+    return not (x.is_cuda or _forced is not None) or x.data_ptr() % 16 == 0
+
+
+class _Running(threading.local):
+    operators: int = 0
+
+
+_running = _Running()
+
+
+def as_operator(implementation: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return ``implementation`` as the dispatcher is to call it."""
+
+    @functools.wraps(implementation)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _running.operators += 1
+        try:
+            return implementation(*args, **kwargs)
+        finally:
+            _running.operators -= 1
+
+    return called
+
+
+def in_operator() -> bool:
+    """Return whether an operator runs that the dispatcher has called."""
+    return _running.operators > 0
+
+
+def may_keep_memory(x: Tensor) -> bool:
+    """Return whether a buffer where ``x`` is may be kept for the next call on the same stream."""
+    return not in_operator() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype of the active autocast for the device of ``x``, ``None`` without one."""
+    device = "cuda" if x.is_cuda else x.device.type  # whose text takes a while to make
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which ``F.linear`` would compute, and save, ``x``."""
+    return (autocast_dtype(x) or x.dtype) if x.dtype != torch.float64 else x.dtype
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x.to(dtype)``, which takes a microsecond or two to find out that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype=dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast to ``dtype`` does: not fp64."""
+    return x if x.dtype == torch.float64 else as_dtype(x, dtype)
+
+
+def cast_input(x: Tensor, dtype: torch.dtype | None, block_size: int) -> Tensor:
+    """Cast as autocast does, if there is one; what has to be copied along its features anyway lies so at once."""
+    if dtype is None:
+        return x
+    turns = x.dim() == 3 and x.stride(-1) != 1 and not along_tokens(x, block_size)
+    if turns and x.dtype not in (dtype, torch.float64):
+        return x.to(dtype=dtype, memory_format=torch.contiguous_format)
+    return cast(x, dtype)

@@ -1,0 +1,283 @@
+"""Pack and unpack: from a dense tensor to its kept blocks and back, by the kernels or in plain torch.
+
+``torch.ops.actprune.pack`` and ``unpack`` are the same for compilers, to which they are opaque on purpose: which blocks
+are kept depends on the data, a partitioner then saves what ``pack`` returns instead of the dense input, and nothing can
+be fused into a form that needs the dense input again. Neither is differentiable. All shapes of what they return follow
+from the shapes of what they get and from the integers, so nothing waits for the device. In plain eager mode the
+functions are called as they are: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of
+an H200, torch 2.11; ``host.json``: 4 and 17).
+
+Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
+``unpack_all`` are plain torch, which it fuses with what is around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.codec import blocks, formats
+from lightning_actprune.codec.blocks import (
+    RUN_BLOCKS,
+    WORD_BLOCKS,
+    BlockGeometry,
+    ceil_div,
+    keeps_all,
+    split_blocks,
+)
+from lightning_actprune.codec.dispatch import (
+    LaunchCache,
+    as_operator,
+    choose_backend,
+    in_operator,
+    is_aligned,
+    on_device_of,
+)
+
+if TYPE_CHECKING:
+    from lightning_actprune.kernels.launch import Launch
+    from lightning_actprune.kernels.pack import PackLaunch, QuantizeLaunch
+
+MAX_KEPT_BLOCKS = 2**31 - 1
+"""Places in the values are int32."""
+
+
+def kept_blocks(shape: tuple[int, ...], block_size: int, keep: int) -> int:
+    """Return how many blocks of a tensor ``[S, T, L]`` are kept."""
+    samples, rows, length = shape
+    return samples * (rows * ceil_div(length, block_size) if keeps_all(keep) else keep)
+
+
+def pack(
+    x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep ``keep`` blocks of each sample of ``x``.
+
+    Args:
+        x: Floating tensor ``[S, T, L]``; read in place if its last stride is 1.
+        block_size: Values per block, in [1, max(L, 1)].
+        keep: Blocks kept per sample, in [0, T * ceil(L / block_size)], or ``ALL_BLOCKS`` if they are quantized.
+        bits: To how many bits their values are quantized (``codec.formats``), 0 for values as they are.
+        selection: Which ones they are (``codec.blocks``).
+
+    Returns:
+        ``values [S * keep, block_size]``, or the bytes of each quantized block, ``bitmap int32 [S, ceil(N / 32)]`` and
+        ``offsets int32 [S, ceil(N / 128)]`` with ``N = T * ceil(L / block_size)``; with ``ALL_BLOCKS`` the latter two
+        are ``[S, 0]``.
+    """
+    if x.stride(-1) != 1:  # a compiler may have changed the strides that the caller looked at
+        x = x.contiguous()
+    if bits and x.dtype == torch.float64:
+        raise TypeError(
+            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep them "
+            "as they are (`bits=None`), or train in float32 or 16 bits."
+        )
+    columns, kept = ceil_div(x.shape[2], block_size), kept_blocks(x.shape, block_size, keep)
+    if kept > MAX_KEPT_BLOCKS:
+        raise ValueError(
+            f"{x.shape[0]} samples of {kept // x.shape[0]} kept blocks are more than 2^31 - 1, the most that can be "
+            f"numbered. HINT: take a larger `block_size` than {block_size}."
+        )
+    if x.numel() > 0 and kept > 0 and choose_backend(x.shape, x.dtype, x.device, block_size, columns) == "triton":
+        key = x.shape, x.stride(), x.dtype, x.device, is_aligned(x), block_size, keep, bits, selection
+        with on_device_of(x):
+            values, bitmap, offsets = _pack_launches[key](x)
+        if keeps_all(keep) and in_operator():  # whose results must be new: the launch has one tensor for all calls
+            bitmap, offsets = (x.new_empty(x.shape[0], 0, dtype=torch.int32) for _ in range(2))
+        return values, bitmap, offsets
+    return blocks.pack(x, block_size, keep, bits, selection)
+
+
+def unpack(
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    rows: int,
+    length: int,
+    block_size: int,
+    bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the pruned tensor ``[rows, length]`` in ``dtype``, contiguous."""
+    return unpack_batch((values, bitmap, offsets), (1, rows, length), False, block_size, bits, dtype)[0]
+
+
+def unpack_batch(
+    packed: tuple[Tensor, Tensor, Tensor],
+    shape: tuple[int, int, int],
+    features_first: bool,
+    block_size: int,
+    bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the pruned tensor of ``shape [batch, rows, length]``, or permuted to ``[rows, batch, length]``."""
+    values, bitmap, offsets = packed
+    batch, rows, length = shape
+    kept, columns, device = values.shape[0], ceil_div(length, block_size), values.device
+    if kept and choose_backend(values.shape, dtype, device, block_size, columns) == "triton":
+        out = values.new_empty((rows, batch, length) if features_first else shape, dtype=dtype)
+        # The number of samples within which blocks compete, and, where something depends on it, that of blocks.
+        counts = bitmap.shape[0] if bitmap.shape[1] else 0, kept if bits else 0
+        aligned = is_aligned(values), is_aligned(bitmap), is_aligned(offsets)
+        launch = _unpack_launches[(*counts, shape, features_first, block_size, bits, device, dtype, aligned)]
+        with on_device_of(values):
+            launch(values, bitmap, offsets, out)
+        return out
+    dense = blocks.unpack(values, bitmap, batch * rows, length, block_size, bits, dtype).reshape(batch, rows, length)
+    return (dense.transpose(0, 1) if features_first else dense).contiguous()
+
+
+def pack_all(x: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return all blocks of ``x [..., L]`` quantized, row by row: ``[R * ceil(L / block_size), row_bytes]``."""
+    return formats.quantize(split_blocks(x, block_size).reshape(-1, block_size), bits)
+
+
+def unpack_all(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Undo ``pack_all``: the values ``[rows, length]`` in ``dtype``."""
+    read = formats.dequantize(values, block_size, bits, dtype)
+    return read.view(rows, ceil_div(length, block_size) * block_size)[:, :length]
+
+
+def _pack_launch(
+    shape: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    block_size: int,
+    keep: int,
+    bits: int,
+    selection: str,
+) -> PackLaunch | QuantizeLaunch:
+    """Return the launch of an input; ``dtype`` and ``aligned`` matter only to the compiled kernels that it keeps."""
+    from lightning_actprune.kernels.pack import pack_launch
+
+    return pack_launch(shape, strides, block_size, keep, device, None, bits, selection)
+
+
+def _unpack_launch(
+    samples: int,
+    kept: int,
+    shape: tuple[int, int, int],
+    features_first: bool,
+    block_size: int,
+    bits: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    aligned: tuple[bool, bool, bool],
+) -> Launch:
+    """Return the launch of a packed tensor; ``dtype`` and ``aligned`` matter only to the kernel that it keeps."""
+    from lightning_actprune.kernels.unpack import unpack_launch
+
+    return unpack_launch(samples, kept, shape, features_first, block_size, bits, device)
+
+
+_pack_launches = LaunchCache(_pack_launch)
+_unpack_launches = LaunchCache(_unpack_launch)
+
+LIBRARY = torch.library.Library("actprune", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+LIBRARY.define(
+    "pack(Tensor x, int block_size, SymInt keep, int bits=0, str selection='largest') -> "
+    "(Tensor values, Tensor bitmap, Tensor offsets)",
+    tags=TAGS,
+)
+LIBRARY.define(
+    "unpack(Tensor values, Tensor bitmap, Tensor offsets, SymInt rows, SymInt length, int block_size, int bits, "
+    "ScalarType dtype) -> Tensor",
+    tags=TAGS,
+)
+# One implementation for every device: it chooses between kernels and reference itself.
+LIBRARY.impl("pack", as_operator(pack), "CompositeExplicitAutograd")
+LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("actprune::pack", lib=LIBRARY)
+def _pack_fake(
+    x: Tensor, block_size: int, keep: int, bits: int = 0, selection: str = "largest"
+) -> tuple[Tensor, Tensor, Tensor]:
+    samples, rows, length = x.shape
+    competing = rows * ceil_div(length, block_size)
+    kept, words, runs = samples * keep, ceil_div(competing, WORD_BLOCKS), ceil_div(competing, RUN_BLOCKS)
+    if keeps_all(keep):
+        kept, words, runs = samples * competing, 0, 0
+    row = formats.row_bytes(block_size, bits, 0) if bits else block_size
+    return (
+        x.new_empty(kept, row, dtype=torch.uint8 if bits else x.dtype),
+        x.new_empty(samples, words, dtype=torch.int32),
+        x.new_empty(samples, runs, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("actprune::unpack", lib=LIBRARY)
+def _unpack_fake(
+    values: Tensor,
+    bitmap: Tensor,
+    offsets: Tensor,
+    rows: int,
+    length: int,
+    block_size: int,
+    bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return values.new_empty(rows, length, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The kept blocks of a tensor and their positions, as a value that can be inspected.
+
+    Args:
+        values: Kept blocks, ``[samples * keep, block_size]``, row by row; quantized, the bytes of each.
+        bitmap: One bit per block, int32 ``[samples, ceil(N / 32)]``; ``[samples, 0]`` of quantized blocks at a sparsity
+            of 0, where all are stored.
+        offsets: Start of each run of 128 blocks in ``values``, int32 ``[samples, ceil(N / 128)]`` or ``[samples, 0]``.
+        geometry: Shape of the packed tensor and of its blocks.
+        dtype: Type of the values that were packed.
+        bits: To how many bits they are quantized, 0 for values as they are.
+    """
+
+    values: Tensor
+    bitmap: Tensor
+    offsets: Tensor
+    geometry: BlockGeometry
+    dtype: torch.dtype
+    bits: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything stored."""
+        return self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
+
+    def mask(self) -> Tensor:
+        """Return which blocks were kept, bool ``[R, NB]``."""
+        g = self.geometry
+        if self.bitmap.shape[1] == 0:
+            return self.bitmap.new_ones(g.total_rows, g.blocks_per_row, dtype=torch.bool)
+        return blocks.unpack_bits(self.bitmap, g.blocks_per_sample).reshape(g.total_rows, g.blocks_per_row)
+
+    def unpack(self) -> Tensor:
+        """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
+        g, stored = self.geometry, (self.values, self.bitmap, self.offsets)
+        dense: Tensor = torch.ops.actprune.unpack(*stored, g.total_rows, g.length, g.block_size, self.bits, self.dtype)
+        return dense.reshape(g.samples, g.rows, g.length)
+
+    def to_bsr(self) -> Tensor:
+        """Return the pruned tensor as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
+
+        A row whose length is no multiple of ``b`` is filled up with zeros, as its last block is. Kept blocks stay
+        explicit even if all their values are zero.
+        """
+        g, mask, values = self.geometry, self.mask(), self.values
+        row_starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+        if self.bits:
+            values = formats.dequantize(values, g.block_size, self.bits, self.dtype)
+        columns, values = mask.nonzero()[:, 1], values.unsqueeze(1)
+        with torch.sparse.check_sparse_tensor_invariants():
+            return torch.sparse_bsr_tensor(
+                row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size)
+            )

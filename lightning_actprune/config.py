@@ -1,0 +1,450 @@
+"""How the tensors of a model are kept for backward: one value type, presets of it, and rules.
+
+``Keep`` says how a tensor is kept: in how many bits, with how many of its blocks dropped. A preset has a ``Keep`` for
+each operator that it covers:
+
+``paper``
+    The method of arXiv:2311.16883 at its usual setting: of the inputs of linear layers, 60 % of the blocks of 32 values
+    are dropped, the others kept as they are. No other operator is changed.
+``balanced``
+    Every operator is covered, no block is dropped, and every value is kept in four bits, 4.5 with the header of its
+    block: a bit more than a quarter of 16-bit values. Gradients are the exact ones but for noise of mean zero. What is
+    not known to be linear (``saved``) is kept in eight.
+``max``
+    Every operator is covered. Linear layers and convolutions keep two bits a value, and drop half of the blocks where
+    these hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``). Activation
+    functions keep three bits, norms four, layer scales two. Affine layers keep three, so that linear layers that read
+    their output need none of their own (see ``operators.reuse``).
+
+Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
+rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. A
+pattern is a glob on fully qualified names (``"blocks.*.fc1"``), or ``"type:"`` and an operator (``"type:norm"``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import nn
+
+from lightning_actprune.schedules import SparsitySchedule, check_sparsity, sparsity_at
+
+Scope = Literal["sample", "token"]
+Selection = Literal["largest", "swap", "unbiased"]
+Operator = Literal["linear", "convolution", "activation", "norm", "affine", "scale", "saved"]
+PresetName = Literal["paper", "balanced", "max"]
+
+BITS = (2, 3, 4, 8)
+"""Bits that a value can be quantized to."""
+MIN_QUANTIZED_BLOCK = 8
+"""Least block size of quantized values: below, scale and offset cost as much as the fewer bits save."""
+MIN_FEATURES = 64
+"""Input features from which on presets cover a linear layer; a rule covers smaller ones too. Packing takes about as
+long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7 ms of eager step time at 16, 1.2 at 48,
+0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
+TYPE = "type:"
+"""Begins a pattern that names an operator."""
+
+
+def check_model(value: Any, name: str = "model") -> nn.Module:
+    """Return ``value`` if it is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(
+            f"`{name}` must be a torch.nn.Module, got {value!r} of type {type(value).__name__}. HINT: pass the network "
+            "or the LightningModule, not its class, its layers or its weights."
+        )
+    return value
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """Return ``value`` if it is a bool: ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a bool, got {value!r} of type {type(value).__name__}. HINT: True or False.")
+    return value
+
+
+def check_count(value: Any, name: str, hint: str, least: int = 0) -> int:
+    """Return ``value`` as an int of at least ``least``; ``hint`` says what to do about an error."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be an int >= {least}, got {value!r}. HINT: {hint}")
+    if value < least:
+        raise ValueError(f"`{name}` must be an int >= {least}, got {value!r}. HINT: {hint}")
+    return int(value)
+
+
+def check_share(value: Any, name: str) -> float:
+    """Return ``value`` as a float in [0, 1], a share of something."""
+    hint = "HINT: it is a share of the whole, not a percentage; 0.2 is a fifth."
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number in [0, 1], got {value!r} of type {type(value).__name__}. {hint}")
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"`{name}` must be in [0, 1], got {value!r}. {hint}")
+    return float(value)
+
+
+def check_bits(value: Any, name: str = "bits") -> int | None:
+    """Return ``value`` if values can be quantized to so many bits, or are kept as they are (``None``)."""
+    hint = "HINT: 4 is next to free of error, 2 saves most, 8 is for what is not linear; None keeps values as they are."
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{name}` must be 2, 3, 4, 8 or None, got {value!r} of type {type(value).__name__}. {hint}")
+    if value not in BITS:
+        raise ValueError(f"`{name}` must be 2, 3, 4, 8 or None, got {value!r}. {hint}")
+    return int(value)
+
+
+def check_block_size(value: Any, bits: int | None = None) -> int:
+    """Return ``value`` as a positive int, the values in a block, of which there must be some if they are quantized."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"`block_size` must be a positive int, got {value!r} of type {type(value).__name__}. "
+            "HINT: 32 is a good start; 16, 64 and 128 are the other usual choices."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`block_size` must be a positive int, got {value!r}. HINT: 32 is a good start; a block larger than a row "
+            "is cut to the row."
+        )
+    if bits is not None and value < MIN_QUANTIZED_BLOCK:
+        raise ValueError(
+            f"`block_size` must be at least {MIN_QUANTIZED_BLOCK} with bits={bits}, got {value}. HINT: each block has "
+            "a scale of its own; 32 is a good start. Values kept as they are (`bits=None`) have none."
+        )
+    return int(value)
+
+
+def check_scope(value: Any) -> Scope:
+    """Return ``value`` if it names a scope within which blocks compete."""
+    if not isinstance(value, str) or value not in get_args(Scope):
+        raise ValueError(
+            f'`scope` must be "sample" or "token", got {value!r}. HINT: "sample" lets all blocks of one sample compete '
+            '(the paper), "token" only those of one row, for very long sequences.'
+        )
+    return value  # type: ignore[return-value]
+
+
+def check_selection(value: Any) -> Selection:
+    """Return ``value`` if it names a way to choose the blocks that are kept."""
+    if not isinstance(value, str) or value not in get_args(Selection):
+        raise ValueError(
+            f'`selection` must be "largest", "swap" or "unbiased", got {value!r}. HINT: "largest" keeps the '
+            'blocks of the largest norm (the paper), "swap" lets those near the threshold change places at random, '
+            '"unbiased" draws blocks at random and scales them up, so that what is stored is the input on average.'
+        )
+    return value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How a tensor is kept for backward.
+
+    Args:
+        bits: Bits of each value, 2, 3, 4 or 8: quantized, with a scale for each block and random errors of mean zero
+            (``codec.formats``). ``None`` keeps values as they are.
+        sparsity: Fraction of blocks dropped, in [0, 1), or a schedule of it. Only linear layers and convolutions drop
+            blocks; the other operators keep all of them, in ``bits``.
+        block_size: Consecutive values per block, positive, at least 8 with ``bits``; cut to the row if larger.
+        scope: Within what blocks compete: ``"sample"``, all blocks of a sample, or ``"token"``, those of a row.
+        selection: Which blocks are kept: ``"largest"``, those of the largest norm (the paper), or, at random,
+            ``"swap"`` or ``"unbiased"`` (``codec.blocks``). Without effect at sparsity 0.
+        max_dropped_energy: Largest share of an input's energy, in [0, 1], that its dropped blocks may hold in the first
+            batch of a fit; a layer above it drops none. 1 judges none.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> Keep(bits=4)
+        Keep(bits=4)
+        >>> Keep(sparsity=0.6).stored_bits
+        0
+    """
+
+    bits: int | None = None
+    sparsity: float | SparsitySchedule = 0.0
+    block_size: int = 32
+    scope: Scope = "sample"
+    selection: Selection = "largest"
+    max_dropped_energy: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_bits(self.bits))
+        if isinstance(self.sparsity, SparsitySchedule):
+            sparsity_at(self.sparsity, 0.0)
+        else:
+            object.__setattr__(self, "sparsity", check_sparsity(self.sparsity))
+        object.__setattr__(self, "block_size", check_block_size(self.block_size, self.bits))
+        check_scope(self.scope)
+        check_selection(self.selection)
+        object.__setattr__(self, "max_dropped_energy", check_share(self.max_dropped_energy, "max_dropped_energy"))
+
+    def __repr__(self) -> str:
+        given = [(own.name, getattr(self, own.name)) for own in fields(self) if getattr(self, own.name) != own.default]
+        return f"Keep({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of each stored value, 0 for values as they are: how codec and kernels are told."""
+        return self.bits or 0
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is kept in another way than a dense layer would."""
+        return self.bits is not None or isinstance(self.sparsity, SparsitySchedule) or self.sparsity > 0
+
+
+Rule: TypeAlias = Keep | Mapping[str, Any] | str | None
+"""What a rule may be: a ``Keep`` or a mapping of its arguments, the name of a preset, ``None`` or ``"dense"``."""
+
+_BY_RULES = "HINT: rules say it layer by layer, as"
+REMOVED: dict[str, str] = {
+    "value_format": f'{_BY_RULES} `rules={{"type:linear": Keep(bits=4)}}`; presets have bits of their own.',
+    "value_formats": "HINT: `bits=[None, 4, 2]`, in which None stands for values as they are.",
+    "scope": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.6, scope="token")}}`.',
+    "block_selection": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.6, selection="swap")}}`.',
+    "max_dropped_energy": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.5, max_dropped_energy=0.2)}}`.',
+    "include": f'{_BY_RULES} `rules={{"blocks.*": Keep(bits=4), "*": None}}`, the last one for all layers left.',
+    "exclude": f'{_BY_RULES} `rules={{"head": None}}`, which keeps a layer dense.',
+    "exclude_first": f'{_BY_RULES} `rules={{"blocks.0.*": None}}`, which keeps layers dense.',
+    "exclude_last": f'{_BY_RULES} `rules={{"blocks.11.*": None}}`, which keeps layers dense.',
+    "min_features": f'{_BY_RULES} `rules={{"head": Keep(bits=4)}}`: those by name cover small layers too.',
+    "others": "HINT: presets cover every operator that they name; 'balanced' and 'max' cover all.",
+    "layers": 'HINT: settings of layers are rules: `rules={"head": Keep(sparsity=0.3)}`.',
+    "schedule": "HINT: a schedule is a sparsity: `sparsity=CubicSchedule(end=0.8)`.",
+    "skip_held": "HINT: it is called `skip_retained`.",
+    "convolutions": 'HINT: name them: `names=["type:linear", "type:convolution"]`.',
+}
+"""What to say in place of an argument that there was once, by its name."""
+
+_MOST_BLOCKS = Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2)
+PRESETS: dict[PresetName, dict[Operator, Keep]] = {
+    "paper": {"linear": Keep(sparsity=0.6)},
+    "balanced": {
+        "linear": Keep(bits=4),
+        "convolution": Keep(bits=4),
+        "activation": Keep(bits=4),
+        "norm": Keep(bits=4),
+        "affine": Keep(bits=4),
+        "scale": Keep(bits=4),
+        "saved": Keep(bits=8),
+    },
+    "max": {
+        "linear": _MOST_BLOCKS,
+        "convolution": _MOST_BLOCKS,
+        "activation": Keep(bits=3),
+        "norm": Keep(bits=4),
+        "affine": Keep(bits=3),
+        "scale": Keep(bits=2),
+        "saved": Keep(bits=8),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """How each layer of a model is kept: a preset, what replaces parts of it, and rules.
+
+    Args:
+        preset: Name of a preset; by default ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
+        sparsity: In place of the preset's, for the operators that drop blocks.
+        block_size: In place of the preset's, for all operators.
+        rules: See the module.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range or names nothing that there is.
+    """
+
+    preset: PresetName | None = None
+    sparsity: float | SparsitySchedule | None = None
+    block_size: int | None = None
+    rules: Mapping[str, Rule] | None = None
+    _base: dict[Operator, Keep] = field(init=False, repr=False)
+    _rules: dict[str, Keep | PresetName | None] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        name = check_preset(self.preset) or ("balanced" if self.sparsity is None else "paper")
+        changes: dict[str, Any] = {}
+        if self.block_size is not None:
+            changes["block_size"] = check_block_size(self.block_size)
+        base = {operator: replace(keep, **changes) for operator, keep in PRESETS[name].items()}
+        if self.sparsity is not None:
+            if not isinstance(self.sparsity, SparsitySchedule):
+                check_sparsity(self.sparsity)
+            for operator in drops_blocks(base):
+                base[operator] = replace(base[operator], sparsity=self.sparsity)
+        object.__setattr__(self, "preset", name)
+        object.__setattr__(self, "_base", base)
+        object.__setattr__(self, "_rules", check_rules(self.rules))
+
+    def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:
+        """Return the pattern of the rule that counts for a layer with these names, ``None`` if none matches.
+
+        What operations save that no layer is known for (``saved``) is a matter of rules by type and of ``None``: other
+        rules by name are about the layers.
+        """
+        for pattern, rule in self._rules.items():
+            if pattern == TYPE + operator:
+                return pattern
+            if not pattern.startswith(TYPE) and matches(fqns, pattern) and (operator != "saved" or rule is None):
+                return pattern
+        return None
+
+    def keep_of(self, fqns: Sequence[str], operator: Operator) -> Keep | None:
+        """Return how a layer with these names is kept, ``None`` if it stays dense."""
+        pattern = self.rule_of(fqns, operator)
+        if pattern is None:
+            return self._base.get(operator)
+        rule = self._rules[pattern]
+        return PRESETS[rule].get(operator) if isinstance(rule, str) else rule
+
+    def why_dense(self, fqns: Sequence[str], operator: Operator) -> str:
+        """Return why a layer of which ``keep_of`` returns ``None`` stays dense."""
+        pattern = self.rule_of(fqns, operator)
+        if pattern is None:
+            return f"preset {self.preset!r} covers {listed(self._base)} only"
+        return f"the rule {pattern!r} keeps it dense"
+
+    @property
+    def operators(self) -> set[Operator]:
+        """The operators of which layers may be converted; by a rule on names, of any."""
+        named = {pattern.removeprefix(TYPE) for pattern, rule in self._rules.items() if rule is not None}
+        by_name = any(not pattern.startswith(TYPE) for pattern, rule in self._rules.items() if rule is not None)
+        return {name for name in get_args(Operator) if by_name or name in self._base or name in named}
+
+    @property
+    def keeps(self) -> list[Keep]:
+        """Every ``Keep`` that a layer may have."""
+        own = [PRESETS[rule] if isinstance(rule, str) else {"": rule} for rule in self._rules.values()]
+        return [keep for kept in (self._base, *own) for keep in kept.values() if isinstance(keep, Keep)]
+
+    def check_that_rules_count(self, layers: Sequence[tuple[Sequence[str], Operator]], modules: Iterable[str]) -> None:
+        """Raise ``ValueError`` if a rule counts for nothing, as one with a typo in its pattern.
+
+        Args:
+            layers: All names of each layer that is known, and its operator.
+            modules: All names of modules, which rules of ``None`` may be about too.
+        """
+        counting = {self.rule_of(fqns, operator) for fqns, operator in layers}
+        others = list(modules)
+        for pattern, rule in self._rules.items():
+            if pattern in counting or pattern.startswith(TYPE) or pattern == "*":
+                continue
+            if any(matches(fqns, pattern) for fqns, _ in layers):
+                raise ValueError(
+                    f"`rules` pattern {pattern!r} never counts, since earlier patterns match all its layers. HINT: the "
+                    "first rule that matches a layer counts; put this one before them."
+                )
+            if rule is None and matches(others, pattern):
+                continue
+            names = [fqns[0] for fqns, _ in layers]
+            near = difflib.get_close_matches(pattern, names, 1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"`rules` pattern {pattern!r} matches no layer{meant} HINT: a pattern matches the whole name, or is "
+                f"'type:' and an operator; the layers are: {shortened(names)}."
+            )
+
+    def described(self) -> dict[str, Any]:
+        """Return everything in primitives, for a checkpoint; the order of rules counts."""
+        return {
+            "kept": {operator: repr(keep) for operator, keep in self._base.items()},
+            "rules": [[pattern, repr(rule)] for pattern, rule in self._rules.items()],
+        }
+
+
+def drops_blocks(operators: Iterable[Operator]) -> list[Operator]:
+    """Return those of ``operators`` that can drop blocks."""
+    return [operator for operator in operators if operator in ("linear", "convolution")]
+
+
+def matches(fqns: Iterable[str], pattern: str) -> bool:
+    """Return whether one of a layer's names matches ``pattern``."""
+    return any(fnmatchcase(fqn, pattern) for fqn in fqns)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return ``'a', 'b' and 'c'``."""
+    return " and ".join(", ".join(map(repr, names)).rsplit(", ", 1))
+
+
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """Return the first of ``names``, and how many there are if these are not all."""
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def meant(value: Any, names: Iterable[str]) -> str:
+    """Return which of ``names`` may be meant by ``value``, as a clause, empty if none is near."""
+    near = difflib.get_close_matches(str(value), list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def check_rules(value: Any) -> dict[str, Keep | PresetName | None]:
+    """Return ``value`` as a mapping from patterns to a ``Keep``, the name of a preset, or ``None``."""
+    example = 'HINT: such as {"head": None, "blocks.*.fc1": Keep(bits=4), "type:norm": Keep(bits=4)}.'
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"`rules` must be a mapping from patterns to Keep or None, got {value!r} of type {type(value).__name__}. "
+            f"{example}"
+        )
+    for pattern in value:
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"`rules` must have patterns as its keys, got {pattern!r}. {example}")
+        operator = pattern.removeprefix(TYPE)
+        if pattern.startswith(TYPE) and operator not in get_args(Operator):
+            raise ValueError(
+                f"`rules` pattern {pattern!r} names no operator{meant(operator, get_args(Operator))} HINT: the "
+                f"operators are {listed(get_args(Operator))}."
+            )
+    return {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
+
+
+def _check_rule(value: Any, name: str, example: str) -> Keep | PresetName | None:
+    if value is None or isinstance(value, Keep):
+        return value
+    if isinstance(value, str):
+        if value == "dense":
+            return None
+        if value in get_args(PresetName):
+            return value  # type: ignore[return-value]
+        known = ("dense", *get_args(PresetName))
+        raise ValueError(f"`{name}` must be one of {listed(known)}, got {value!r}{meant(value, known)} {example}")
+    names = [own.name for own in fields(Keep)]
+    if not isinstance(value, Mapping) or not all(key in names for key in value):
+        unknown = next((key for key in value if key not in names), None) if isinstance(value, Mapping) else None
+        near = "." if unknown is None else f": {unknown!r} is none of them{meant(unknown, names)}"
+        raise TypeError(
+            f"`{name}` must be a Keep, a mapping of some of {listed(names)}, the name of a preset, 'dense' or None, "
+            f"got {value!r}{near} {example}"
+        )
+    try:
+        return Keep(**value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"`{name}`: {error}") from error
+
+
+def check_preset(value: Any) -> PresetName | None:
+    """Return ``value`` if it names a preset, or is ``None``."""
+    if value is not None and (not isinstance(value, str) or value not in PRESETS):
+        raise ValueError(
+            f"`preset` must be one of {listed(PRESETS)} or None, got {value!r}{meant(value, PRESETS)} HINT: 'paper' "
+            "drops blocks as the paper does, 'balanced' quantizes to four bits, 'max' saves most; a sparsity is an "
+            "argument of its own, `sparsity=0.6`."
+        )
+    return value
+
+
+def check_removed(names: Iterable[str]) -> None:
+    """Raise ``TypeError`` if one of ``names`` is that of an argument that there is no more."""
+    for name in names:
+        if name in REMOVED:
+            raise TypeError(f"`{name}` is no argument any more. {REMOVED[name]}")

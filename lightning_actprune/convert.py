@@ -1,0 +1,419 @@
+"""Turn the layers of a model into compressed ones, and back, in place.
+
+A layer is converted by reassigning its ``__class__``. Parameters, hooks, shared references, the training flag, names
+and ``state_dict`` stay the very same objects, which replacing the module cannot promise (a second name would keep the
+dense layer, hooks would be lost, and ``fully_shard`` would be left with the old module). How a layer is kept is one
+plain attribute; nothing is registered, so no buffer or parameter appears.
+
+An attention module is converted for its in-projection, for its output projection or for both: its code has to be told
+of either (see ``operators.attention``). What no layer is known for is left to saved-tensor hooks
+(``operators.saved``), which the model carries while it is converted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, PresetName, Rule, check_model
+from lightning_actprune.operators import convolution
+from lightning_actprune.operators.attention import RoutedMultiheadAttention
+from lightning_actprune.operators.base import CompressedLayer, LayerState, dense_class, torch_class
+from lightning_actprune.operators.linear import CompressedLinear
+from lightning_actprune.operators.registry import (
+    LEFT_DENSE,
+    compressed_class,
+    known_class,
+    layers,
+    operator_of,
+    plain_name,
+    weights_of,
+)
+from lightning_actprune.operators.saved import SavedTensorCompression, drop_idle_hooks
+from lightning_actprune.report import ConversionReport, LayerReport
+from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
+
+_SAVED = "_saved_tensor_compressions"
+_SHARDED = "was given to fully_shard itself before conversion; convert it first (the callback does, in setup)"
+_FLATTENED = (
+    "was wrapped by FullyShardedDataParallel before conversion, which flattens its weight; make it in __init__ or in "
+    "configure_model"
+)
+_PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
+_REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
+
+
+class LayerClaimedError(ValueError):
+    """A layer is already converted by somebody else."""
+
+
+def convert(
+    model: nn.Module,
+    preset: PresetName | None = None,
+    *,
+    sparsity: float | None = None,
+    block_size: int | None = None,
+    rules: Mapping[str, Rule] | None = None,
+) -> ConversionReport:
+    """Let the layers of ``model`` keep less for backward, in place; ``revert`` undoes it.
+
+    Args:
+        model: Any module; parameters, hooks and names stay the same objects.
+        preset: ``"paper"``, ``"balanced"`` or ``"max"`` (see ``config``). By default ``"paper"`` with a ``sparsity``,
+            and ``"balanced"`` without.
+        sparsity: Fraction of blocks dropped, in [0, 1), in place of the preset's.
+        block_size: Consecutive values per block, positive, in place of the preset's; cut to the row if larger.
+        rules: How layers are kept by patterns on their names or operators, in order: the first that matches a layer
+            counts, ``None`` keeps it dense, and what none matches is kept as the preset says:
+            ``{"head": None, "blocks.*.fc1": Keep(sparsity=0.5, bits=4), "type:norm": Keep(bits=4)}``.
+
+    Returns:
+        Every layer that is known, with how it is kept, or the reason why it is dense.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, a pattern matches no layer, no layer was converted, a layer is
+            already converted, or a sparsity is a schedule. The model is then as it was before the call.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        >>> [layer.fqn for layer in convert(model, sparsity=0.6, block_size=32).converted]
+        ['0', '2']
+        >>> revert(model)
+        ['0', '2']
+    """
+    check_model(model)
+    config = Config(preset, sparsity, block_size, rules)
+    for keep in config.keeps:
+        if isinstance(keep.sparsity, SparsitySchedule):
+            raise ValueError(
+                f"`sparsity` must be a number in convert(), which knows of no training, got {keep.sparsity!r}. HINT: "
+                "use ActivationPruning, or give a number here and set `layer.sparsity = schedule(step / steps)` in "
+                "your loop."
+            )
+    owner = new_owner("convert()")
+    report = convert_layers(model, config, owner)
+    try:
+        check_conversion(model, report, config)
+    except ValueError:
+        revert(model, owner)
+        raise
+    return report
+
+
+def revert(model: nn.Module, owner: str | None = None) -> list[str]:
+    """Turn converted layers of ``model`` back into what they were and return their names.
+
+    Args:
+        model: A module that ``convert`` was called on, or any module.
+        owner: Only revert the layers that this owner converted; ``None`` for all converted layers. Layers that were
+            built as compressed ones stay.
+    """
+    _detach_saved(check_model(model), owner)
+    return revert_layers(model, lambda layer: owner in (None, layer.owner))
+
+
+def revert_layers(model: nn.Module, chosen: Callable[[CompressedLayer], bool]) -> list[str]:
+    """Turn the converted layers of ``model`` that are ``chosen`` back, each by itself, and return their names."""
+    names = []
+    for fqns, layer in layers(model):
+        if is_converted(layer) and layer.owner is not None and chosen(layer):
+            listed = layer.stores
+            del layer.__dict__["_state"]
+            layer.__class__ = dense_class(type(layer))  # type: ignore[assignment, arg-type]
+            names += [fqns[0]] if listed else []
+    for module in model.modules():
+        if type(module) is RoutedMultiheadAttention and not isinstance(module.out_proj, CompressedLinear):
+            module.__class__ = dense_class(type(module))  # type: ignore[assignment]
+    return names
+
+
+def new_owner(name: str) -> str:
+    """Return a name for somebody who converts layers, unique also among those in a pickled model."""
+    return f"{name} #{uuid.uuid4().hex[:8]}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer that may be converted, and what decides whether it is, beside its own type.
+
+    Args:
+        fqns: All its names.
+        layer: The layer.
+        operator: What it is.
+        attention: The module whose output projection it is.
+        sharded: Whether ``fully_shard`` gathers its parameters to plain tensors before the forward.
+        flattened: Whether ``FullyShardedDataParallel`` has made one of its parameters and others.
+    """
+
+    fqns: list[str]
+    layer: nn.Module
+    operator: Operator
+    attention: nn.MultiheadAttention | None
+    sharded: bool
+    flattened: bool
+
+
+def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionReport:
+    """Convert what ``config`` covers; layers that ``owner`` converted before are converted again.
+
+    Raises:
+        LayerClaimedError: If another owner has converted a layer that is covered; nothing is converted then.
+    """
+    report = ConversionReport()
+    chosen: dict[nn.Module, tuple[Candidate, Keep]] = {}
+    not_called = _not_called(model, config, owner)
+    for candidate in candidates(model):
+        if not_called.issuperset(candidate.fqns):
+            continue
+        keep, reason = config.keep_of(candidate.fqns, candidate.operator), refusal(candidate, config, owner)
+        if reason is None and keep is not None:
+            chosen[candidate.layer] = candidate, keep
+            if _stores(candidate.layer):
+                report.layers.append(_row(candidate, keep))
+        elif keep is None and config.rule_of(candidate.fqns, candidate.operator) is None:
+            if not is_converted(candidate.layer):  # nor is one counted that somebody else has converted
+                report.uncovered[candidate.operator] += _stores(candidate.layer)
+        elif _stores(candidate.layer):
+            report.layers.append(_row(candidate, None, reason))
+    saved = config.keep_of(["(root)"], "saved")
+    if saved is not None:
+        _check_saved_is_free(model, owner)
+    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
+    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
+    if not own <= chosen.keys():
+        revert_layers(model, own.difference(chosen).__contains__)
+    for candidate, keep in chosen.values():
+        _convert_layer(candidate, keep, owner)
+    _attach_saved(model, config, owner)
+    report.saved = saved
+    return report
+
+
+def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
+    """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
+    known = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
+    if not known and report.saved is None:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
+            "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
+        )
+    modules = [name for fqn, _ in model.named_modules() if (name := plain_name(fqn))]
+    config.check_that_rules_count(known, modules)
+    if not report.converted and report.saved is None:
+        hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
+        uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
+        also = f"\nNot covered by the preset: {uncovered}." if uncovered else ""
+        raise ValueError(
+            f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}{also}\nHINT: {hint}"
+        )
+
+
+def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
+    """Return why a layer is not converted, or ``None`` if it is.
+
+    Raises:
+        LayerClaimedError: If another owner has converted it.
+    """
+    fqns, layer, operator = candidate.fqns, candidate.layer, candidate.operator
+    if is_converted(layer) and layer.owner is None:
+        return f"was built as {type(layer).__name__} and keeps its own settings"
+    keep = config.keep_of(fqns, operator)
+    if keep is None:
+        return config.why_dense(fqns, operator)
+    known = known_class(type(layer))
+    if known is not None and not known.drops_blocks and keep.bits is None:
+        return "drops no blocks, so that bits=None would keep all of its input as it is"
+    if is_converted(layer):
+        if layer.owner != owner:
+            raise LayerClaimedError(
+                f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: give each "
+                "its own layers with `rules`, or revert the first."
+            )
+        return None
+    return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
+
+
+def _forward_refusal(layer: nn.Module, attention: nn.MultiheadAttention | None) -> str | None:
+    """Return why the compressed forward cannot stand for the layer's own."""
+    if type(layer) is NonDynamicallyQuantizableLinear and (attention is None or _forward_refusal(attention, None)):
+        return "nn.MultiheadAttention uses its weight without calling its forward, so compressing it would save nothing"
+    if isinstance(layer, LazyModuleMixin):
+        return "is not initialised yet; convert after the first forward"
+    if isinstance(layer, FSDPModule):
+        return _SHARDED
+    if type(layer) in LEFT_DENSE:
+        return LEFT_DENSE[type(layer)][1]
+    if convolution.is_transposed(layer):
+        return "is a transposed convolution, whose input is kept as it is"
+    made = compressed_class(type(layer))
+    if made is None and not is_converted(layer):
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        return f"is a {name}, whose forward is not known to be that of the class it derives from"
+    if "forward" in layer.__dict__:
+        return _REPLACED
+    return None if made is None else made.refusal(layer)
+
+
+def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
+    """Return why what the layer reads cannot, or should not, be kept compressed."""
+    weights = weights_of(candidate.layer)
+    split = [weight for weight in weights if isinstance(weight, DTensor)]
+    if split and not (candidate.sharded and all(map(_whole_in_forward, split))):
+        return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"
+    if candidate.operator not in ("linear", "convolution"):
+        return None
+    if candidate.flattened:
+        return _FLATTENED
+    if any(hasattr(weight, "ds_id") for weight in weights):
+        return _PARTITIONED
+    if not weights[0].is_floating_point():
+        return f"its weight is {weights[0].dtype}; only inputs of floating-point layers can be compressed"
+    narrow = candidate.operator == "linear" and min(weight.shape[1] for weight in weights) < MIN_FEATURES
+    if narrow and config.rule_of(candidate.fqns, candidate.operator) is None:
+        features = min(weight.shape[1] for weight in weights)
+        return (
+            f"has {features} input features, fewer than {MIN_FEATURES}: each MiB saved cost over 1 ms of step time "
+            "there (H200, eager); a rule that matches it compresses it all the same"
+        )
+    return None
+
+
+def _whole_in_forward(weight: DTensor) -> bool:
+    """Return whether ``fully_shard`` alone has split a weight: it does so in one dimension of a mesh, the last."""
+    *others, _ = weight.placements
+    return len(others) <= 1 and all(placement.is_replicate() for placement in others)
+
+
+def candidates(model: nn.Module) -> Iterator[Candidate]:
+    """Yield every layer that is known with what decides whether it is converted."""
+    sharded, flattened = _inside(model, FSDPModule), _inside(model, FullyShardedDataParallel)
+    attentions = {id(m.out_proj): m for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    for fqns, layer in layers(model):
+        managed = id(layer) in flattened and "_is_fsdp_managed_module" in vars(layer)  # not one of `ignored_modules`
+        operator = operator_of(layer)
+        assert operator is not None
+        yield Candidate(fqns, layer, operator, attentions.get(id(layer)), id(layer) in sharded, managed)
+
+
+def _inside(model: nn.Module, wrapper: type[Any]) -> set[int]:
+    """Return the ids of all modules in modules of this class."""
+    return {id(inner) for outer in model.modules() if isinstance(outer, wrapper) for inner in outer.modules()}
+
+
+def _not_called(model: nn.Module, config: Config, owner: str) -> set[str]:
+    """Return the names of modules that the layer around them computes itself once it is converted."""
+    names = set[str]()
+    for candidate in candidates(model):
+        made = compressed_class(torch_class(type(candidate.layer)))
+        if made is None or made.replaced is None:
+            continue
+        if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
+            child = made.replaced
+            names.update(child if fqn == "(root)" else f"{fqn}.{child}" for fqn in candidate.fqns)
+    return names
+
+
+def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
+    """Return whether ``layer`` is compressed itself: attention may be routed for its output projection alone."""
+    return isinstance(layer, CompressedLayer) and "_state" in layer.__dict__
+
+
+def _stores(layer: nn.Module) -> bool:
+    known = known_class(type(layer))
+    return known is None or known.stores
+
+
+def _row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
+    layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
+    sizes = _features(layer) if keep is not None and candidate.operator in ("linear", "convolution") else (None, None)
+    drops = known_class(type(layer))
+    sparsity = 0.0 if keep is None or drops is None or not drops.drops_blocks else sparsity_at(keep.sparsity, 0.0)
+    inputs, outputs = sizes
+    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason)
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    """Return the sizes of its input and output, of an in-projection those of the query and of all three outputs."""
+    if isinstance(layer, _ConvNd):
+        return layer.in_channels, layer.out_channels
+    if isinstance(layer, CompressedLayer) and is_converted(layer) and layer._state.features is not None:
+        return layer._state.features
+    weights = weights_of(layer)
+    return weights[0].shape[1], sum(weight.shape[0] for weight in weights)
+
+
+def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
+    """Convert one layer, or set anew what ``owner`` converted before."""
+    layer, attention = candidate.layer, candidate.attention
+    features = _features(layer) if candidate.operator in ("linear", "convolution") else None
+    made: type[Any] | None = type(layer) if is_converted(layer) else compressed_class(type(layer))
+    assert made is not None
+    if made.drops_blocks:
+        highest = highest_sparsity(keep.sparsity) if isinstance(keep.sparsity, SparsitySchedule) else 0.0
+        state = LayerState(keep, sparsity_at(keep.sparsity, 0.0), owner, highest, features)
+    else:
+        state = LayerState(keep, 0.0, owner, 0.0, features)
+    layer._state = state  # type: ignore[assignment]
+    if type(layer) is not made:
+        layer.__class__ = made
+    if type(attention) is nn.MultiheadAttention:
+        attention.__class__ = RoutedMultiheadAttention
+
+
+class _Attached(dict[str, SavedTensorCompression]):
+    """The attached hooks by owner, as an attribute of the model; a copy of the model has none, as it has no hooks."""
+
+    def __deepcopy__(self, memo: Any) -> _Attached:
+        return _Attached()
+
+    def __reduce__(self) -> tuple[type[_Attached], tuple[()]]:
+        return _Attached, ()
+
+
+def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
+    """Let hooks keep compressed what else is saved in ``model``, if that is covered; anew for modules made since."""
+    _detach_saved(model, owner)
+    keep = config.keep_of(["(root)"], "saved")
+    if keep is None or keep.bits is None:
+        return
+    scale, loss_inside = config.keep_of(["(root)"], "scale"), hasattr(model, "training_step")
+    attached = model.__dict__.setdefault(_SAVED, _Attached())
+    attached[owner] = SavedTensorCompression(
+        model,
+        keep,
+        dense=lambda fqn: config.keep_of([fqn], "saved") is None,
+        parameter_bits=None if scale is None else scale.bits,
+        loss_inside=loss_inside,
+    ).attach()
+
+
+def _detach_saved(model: nn.Module, owner: str | None) -> None:
+    """Take the hooks of ``owner``, or all, off ``model`` and off what is in it, such as a model that it wraps."""
+    for module in model.modules():
+        attached = module.__dict__.get(_SAVED, {})
+        for name in [name for name in attached if owner in (None, name)]:
+            attached.pop(name).detach()
+        if not attached:
+            module.__dict__.pop(_SAVED, None)
+        drop_idle_hooks(module)
+
+
+def _check_saved_is_free(model: nn.Module, owner: str) -> None:
+    """Raise ``LayerClaimedError`` if hooks are wanted on ``model`` where another owner has some."""
+    for module in model.modules():
+        for other in module.__dict__.get(_SAVED, {}):
+            if other != owner:
+                raise LayerClaimedError(
+                    f"What else is saved in the model is already kept compressed by {other}, and {owner} claims it "
+                    "too. HINT: cover it once (`rules={'type:saved': None}`), or revert the first."
+                )

@@ -1,0 +1,1 @@
+"""One file for each operator: maths, plain-torch form, autograd and module classes."""

@@ -1,0 +1,777 @@
+r"""Activation functions ``y = f(x)`` that keep their derivative, and in few bits.
+
+Backward needs ``f'(x)`` and nothing else, ``dx = f'(x) g``, and a derivative lies in a range that is known, ``[low,
+high]``. It is kept by subtractive dither as values are (``codec.formats``), without a scale or a header to store: of v
+bits, m = 2^v - 1, u_e uniform in (0, 1) and not stored::
+
+    q_e = floor((f'_e - start) / step + u_e)        in 0 .. m
+    f'_e ~ start + step (q_e + 1/2 - u_e)           step = (high - low) (1 + 2^-11) / m,  start = low - step m 2^-12
+
+The error is uniform in +-step/2 whatever f' is, so also where f' is exactly 0 or 1: it is unbiased, and sums over rows
+cancel it. The range is wider than it must be by 2^-12 of it on either side, which is more than all roundings, so that
+no code has to be clamped.
+
+The dither is a hash of the position alone: nothing to seed, to save or to advance, the same in a resumed training,
+under ``torch.compile`` and in a replayed CUDA graph. Values are numbered in the order of memory, row
+``r = e // 8`` of ``ROW`` = 8 of them has one hash (``formats.mix``), and within a row the dithers are spread evenly::
+
+    h = mix(r A)        u_e = ((h xor r(e mod 8)) + 1/2) / 2^n, of h and r the highest n = 22 - v bits
+
+where r(e) has the bits of e in reverse order. With 2^v added, u_e has 23 bits behind the point, as fp32 numbers have.
+A reader rounds once: ``z = q + 2^v + 1 - u`` is put together from bits, and ``shift + step z`` is one fused
+multiply-add, with ``shift = start + step (1/2 - 2^v - 1)``.
+
+Functions whose derivative takes two values only (ReLU and its like) take one bit, and are exact.
+
+What is stored: the codes of a row in ``v`` bytes, lowest first, by planes as in ``codec.formats`` (three bits are two
+planes); a last row that is cut off is filled up with the codes of zeros. Then a byte for each ``RUN`` of 256 values,
+which is 1 if a derivative in it is not finite, else 0: these 256 are NaN when they are read, as a block with a NaN is
+elsewhere in this package. So whatever makes torch's ``dx`` NaN, such as a NaN in ``x``, or an Inf in that of a GELU,
+reaches ours, even where ``g`` is zero. Functions of one bit have no such bytes, and NaN goes where torch lets it.
+
+All maths is done in fp32, whatever the type of ``x``. fp64 is refused, except where one bit is exact.
+
+Forward is exact, and the codes are all that is saved for backward. A dense tensor is read in the order of its memory,
+whatever that is; one with gaps or overlaps is copied first. In place the output lies where the input did, as torch's
+in-place functions have it; nothing else needs that input. In no-grad mode, or if the input needs no gradient, a module
+is the dense one in every respect.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.dispatch import (
+    KERNEL_DTYPES,
+    LaunchCache,
+    autocast_dtype,
+    choose_backend,
+    forced_backend,
+    in_plain_eager_mode,
+    is_aligned,
+    on_device_of,
+)
+from lightning_actprune.config import check_bits
+from lightning_actprune.operators.base import CompressedLayer, torch_class
+
+if TYPE_CHECKING:
+    from lightning_actprune.kernels.launch import Launch
+
+ROW = 8
+"""Values that share a hash; their codes of v bits are v bytes."""
+RUN = 256
+"""Values that are read as NaN together."""
+ONE_BIT = (1,)
+"""The planes of derivatives with two values, and of masks."""
+TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
+QUICK = 1.702
+"""Of the GELU by a sigmoid."""
+
+Pair = tuple[float, float]
+
+
+class Activation(NamedTuple):
+    """An activation function.
+
+    Args:
+        forward: ``f(x, *parameters)`` as torch computes it.
+        derivative: ``f'(x, *parameters)`` of fp32 ``x``; of a function with two values, whether it is the higher one.
+        bounds: ``(low, high)`` for given parameters.
+        parameters: Names of the parameters, as those of the modules of torch.
+        exact: Whether the derivative takes the two values ``bounds`` only.
+        widens: Whether autocast on a GPU computes it in fp32.
+    """
+
+    forward: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+    bounds: Callable[..., Pair]
+    parameters: tuple[str, ...] = ()
+    exact: bool = False
+    widens: bool = False
+
+
+class StoredDerivative(NamedTuple):
+    """What is stored of a function's derivative.
+
+    Args:
+        function: Name in ``ACTIVATIONS``.
+        parameters: Its parameters.
+        bits: Of a code; without a meaning where one bit is exact.
+    """
+
+    function: str
+    parameters: tuple[float, ...]
+    bits: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is one bit."""
+        return ACTIVATIONS[self.function].exact
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The bits of each plane of codes, lowest first."""
+        return ONE_BIT if self.exact else formats.PLANES[self.bits]
+
+    @property
+    def bounds(self) -> Pair:
+        """Least and largest derivative."""
+        return ACTIVATIONS[self.function].bounds(*self.parameters)
+
+    @property
+    def start_and_step(self) -> Pair:
+        """What code 0 stands for, and the distance of two codes, as fp32."""
+        low, high = self.bounds
+        most, margin = 2**self.bits - 1, 2.0**-12  # a global would be a compiler's symbol
+        step = _rounded((high - low) * (1 + 2 * margin) / most)
+        return _rounded(low - step * most * margin), step
+
+    @property
+    def shift(self) -> float:
+        """What is added to ``step (q + 2^v + 1 - u)``, as fp32."""
+        start, step = self.start_and_step
+        return _rounded(start - step * (2**self.bits + 0.5))
+
+    def stored_bytes(self, count: int) -> int:
+        """Return the bytes of ``count`` values."""
+        return -(-count // ROW) * sum(self.planes) + (0 if self.exact else -(-count // RUN))
+
+    def function_constants(self) -> tuple[object, ...]:
+        """Return what kernels know of the function at compile time: its name and two parameters."""
+        return self.function, *(*self.parameters, 0.0, 0.0)[:2]
+
+    def forward_constants(self) -> tuple[object, ...]:
+        """Return the compile-time constants of the forward kernel."""
+        start, step = (0.0, 1.0) if self.exact else self.start_and_step
+        return *self.function_constants(), start + step / 2, _rounded(1 / step), *(*self.planes, 0)[:2], self.exact
+
+    def backward_constants(self) -> tuple[object, ...]:
+        """Return the compile-time constants of the backward kernel."""
+        factors = self.bounds[::-1] if self.exact else (self.start_and_step[1], self.shift)
+        return *factors, *(*self.planes, 0)[:2], self.exact
+
+
+class StoredMask(NamedTuple):
+    """What is stored of a random mask: a bit a value, of what is not dropped but multiplied by ``factor``."""
+
+    factor: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is one bit."""
+        return True
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The bits of each plane."""
+        return ONE_BIT
+
+    @property
+    def bounds(self) -> Pair:
+        """By what values are multiplied."""
+        return 0.0, self.factor
+
+    def backward_constants(self) -> tuple[object, ...]:
+        """Return the compile-time constants of the backward kernel."""
+        return self.factor, 0.0, 1, 0, True
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    s = torch.sigmoid(2 * TANH_SCALE * (x + TANH_CUBE * x * x * x))
+    return s + x * s * (1 - s) * (2 * TANH_SCALE * (1 + 3 * TANH_CUBE * x * x))
+
+
+def _silu(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s + x * s * (1 - s)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+def _mish(x: Tensor) -> Tensor:
+    t = torch.tanh(F.softplus(x))
+    return t + x * (1 - t * t) * torch.sigmoid(x)
+
+
+def _softplus(x: Tensor, beta: float, threshold: float) -> Tensor:
+    return torch.where(x * beta > threshold, 1.0, torch.sigmoid(x * beta))
+
+
+def _elu(x: Tensor, alpha: float) -> Tensor:
+    return torch.where(x > 0, 1.0, alpha * torch.exp(x))
+
+
+def _hardswish(x: Tensor) -> Tensor:
+    return torch.where(x <= -3, 0.0, torch.where(x >= 3, 1.0, x / 3 + 0.5))
+
+
+def _between(x: Tensor, low: float, high: float) -> Tensor:
+    return ~((x <= low) | (x >= high))
+
+
+# The GELU's extremes are where x^2 = 2; the others were found in fp64 and rounded away from the middle.
+ACTIVATIONS = {
+    "gelu": Activation(F.gelu, _gelu, lambda: (-0.1289043, 1.1289043)),
+    "gelu_tanh": Activation(lambda x: F.gelu(x, approximate="tanh"), _gelu_tanh, lambda: (-0.1289931, 1.1289931)),
+    "quick_gelu": Activation(
+        lambda x: x * torch.sigmoid(QUICK * x), lambda x: _silu(QUICK * x), lambda: (-0.0998394, 1.0998394)
+    ),
+    "silu": Activation(F.silu, _silu, lambda: (-0.0998394, 1.0998394)),
+    "mish": Activation(F.mish, _mish, lambda: (-0.1125262, 1.0884982)),
+    "sigmoid": Activation(torch.sigmoid, _sigmoid, lambda: (0.0, 0.25)),
+    "tanh": Activation(torch.tanh, lambda x: 1 - torch.tanh(x).square(), lambda: (0.0, 1.0)),
+    "softplus": Activation(
+        F.softplus, _softplus, lambda beta, threshold: (0.0, 1.0), ("beta", "threshold"), widens=True
+    ),
+    "elu": Activation(F.elu, _elu, lambda alpha: (min(0.0, alpha), max(1.0, alpha)), ("alpha",)),
+    "hardswish": Activation(F.hardswish, _hardswish, lambda: (-0.5, 1.5)),
+    "relu": Activation(F.relu, lambda x: ~(x <= 0), lambda: (0.0, 1.0), exact=True),
+    "relu6": Activation(F.relu6, lambda x: _between(x, 0.0, 6.0), lambda: (0.0, 1.0), exact=True),
+    "hardtanh": Activation(F.hardtanh, _between, lambda low, high: (0.0, 1.0), ("min_val", "max_val"), exact=True),
+    "leaky_relu": Activation(
+        F.leaky_relu, lambda x, slope: x > 0, lambda slope: (slope, 1.0), ("negative_slope",), exact=True
+    ),
+    "hardsigmoid": Activation(
+        F.hardsigmoid, lambda x: (x > -3) & (x < 3), lambda: (0.0, 0.1666666716337204), exact=True
+    ),
+}
+
+
+def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
+    """Return what is stored of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
+    rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
+    derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
+    if stored.exact:
+        return _join_planes(derivative.to(torch.uint8), ONE_BIT)
+    start, step = stored.start_and_step
+    finite = derivative.isfinite()
+    u = dither(derivative.shape[0], stored.bits, x.device)
+    codes = ((torch.where(finite, derivative, start) - start) / step + u).floor().to(torch.uint8)
+    runs = F.pad(~finite, (0, -finite.shape[0] % RUN)).view(-1, RUN).any(1)
+    return torch.cat([_join_planes(codes, stored.planes), runs.to(torch.uint8)])
+
+
+def encode_mask(mask: Tensor) -> Tensor:
+    """Return what is stored of ``mask [N]``, bool, in the order of memory, as ``uint8 [bytes]``."""
+    return _join_planes(F.pad(mask, (0, -mask.shape[0] % ROW)).to(torch.uint8), ONE_BIT)
+
+
+def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask, dtype: torch.dtype) -> Tensor:
+    """Return ``dx [N]`` in ``dtype`` from ``g [N]`` in the order of memory and what was stored."""
+    count = grad.shape[0]
+    rows, start, place = -(-count // ROW), 0, 0
+    q = torch.zeros((), dtype=torch.int32, device=grad.device)
+    for bits in stored.planes:
+        plane = codes[start : start + rows * bits].view(rows, bits)
+        q = q + (formats.split(plane, bits, ROW).flatten()[:count] << place)
+        start, place = start + rows * bits, place + bits
+    if isinstance(stored, StoredMask) or stored.exact:
+        low, high = stored.bounds
+        wide = grad if grad.dtype == torch.float64 else grad.float()
+        lower = wide * low if low else torch.zeros_like(wide)
+        return torch.where(q == 1, wide * high, lower).to(dtype)
+    # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
+    z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
+    derivative = (z * stored.start_and_step[1] + stored.shift).float()
+    lost = codes[start:, None].expand(-1, RUN).reshape(-1)[:count] != 0
+    return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
+
+
+def dither(count: int, bits: int, device: torch.device) -> Tensor:
+    """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
+    rows, kept = torch.arange(count // ROW, device=device), 22 - bits
+    h = formats.mix(rows * formats.PLACE & formats.MASK) >> (32 - kept)
+    e = torch.arange(ROW, dtype=torch.int32, device=device)
+    turned = (e & 1) << (kept - 1) | (e >> 1 & 1) << (kept - 2) | (e >> 2) << (kept - 3)
+    # The lower halves of numbers of 64 bits. A view of another width is one of memory: a compiler that fuses all of
+    # this would compute the hash again for each value of a row.
+    return (((h.view(torch.int32)[::2, None] ^ turned).float() + 0.5) * 2.0**-kept).flatten()
+
+
+def _join_planes(codes: Tensor, planes: tuple[int, ...]) -> Tensor:
+    """Return the bytes of codes ``[rows * ROW]``, uint8, plane by plane."""
+    joined, rows = [], codes.view(-1, ROW)
+    for bits in planes:
+        joined.append(formats.join(rows & (2**bits - 1), bits).flatten())
+        rows = rows >> bits
+    return torch.cat(joined)
+
+
+def _rounded(x: float) -> float:
+    """Return ``x`` rounded to fp32, in arithmetic (G. Veltkamp's), since a parameter may be a compiler's symbol."""
+    shifted = x * (2.0**29 + 1)
+    return shifted - (shifted - x)
+
+
+def memory_order(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions of a dense tensor in the order of memory, outermost first.
+
+    Not by ``sorted``, to which a compiler's symbols are no keys.
+    """
+    order: list[int] = []
+    for dim, stride in enumerate(strides):
+        place = 0
+        while place < len(order) and strides[order[place]] >= stride:
+            place += 1
+        order.insert(place, dim)
+    return order
+
+
+def inverse_order(order: list[int]) -> list[int]:
+    """Return how to permute dimensions back."""
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
+    y = ACTIVATIONS[stored.function].forward(x.to(dtype), *stored.parameters).to(dtype)
+    return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
+
+
+def activate_eagerly(
+    x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ``f(x)`` and what is stored by the kernel if that takes ``x``, in place if ``x`` is dense."""
+    y = x if in_place else torch.empty_like(x, dtype=dtype)
+    dense = x if y.stride() == x.stride() else torch.empty_like(x).copy_(x)
+    bound = _forward_launches[
+        x.shape, x.dtype, y.dtype, x.device, is_aligned(dense), stored, forced_backend()
+    ]  # fmt: skip
+    if bound is None:
+        found, codes = activate(x, stored, dtype)
+        return (x.copy_(found) if in_place else found), codes
+    launch, size = bound
+    codes = x.new_empty(size, dtype=torch.uint8)
+    with on_device_of(x):
+        launch(dense, y, codes)
+    return y, codes
+
+
+def activation_grad(
+    grad: Tensor,
+    codes: Tensor,
+    strides: Sequence[int],
+    stored: StoredDerivative | StoredMask,
+    dtype: torch.dtype,
+    eager: bool,
+) -> Tensor:
+    """Return ``dx`` in ``dtype`` from ``g``, which may have any layout, and what was stored of ``x``.
+
+    ``strides`` are those of ``y`` and of ``dx``; ``eager``: kernels may run.
+    """
+    if eager:
+        # What is copied is aligned.
+        aligned = (grad.stride() != strides or is_aligned(grad)), is_aligned(codes)
+        launch = _backward_launches[
+            grad.shape, grad.dtype, dtype, grad.device, aligned, stored, forced_backend()
+        ]  # fmt: skip
+        if launch is not None:
+            if grad.stride() != strides:
+                grad = torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+            out = torch.empty_strided(grad.shape, strides, dtype=dtype, device=grad.device)
+            with on_device_of(grad):
+                launch(grad, codes, out)
+            return out
+    order = memory_order(strides)
+    flat = multiply(grad.permute(order).reshape(-1), codes, stored, dtype)
+    return flat.view([grad.shape[dim] for dim in order]).permute(inverse_order(order))
+
+
+def _forward_launch(
+    shape: tuple[int, ...],
+    x: torch.dtype,
+    y: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    stored: StoredDerivative,
+    backend: str | None,
+) -> tuple[Launch, int] | None:
+    """Return the launch of an input, and the bytes that are stored.
+
+    Type of the output and alignment matter to the compiled kernel that the launch keeps.
+    """
+    count = math.prod(shape)
+    if not count or choose_backend(shape, x, device, ROW, 1) != "triton":
+        return None
+    from lightning_actprune.kernels.activation import activate_launch
+
+    return activate_launch(count, *stored.forward_constants()), stored.stored_bytes(count)
+
+
+def _backward_launch(
+    shape: tuple[int, ...],
+    grad: torch.dtype,
+    out: torch.dtype,
+    device: torch.device,
+    aligned: tuple[bool, bool],
+    stored: StoredDerivative | StoredMask,
+    backend: str | None,
+) -> Launch | None:
+    """Return the launch of a gradient; its type and alignment matter to the compiled kernel that it keeps."""
+    count = math.prod(shape)
+    if not count or choose_backend(shape, out, device, ROW, 1) != "triton":
+        return None
+    from lightning_actprune.kernels.activation import activation_grad_launch
+
+    return activation_grad_launch(count, *stored.backward_constants())
+
+
+_forward_launches = LaunchCache(_forward_launch)
+_backward_launches = LaunchCache(_backward_launch)
+
+
+class ActivationFunction(torch.autograd.Function):
+    """An activation function that keeps its derivative in few bits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, stored: StoredDerivative, dtype: torch.dtype, in_place: bool, eager: bool
+    ) -> Tensor:
+        """Compute ``f(x)`` in ``dtype`` and the codes of its derivative."""
+        y, codes = activate_eagerly(x, stored, dtype, in_place) if eager else activate(x, stored, dtype)
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.stored, ctx.dtype, ctx.strides = stored, x.dtype, y.stride()
+        ctx.save_for_backward(codes)
+        return y
+
+    @staticmethod
+    @once_differentiable("an activation function whose derivative is kept in few bits")
+    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor]:
+        """Return the gradient of the input."""
+        (codes,) = ctx.saved_tensors
+        return (activation_grad(grad_y, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
+
+
+_apply = applied(ActivationFunction)
+
+
+def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inplace: bool = False) -> Tensor:
+    """Apply an activation function that keeps its derivative, not its input, for backward, and in few bits.
+
+    The output is exact. The input gradient is ``f'(x) g`` with an ``f'`` that is off by a random error of mean zero,
+    at most half a step of the codes, or, of functions whose derivative takes two values, is exact in one bit
+    (``operators.activation``). In no-grad mode, or if ``x`` needs no gradient, this is the function of torch.
+
+    Args:
+        x: Input of any shape, in fp32 or 16 bits; where one bit is exact also in fp64.
+        function: ``"gelu"``, ``"gelu_tanh"``, ``"quick_gelu"``, ``"silu"``, ``"mish"``, ``"sigmoid"``, ``"tanh"``,
+            ``"softplus"``, ``"elu"``, ``"hardswish"``, or, in one bit, ``"relu"``, ``"relu6"``, ``"hardtanh"``,
+            ``"leaky_relu"``, ``"hardsigmoid"``.
+        parameters: Those of the function, all of them: of softplus beta and threshold, of elu alpha, of hardtanh the
+            least and the largest value, of leaky_relu the slope.
+        bits: 2, 3, 4 or 8, of each value.
+        inplace: Write the output to ``x``.
+
+    Returns:
+        ``f(x)``, laid out and typed as by torch (autocast included).
+
+    Raises:
+        TypeError: If ``x`` is a DTensor or has no type that can be kept.
+        ValueError: If an argument is out of range or ``x`` is sparse.
+
+    Example:
+        >>> import torch
+        >>> from lightning_actprune import functional
+        >>> x = torch.randn(8, 16, requires_grad=True)
+        >>> functional.activation(x, "gelu", bits=4).shape
+        torch.Size([8, 16])
+    """
+    stored = check_stored(function, parameters, bits)
+    if keeps_derivative(x):
+        return compressed_activation(x, stored, inplace)
+    y = ACTIVATIONS[function].forward(x, *stored.parameters)
+    return x.copy_(y) if inplace else y
+
+
+def keeps_derivative(x: Tensor) -> bool:
+    """Return whether anything is kept of an activation function of ``x``."""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def compressed_activation(
+    x: Tensor, stored: StoredDerivative, in_place: bool = False, widens: bool | None = None
+) -> Tensor:
+    """Apply ``activation`` to an input that needs a gradient: the path of the modules.
+
+    Args:
+        x: The input.
+        stored: The function, and how its derivative is stored.
+        in_place: Write ``f(x)`` to ``x``.
+        widens: Whether autocast on a GPU makes the output fp32; by default as torch's function of that name.
+    """
+    check_input(x, stored, stored.exact)
+    dtype = activated_dtype(x, stored, widens)
+    if not in_place:
+        return cast(Tensor, _apply(x, stored, dtype, False))
+    if in_plain_eager_mode(x) and (x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()):
+        return cast(Tensor, _apply(x, stored, x.dtype, True))
+    return x.copy_(_apply(x, stored, dtype, False))
+
+
+def activated_dtype(x: Tensor, stored: StoredDerivative, widens: bool | None = None) -> torch.dtype:
+    """Return the type of ``f(x)``: ``widens`` says whether autocast on a GPU makes it fp32, by default as torch's."""
+    if widens is None:
+        widens = ACTIVATIONS[stored.function].widens
+    return torch.float32 if widens and x.is_cuda and autocast_dtype(x) is not None else x.dtype
+
+
+def check_input(x: Tensor, stored: StoredDerivative, exact: bool) -> None:
+    """Raise if what a function needs of ``x`` cannot be kept; ``exact``: one bit is enough, whatever the type."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            "A compressed activation function cannot take DTensors. HINT: leave the module as it is, or apply it to "
+            "`x.to_local()`."
+        )
+    if x.layout != torch.strided:
+        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
+    if x.dtype not in KERNEL_DTYPES and not (exact and x.dtype == torch.float64):
+        raise TypeError(
+            f"The derivative of {stored.function!r} is kept in few bits of float32, bfloat16 or float16 inputs, got "
+            f"{x.dtype}. HINT: convert the input, or leave the module as it is."
+        )
+
+
+def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredDerivative:
+    """Return what is stored of a function if there is one of that name, with such parameters, in so many bits."""
+    if function not in ACTIVATIONS:
+        raise ValueError(f"`function` must be one of {', '.join(map(repr, ACTIVATIONS))}, got {function!r}.")
+    names = ACTIVATIONS[function].parameters
+    if len(parameters) != len(names):
+        raise ValueError(
+            f"{function!r} has {len(names)} parameters ({', '.join(names) or 'none'}), got {tuple(parameters)!r}."
+        )
+    checked = check_bits(bits)
+    if checked is None:
+        raise ValueError(
+            "`bits` of an activation function must be 2, 3, 4 or 8, got None. HINT: 4 keeps the derivative in four "
+            "bits a value; for the dense function call torch's."
+        )
+    return StoredDerivative(function, tuple(map(float, parameters)), checked)
+
+
+class CompressedActivation(CompressedLayer):
+    """Mixin of activation functions, first among the bases; parameters are attributes, named as those of torch.
+
+    Raises:
+        TypeError: If the input is a DTensor, or, where its derivative takes more than two values, fp64.
+        ValueError: If the input is sparse.
+    """
+
+    operator = "activation"
+    function: ClassVar[str]
+    """Name in ``ACTIVATIONS``."""
+    widens: ClassVar[bool | None] = None
+    """Whether autocast on a GPU makes the output fp32; ``None`` for as torch's function does."""
+    inplace: bool = False
+
+    @classmethod
+    def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
+        """Return what is stored of the function of ``module``, which may be dense, in so many bits."""
+        parameters = [float(getattr(module, name)) for name in ACTIVATIONS[cls.function].parameters]
+        return StoredDerivative(cls.function, tuple(parameters), bits)
+
+    @classmethod
+    def widened_by(cls, module: Any) -> bool | None:
+        """Return ``widens`` of ``module``, which may be dense."""
+        return cls.widens
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``f(input)``."""
+        if not keeps_derivative(input):
+            return cast(Tensor, super().forward(input))  # type: ignore[misc]
+        stored = self.stored_by(self, self._state.blocks.bits)
+        return compressed_activation(input, stored, self.inplace, self.widened_by(self))
+
+    def describe(self) -> str:
+        """Return the bits: there are no blocks."""
+        return f"bits={self.bits}"
+
+
+class ExactActivation(CompressedActivation):
+    """Mixin of those whose derivative takes two values: one bit, whatever the bits."""
+
+    def describe(self) -> str:
+        """Return nothing: there is only one way."""
+        return ""
+
+
+class CompressedGELU(CompressedActivation, nn.GELU):
+    """``nn.GELU``, exact or by tanh."""
+
+    dense_class = nn.GELU
+
+    @classmethod
+    def stored_by(cls, module: Any, bits: int) -> StoredDerivative:
+        """Return what is stored of the function of ``module``."""
+        return StoredDerivative("gelu" if module.approximate == "none" else "gelu_tanh", (), bits)
+
+
+class CompressedSiLU(CompressedActivation, nn.SiLU):
+    """``nn.SiLU``."""
+
+    dense_class, function = nn.SiLU, "silu"
+
+
+class CompressedMish(CompressedActivation, nn.Mish):
+    """``nn.Mish``."""
+
+    dense_class, function = nn.Mish, "mish"
+
+
+class CompressedTanh(CompressedActivation, nn.Tanh):
+    """``nn.Tanh``."""
+
+    dense_class, function = nn.Tanh, "tanh"
+
+
+class CompressedELU(CompressedActivation, nn.ELU):
+    """``nn.ELU``."""
+
+    dense_class, function = nn.ELU, "elu"
+
+
+class CompressedHardswish(CompressedActivation, nn.Hardswish):
+    """``nn.Hardswish``."""
+
+    dense_class, function = nn.Hardswish, "hardswish"
+
+
+class CompressedReLU(ExactActivation, nn.ReLU):
+    """``nn.ReLU``."""
+
+    dense_class, function = nn.ReLU, "relu"
+
+
+class CompressedReLU6(ExactActivation, nn.ReLU6):
+    """``nn.ReLU6``."""
+
+    dense_class, function = nn.ReLU6, "relu6"
+
+
+class CompressedHardtanh(ExactActivation, nn.Hardtanh):
+    """``nn.Hardtanh``."""
+
+    dense_class, function = nn.Hardtanh, "hardtanh"
+
+
+class CompressedLeakyReLU(ExactActivation, nn.LeakyReLU):
+    """``nn.LeakyReLU``."""
+
+    dense_class, function = nn.LeakyReLU, "leaky_relu"
+
+
+class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
+    """``nn.Hardsigmoid``."""
+
+    dense_class, function = nn.Hardsigmoid, "hardsigmoid"
+
+
+class TransformersGELU(CompressedActivation):
+    """Mixin for GELUs of transformers; that in Python is the same function."""
+
+    function = "gelu"
+
+
+class TransformersGELUTanh(CompressedActivation):
+    """Mixin for GELUs by tanh that are one operator of torch, or products of ``x``."""
+
+    function = "gelu_tanh"
+
+
+class TransformersWrittenGELUTanh(CompressedActivation):
+    """Mixin for GELUs by tanh that are written with ``torch.pow``, which autocast on a GPU computes in fp32."""
+
+    function, widens = "gelu_tanh", True
+
+
+class TransformersEitherGELUTanh(TransformersGELUTanh):
+    """Mixin for ``GELUTanh``, which is one operator of torch or, if asked to, written with ``torch.pow``."""
+
+    @classmethod
+    def widened_by(cls, module: Any) -> bool:
+        """Return whether it is written out."""
+        return not isinstance(module.act, functools.partial)
+
+
+class TransformersQuickGELU(CompressedActivation):
+    """Mixin for GELUs by a sigmoid."""
+
+    function = "quick_gelu"
+
+
+class TransformersSiLU(CompressedActivation):
+    """Mixin for SiLUs."""
+
+    function = "silu"
+
+
+class TransformersMish(CompressedActivation):
+    """Mixin for Mish."""
+
+    function = "mish"
+
+
+class CompressedSigmoid(CompressedActivation, nn.Sigmoid):
+    """``nn.Sigmoid`` as a gate. Alone it stays as it is: torch keeps its output, which the next layer keeps too."""
+
+    dense_class, function = nn.Sigmoid, "sigmoid"
+
+
+CLASSES: dict[type[nn.Module], type[CompressedActivation]] = {
+    cls.dense_class: cls
+    for cls in (
+        CompressedGELU,
+        CompressedSiLU,
+        CompressedMish,
+        CompressedTanh,
+        CompressedELU,
+        CompressedHardswish,
+        CompressedReLU,
+        CompressedReLU6,
+        CompressedHardtanh,
+        CompressedLeakyReLU,
+        CompressedHardsigmoid,
+    )
+}
+"""Of each class of torch, what it becomes."""
+FOREIGN: dict[tuple[str, str], type[CompressedActivation]] = {
+    ("transformers.activations", name): mixin
+    for name, mixin in (
+        ("GELUActivation", TransformersGELU),
+        ("NewGELUActivation", TransformersWrittenGELUTanh),
+        ("AccurateGELUActivation", TransformersWrittenGELUTanh),
+        ("GELUTanh", TransformersEitherGELUTanh),
+        ("PytorchGELUTanh", TransformersGELUTanh),
+        ("FastGELUActivation", TransformersGELUTanh),
+        ("QuickGELUActivation", TransformersQuickGELU),
+        ("SiLUActivation", TransformersSiLU),
+        ("MishActivation", TransformersMish),
+    )
+}
+"""Of each class of another package, by module and name, the mixin of what it becomes."""
+
+
+def activation_class(cls: type[nn.Module]) -> type[CompressedActivation] | None:
+    """Return what knows the function of modules of exactly this class, which may be a compressed one."""
+    cls = torch_class(cls)
+    if cls is nn.Sigmoid:
+        return CompressedSigmoid
+    return CLASSES.get(cls) or FOREIGN.get((cls.__module__, cls.__qualname__))

@@ -1,0 +1,254 @@
+"""``nn.MultiheadAttention`` whose projections keep their inputs packed for backward.
+
+torch's attention never calls its projections as layers: ``F.multi_head_attention_forward`` hands their weights, or rows
+of them, to ``F.linear``. That code runs here unchanged, but in a copy of its namespace in which ``linear`` is ours and
+takes a ``Projection`` for a weight. Masks, returned weights, ``bias_k``, ``add_zero_attn``, checks and random numbers
+are thus torch's own. A ``TorchFunctionMode`` cannot do it: it is told of ``multi_head_attention_forward`` as one call
+and is off while that runs.
+
+Inside, the samples are the second dimension, ``[T, N, E]``, and the output projection sees ``[T * N, E]``. Both are
+multiplied as torch does it, and packed as ``[N, T, E]``, so that the blocks of one sample compete: a view, not a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_actprune.codec.blocks import Blocks
+from lightning_actprune.config import Operator
+from lightning_actprune.operators import reuse
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.linear import ActivationPrunedLinear, CompressedLinear, compressed_linear, compresses
+
+
+class Projection:
+    """The weight of a projection, or some rows of it, in the place of that weight.
+
+    Args:
+        layer: Whose settings count.
+        weight: ``[out_features, in_features]``.
+        samples: Samples ``N`` in an input ``[T, N, E]`` or ``[T * N, E]``.
+    """
+
+    def __init__(
+        self, layer: ActivationPrunedLinear | CompressedMultiheadAttention, weight: Tensor, samples: int
+    ) -> None:
+        self.layer = layer
+        self.weight = weight
+        self.samples = samples
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+        return self.weight.shape
+
+    @property
+    def blocks(self) -> Blocks:
+        """How the input as it lies is cut into blocks and stored."""
+        return self.layer._state.turned_blocks
+
+    def chunk(self, chunks: int) -> list[Projection]:
+        """Return so many equal parts of the rows."""
+        return [Projection(self.layer, rows, self.samples) for rows in self.weight.chunk(chunks)]
+
+    def split(self, sizes: list[int]) -> list[Projection]:
+        """Return parts of so many rows."""
+        return [Projection(self.layer, rows, self.samples) for rows in torch.split(self.weight, sizes)]
+
+    def with_samples(self, x: Tensor) -> Tensor:
+        """Return ``x`` as ``[T, N, E]``."""
+        return x if x.dim() == 3 else x.view(x.shape[0] // max(self.samples, 1), self.samples, x.shape[-1])
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
+        parts, blocks = self.layer._state.parts.size(0), self.blocks
+        if not compresses(self.weight, parts, blocks):
+            return F.linear(x, self.weight, bias)
+        # Of a view with the batch first, torch makes the same copy, and keeps it.
+        turned = self.with_samples(x)
+        rows = turned.contiguous()
+        if rows is not turned and not torch.compiler.is_compiling():
+            reuse.remember_copy(rows, turned)
+        y = compressed_linear(rows, self.weight, bias, parts, blocks, self.layer.reuses)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class Watcher(Protocol):
+    """Somebody who wants to know of projections, which are no module calls that a hook would see."""
+
+    def enter_projection(self, projection: Projection, x: Tensor) -> None:
+        """Act on a projection of ``x`` that is about to be computed."""
+
+    def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
+        """Act on its end, with its output, or by an exception."""
+
+
+watchers: list[Watcher] = []
+"""Told of every projection that is not compiled."""
+
+
+def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) -> Tensor:
+    """Stand in for ``F.linear``."""
+    if not isinstance(weight, Projection):
+        return F.linear(x, weight, bias)
+    if torch.compiler.is_compiling() or not watchers:
+        return weight.linear(x, bias)
+    for watcher in watchers:
+        watcher.enter_projection(weight, x)
+    y = None
+    try:
+        y = weight.linear(x, bias)
+        return y
+    finally:
+        for watcher in watchers:
+            watcher.leave_projection(weight, y)
+
+
+def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return ``F.multi_head_attention_forward``, for which, and for what it calls, ``linear`` is another function."""
+    # The compiler looks names up in the module of that name, if there is one.
+    scope = {name: value for name, value in vars(F).items() if name != "__name__"}
+    scope["linear"] = linear
+    for name, value in vars(F).items():
+        if isinstance(value, FunctionType) and "linear" in value.__code__.co_names:
+            scope[name] = FunctionType(value.__code__, scope, name, value.__defaults__, value.__closure__)
+            scope[name].__kwdefaults__ = value.__kwdefaults__
+    return cast(Callable[..., tuple[Tensor, Tensor | None]], scope["multi_head_attention_forward"])
+
+
+_attention = _attention_with(_linear)
+
+
+class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` that lets compressed projections keep their inputs; made by ``convert``.
+
+    This class compresses for the output projection if that is a compressed layer, ``CompressedMultiheadAttention`` also
+    for the in-projection. Same parameters, ``state_dict``, arguments and results as ``nn.MultiheadAttention``. In
+    no-grad mode and with frozen projections its forward is that one's, fast paths included.
+    """
+
+    dense_class = nn.MultiheadAttention
+    operator: ClassVar[Operator] = "linear"
+    projects: ClassVar[bool] = False
+    """Whether the in-projection is compressed."""
+
+    def describe(self) -> str:
+        """Return nothing: the projection has its own."""
+        return ""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attention output and, if asked for, its weights, as ``nn.MultiheadAttention`` does."""
+        options: dict[str, Any] = {
+            "key_padding_mask": key_padding_mask,
+            "need_weights": need_weights,
+            "attn_mask": attn_mask,
+            "average_attn_weights": average_attn_weights,
+            "is_causal": is_causal,
+        }
+        nested = query.is_nested or key.is_nested or value.is_nested  # which torch takes only where nothing is kept
+        if nested or not self._keeps_inputs():
+            return super().forward(query, key, value, **options)
+        if not (self.batch_first and query.dim() == 3):
+            return self._attend(query, key, value, options)
+        output, weights = self._attend(*_batch_second(query, key, value), options)
+        return output.transpose(0, 1), weights
+
+    def _keeps_inputs(self) -> bool:
+        """Return whether a projection that is a compressed layer keeps its input, packed or not."""
+        weights = projection_weights(self) if self.projects else ()
+        if isinstance(self.out_proj, CompressedLinear):
+            weights = (*weights, self.out_proj.weight)
+        return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what torch's attention does of ``[T, N, E]`` or ``[T, E]``."""
+        samples = query.shape[1] if query.dim() == 3 else 1
+
+        def projection(layer: nn.Module, weight: Tensor | None) -> Tensor | Projection | None:
+            if weight is None or not isinstance(layer, (ActivationPrunedLinear, CompressedMultiheadAttention)):
+                return weight
+            return Projection(layer, weight, samples)
+
+        return _attention(
+            query,
+            key,
+            value,
+            self.embed_dim,
+            self.num_heads,
+            projection(self, self.in_proj_weight),
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            projection(self.out_proj, self.out_proj.weight),
+            self.out_proj.bias,
+            training=self.training,
+            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            q_proj_weight=projection(self, self.q_proj_weight),
+            k_proj_weight=projection(self, self.k_proj_weight),
+            v_proj_weight=projection(self, self.v_proj_weight),
+            **options,
+        )
+
+
+class CompressedMultiheadAttention(CompressedLinear, RoutedMultiheadAttention):
+    """Attention whose in-projection packs what it keeps of query, key and value; made by ``convert``.
+
+    Output, attention weights and all gradients but that of the in-projection's weight are exact; that one is computed
+    from the kept blocks (arXiv:2311.16883). What is one tensor to torch is packed once: self-attention packs its input,
+    attention over an encoder's output packs query and key, three different tensors are three packs.
+    """
+
+    dense_class = RoutedMultiheadAttention
+    projects = True
+
+    def describe(self) -> str:
+        """Return how the in-projection is kept."""
+        return CompressedLayer.describe(self)
+
+
+class CompressedOutProjection(ActivationPrunedLinear, NonDynamicallyQuantizableLinear):
+    """Output projection of an attention module, which uses its weight and its settings; made by ``convert``."""
+
+    dense_class = NonDynamicallyQuantizableLinear
+
+
+def projection_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
+    """Return the weights of the in-projection: one, or one each for query, key and value."""
+    if attention._qkv_same_embed_dim:
+        return (attention.in_proj_weight,)
+    return attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+
+
+def _batch_second(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs ``[N, T, E]`` as ``[T, N, E]``; which of them are one tensor decides how they are projected."""
+    turned_key = key.transpose(0, 1)
+    turned_value = turned_key if value is key else value.transpose(0, 1)
+    return turned_key if query is key else query.transpose(0, 1), turned_key, turned_value
+
+
+CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
+    nn.MultiheadAttention: CompressedMultiheadAttention,
+    RoutedMultiheadAttention: CompressedMultiheadAttention,
+    NonDynamicallyQuantizableLinear: CompressedOutProjection,
+}

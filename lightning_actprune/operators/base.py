@@ -1,0 +1,217 @@
+"""What every compressed layer is: one mixin, one state.
+
+A layer is compressed by reassigning its ``__class__`` (``convert``). What it carries beside its parameters is one plain
+attribute, its ``LayerState``, so that reverting leaves nothing and no buffer or parameter appears.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
+from lightning_actprune.config import Keep, Operator
+from lightning_actprune.schedules import SparsitySchedule, check_sparsity
+
+
+@dataclass(frozen=True, eq=False)
+class LayerState:
+    """How a layer keeps what backward needs, and who has asked for it.
+
+    ``forward`` reads the sparsity as the size of ``parts``, a tensor without memory: to ``torch.compile`` the size of a
+    tensor is a symbol from its second value on, so a schedule compiles twice. A float attribute is a symbol too, but
+    one from which no shape can be computed, and an int attribute of a module is a constant: each value would compile
+    anew.
+
+    Args:
+        keep: How the layer is kept; its sparsity may be a schedule. sparsity: Fraction of blocks dropped now. owner:
+        Who converted the layer from its dense class; ``None`` if it was built as it is. highest: Sparsity that a
+        schedule will raise it to, by which layers are judged that are still at less. features: Sizes of input and
+        output when it was converted: a strategy may flatten or partition its weights later.
+    """
+
+    keep: Keep
+    sparsity: float = 0.0
+    owner: str | None = None
+    highest: float = 0.0
+    features: tuple[int, int] | None = None
+    parts: Tensor = field(init=False, repr=False)
+    blocks: Blocks = field(init=False, repr=False)
+    """How inputs are cut into blocks and stored."""
+    turned_blocks: Blocks = field(init=False, repr=False)
+    """The same for an input whose samples are its second dimension, as inside attention."""
+
+    def __post_init__(self) -> None:
+        keep = self.keep
+        blocks = Blocks(keep.block_size, keep.scope, keep.stored_bits, keep.selection)
+        turned: AnyScope = "sample_second" if keep.scope == "sample" else "token"
+        object.__setattr__(self, "blocks", blocks)
+        object.__setattr__(self, "turned_blocks", Blocks(keep.block_size, turned, keep.stored_bits, keep.selection))
+        parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
+        object.__setattr__(self, "parts", parts)
+
+
+class CompressedLayer:
+    """Mixin of the classes that ``convert`` gives to modules; it comes first among their bases."""
+
+    dense_class: ClassVar[type[nn.Module]]
+    """What the module is otherwise."""
+    operator: ClassVar[Operator]
+    """What the module is, for rules and reports."""
+    drops_blocks: ClassVar[bool] = False
+    """Whether a sparsity means anything to it."""
+    replaced: ClassVar[str | None] = None
+    """Name of a child that the compressed layer computes itself, and does not call."""
+    stores: ClassVar[bool] = True
+    """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    _state: LayerState
+
+    @classmethod
+    def operator_of(cls, layer: Any) -> Operator:
+        """Return what ``layer``, dense or compressed, is."""
+        return cls.operator
+
+    @classmethod
+    def refusal(cls, layer: Any) -> str | None:
+        """Return why ``layer``, of a class that is known, cannot become one of this class all the same."""
+        return None
+
+    @property
+    def keep(self) -> Keep:
+        """How the layer is kept."""
+        return self._state.keep
+
+    @property
+    def bits(self) -> int:
+        """Bits of a stored value, 0 for values as they are."""
+        return self._state.keep.stored_bits
+
+    @property
+    def block_size(self) -> int:
+        """Values per block."""
+        return self._state.keep.block_size
+
+    @property
+    def owner(self) -> str | None:
+        """Who converted the layer from its dense class; ``None`` if it was built as it is."""
+        return self._state.owner
+
+    @property
+    def sparsity(self) -> float:
+        """Fraction of blocks dropped, in [0, 1). May be assigned between steps."""
+        return self._state.sparsity
+
+    @sparsity.setter
+    def sparsity(self, value: float) -> None:
+        self._state = replace(self._state, sparsity=check_sparsity(value))
+
+    @property
+    def highest_sparsity(self) -> float:
+        """The highest sparsity that the layer has, or will have, in this training."""
+        return max(self.sparsity, self._state.highest)
+
+    def wait_at(self, sparsity: float) -> None:
+        """Drop so many blocks for now; the layer is judged by what it would have dropped otherwise."""
+        self._state = replace(self._state, sparsity=check_sparsity(sparsity), highest=self.highest_sparsity)
+
+    def drop_nothing(self) -> None:
+        """Keep all blocks from now on."""
+        self._state = replace(self._state, sparsity=0.0, highest=0.0)
+
+    @property
+    def packs(self) -> bool:
+        """Whether what the layer keeps is not simply what the dense one keeps."""
+        return self.sparsity > 0 or self.bits > 0
+
+    @property
+    def reuses(self) -> bool:
+        """Whether backward of the layer may use parameters of the norm before it, as ``operators.reuse`` does.
+
+        Not where FSDP gathers parameters for backward of one group of modules, which need not be that of the norm.
+        """
+        return "_is_fsdp_managed_module" not in self.__dict__
+
+    def describe(self) -> str:
+        """Return how the layer is kept, as it is shown in a printed module."""
+        if not self.drops_blocks:
+            return f"bits={self.bits}, block_size={self.block_size}"
+        return describe_blocks(self.keep, self.sparsity)
+
+    def extra_repr(self) -> str:
+        """Show what the dense module prints, and how it is kept."""
+        shown: str = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, (shown, self.describe())))
+
+    def takes(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
+        """Return whether ``x`` ends in dimensions of ``shape`` and can be stored; what torch refuses is left to torch.
+
+        Kernels are given addresses, and would take those of a weight that is elsewhere for their own.
+
+        Raises:
+            TypeError: If a tensor is a DTensor.
+        """
+        if isinstance(x, DTensor) or isinstance(weight, DTensor):
+            refuse_dtensors()
+        if weight is not None and weight.device != x.device:
+            return False
+        return x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape
+
+
+def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
+    """Return how blocks are kept, leaving out what is as by default."""
+    shown = [] if keep.bits is None else [f"bits={keep.bits}"]
+    shown += [f"sparsity={sparsity:g}" if isinstance(sparsity, float) else f"sparsity={sparsity!r}"]
+    shown += [f"block_size={keep.block_size}"]
+    shown += [] if keep.scope == "sample" else [f"scope={keep.scope!r}"]
+    shown += [] if keep.selection == "largest" else [f"selection={keep.selection!r}"]
+    return ", ".join(shown)
+
+
+def refuse_dtensors() -> None:
+    """Raise: blocks of one shard are not those of the tensor."""
+    raise TypeError(
+        "A compressed layer cannot take DTensors: its blocks would be those of one shard, which is a different method. "
+        "HINT: keep tensor-parallel layers dense (`rules={name: None}`)."
+    )
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether anything but the forward of its class runs when ``module`` is called."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or "forward" in module.__dict__ or _any_global_hook()
+
+
+def _any_global_hook() -> bool:
+    modules = torch.nn.modules.module
+    return bool(
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+
+
+def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return what ``cls`` was before anything was converted."""
+    while issubclass(cls, CompressedLayer):
+        cls = cls.dense_class
+    return cls
+
+
+def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return ``cls`` with the dense class in place of the compressed one.
+
+    ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
+    """
+    if not issubclass(cls, CompressedLayer):
+        return cls
+    if "dense_class" in vars(cls):
+        return cls.dense_class
+    bases = tuple(dense_class(base) for base in cls.__bases__)
+    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    converted = next(base for base in cls.__mro__ if "dense_class" in vars(base))
+    return type(cls.__name__.replace(converted.__name__, cls.dense_class.__name__), bases, namespace)

@@ -1,0 +1,872 @@
+r"""Batch and group normalisation whose normalised values are kept quantized.
+
+A tensor ``[N, C, ...]`` is read in the order of its memory, as ``[images, channels, length]``: contiguous, an image has
+C channels of so many pixels; channels last, every pixel is an image of C channels of one value. The values of a
+channel, in all images, share a mean, a scale and a shift. Groups are cut alike: as ``[1, N G, C/G pixels]`` for the
+statistics, as ``[1, N C, pixels]`` for all else. Of a set of n values that have one mean (a channel; a group)::
+
+    x^ = (x - mean) rstd,  rstd = 1 / sqrt(var + eps)
+    y  = x^ w + b
+
+    grad_b = sum g     grad_w = sum g x^     grad_x = rstd (g w - sum(g w)/n - x^ sum(g w x^)/n)
+
+the first two over the values of a channel, the last over those of the set. As in ``operators.norm``, backward reads x~,
+which is what is stored of x^, and what that costs is the same, with n in place of the length of a row.
+
+Blocks are ``block_size`` values one after another in memory, wherever channels end: x^ has the same size everywhere, so
+that a block may hold values of several channels, and none is cut off but the last of the tensor. Hence a NaN or Inf,
+which makes x^ of all its set NaN, makes NaN what is read of other channels too: channels last, of those that share
+its blocks, else of the next channel's first and last values.
+
+Saved for backward: x^ quantized, three numbers in fp32 for each set, and the weight as it is. torch keeps the input as
+it is and two such numbers. Statistics are in fp32; the variance is never a difference of large sums.
+
+With statistics that are given, as those of batch normalisation in eval mode, the normalised input is needed for the
+gradient of the weight alone: ``grad_x = g w rstd`` is exact. If the weight is frozen too, one number a channel is kept.
+
+In plain eager mode on a GPU kernels do it, by launches that are looked up. Running statistics in fp32 then move on in
+the launch that merges the statistics of the batch, and a ReLU that follows is part of the passes that there are: its
+bits are stored with the values. Everything else runs the plain-torch form.
+
+torchvision's ResNet blocks compute what they always have. Where a compressed norm is followed by a compressed ReLU,
+neither is called: the kernels that normalise apply the ReLU too. The results are those of the two layers, bit for bit.
+Both are called where anybody might see the difference, as hooks on either do, and where the kernels do not normalise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.codec.dispatch import (
+    Backend,
+    LaunchCache,
+    as_dtype,
+    choose_backend,
+    forced_backend,
+    in_plain_eager_mode,
+    is_aligned,
+    on_device_of,
+)
+from lightning_actprune.codec.formats import row_bytes
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.config import Operator
+from lightning_actprune.operators.activation import CompressedReLU
+from lightning_actprune.operators.base import CompressedLayer, hooked
+from lightning_actprune.operators.norm import CompressedNorm, check_stored, may_launch, output_dtype
+
+if TYPE_CHECKING:
+    from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
+
+
+class ChannelSetting(NamedTuple):
+    """What is computed, and how it is stored.
+
+    Args:
+        groups: Groups of channels; 0 for batch normalisation.
+        eps: Added to the variance.
+        block_size: Values per block, not yet cut to the tensor.
+        bits: Bits of a stored value.
+        relu: Whether negative outputs are zero, which only the kernels do.
+    """
+
+    groups: int
+    eps: float
+    block_size: int
+    bits: int
+    relu: bool = False
+
+    def cut_to(self, count: int) -> ChannelSetting:
+        """Return the setting for so many values; torch 2.8 compiles no ``_replace``."""
+        groups, eps, block_size, bits, relu = self
+        return ChannelSetting(groups, eps, max(1, min(block_size, count)), bits, relu)
+
+
+class Running(NamedTuple):
+    """The running statistics of a layer.
+
+    Args:
+        mean: fp32 or 16 bits, ``[C]``, or ``None``.
+        var: As ``mean``.
+        batches: Number of batches, or ``None``.
+        momentum: Share of a batch; ``None``: all batches count the same.
+    """
+
+    mean: Tensor | None
+    var: Tensor | None
+    batches: Tensor | None
+    momentum: float | None
+
+
+class Cut(NamedTuple):
+    """How the memory of a tensor is cut: ``[images, channels, length]``."""
+
+    images: int
+    channels: int
+    length: int
+
+
+class ChannelLayout(NamedTuple):
+    """What backward has to know of forward, besides tensors.
+
+    Args:
+        setting: With blocks cut to the tensor.
+        shape: Of input and output.
+        strides: Of the input as it was read.
+        cut: How that was cut.
+        last: Whether it was read with its channels last.
+        fixed: Whether statistics were given.
+        types: Those of input, weight and bias, ``None`` where there is none.
+    """
+
+    setting: ChannelSetting
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    cut: Cut
+    last: bool
+    fixed: bool
+    types: tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
+
+
+class BoundChannelNorm(NamedTuple):
+    """What the kernels do with inputs of one layout.
+
+    Args:
+        launch: The launches.
+        layout: What backward has to know.
+        moves: Whether running statistics are moved on.
+    """
+
+    launch: ChannelNormLaunch
+    layout: ChannelLayout
+    moves: bool
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of input, weight and bias."""
+Needed = tuple[bool, bool, bool]
+"""Which of them are."""
+
+
+class ChannelNormFunction(torch.autograd.Function):
+    """Batch or group normalisation that keeps its normalised input quantized."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        fixed: Tensor | None,
+        setting: ChannelSetting,
+        dtype: torch.dtype,
+        running: Running | None,
+        eager: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute the exact output in ``dtype``, and move ``running`` on.
+
+        Not in eager mode: there the statistics of the batch are returned too, and nothing is moved.
+        """
+        bound = find_launch(x, weight, bias, fixed, setting, dtype, running) if eager else None
+        ctx.launched = bound is not None
+        moved: Any = None
+        if bound is None:
+            y, values, statistics, ctx.layout = _normalized(x, weight, bias, fixed, setting, dtype)
+        else:
+            launch, ctx.layout, moves = bound
+            if running is not None and moves:
+                moved = running[:3]
+            with on_device_of(x):
+                y, values, statistics = launch(x, weight, bias, fixed, moved)
+        if eager and running is not None and moved is None:
+            move(running, statistics)  # before anything is saved: there a checkpoint that runs again may stop
+        ctx.save_for_backward(values, statistics, weight)
+        if setting.groups and _stays_last(x):
+            y = torch.empty_like(x, dtype=dtype).copy_(y)
+        if eager:
+            return y
+        ctx.mark_non_differentiable(statistics)
+        return y, statistics
+
+    @staticmethod
+    @once_differentiable("a normalisation layer that keeps its input quantized")
+    def backward(ctx: Any, eager: bool, grad_y: Tensor, *_: Tensor | None) -> Gradients:
+        """Return the gradients of input, weight and bias."""
+        values, statistics, weight = ctx.saved_tensors
+        compute = _launch_grad if eager and ctx.launched and may_launch(grad_y) else normalize_grad
+        return compute(grad_y, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
+
+
+_channel_norm = applied(ChannelNormFunction)
+
+
+def channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    setting: ChannelSetting,
+    dtype: torch.dtype,
+    fixed: Tensor | None = None,
+    running: Running | None = None,
+) -> Tensor:
+    """Return ``x [N, C, ...]`` normalised, in ``dtype``, and move ``running`` on.
+
+    Args:
+        x: Not empty.
+        weight: ``[C]`` or ``None``.
+        bias: ``[C]`` or ``None``.
+        setting: What is computed, and how it is stored.
+        dtype: Type of the output.
+        fixed: Mean, rstd and variance of each channel, ``[3, C]`` in fp32, to take instead of those of ``x``.
+        running: Those of batch normalisation that are to move.
+    """
+    found: Tensor | tuple[Tensor, Tensor] = _channel_norm(x, weight, bias, fixed, setting, dtype, running)
+    if isinstance(found, Tensor):
+        return found
+    if running is not None:
+        move(running, found[1])
+    return found[0]
+
+
+@torch.no_grad()
+def move(running: Running, statistics: Tensor) -> None:
+    """Move the running statistics towards those of a batch."""
+    mean, var, batches, momentum = running
+    share: float | Tensor | None = momentum
+    if batches is not None:
+        batches.add_(1)
+        if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
+            share = batches.float().reciprocal()
+    share = 0.0 if share is None else share
+    for moved, found in ((mean, statistics[0]), (var, statistics[2])):
+        if moved is None:
+            continue
+        if moved.dtype == torch.float32:
+            moved.lerp_(found, share)
+        else:
+            moved.copy_(moved.float().lerp_(found, share))
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether the channels of a pixel of ``x [N, C, ...]`` lie side by side, and pixels without gaps."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def reads_last(x: Tensor, groups: int) -> bool:
+    """Return whether ``x [N, C, ...]`` is read with its channels last; if not, it is made contiguous.
+
+    Groups are read from contiguous tensors only.
+    """
+    return not groups and not x.is_contiguous() and is_channels_last(x)
+
+
+def cut_of(shape: Sequence[int], last: bool) -> Cut:
+    """Return how a tensor ``[N, C, ...]`` is cut that is contiguous, or has its channels last."""
+    images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
+    return Cut(images * pixels, channels, 1) if last else Cut(images, channels, pixels)
+
+
+def _stays_last(x: Tensor) -> bool:
+    """Return whether dense group normalisation keeps the channels of ``x`` last: on the CPU, and of images alone."""
+    return x.device.type == "cpu" and x.dim() in (4, 5) and not x.is_contiguous() and is_channels_last(x)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, fixed: Tensor | None, setting: ChannelSetting, cut: Cut
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise each channel over all else, or each group of channels of an image, in plain torch.
+
+    Args:
+        x: In the order of memory, in fp32.
+        weight: ``[C]`` or ``None``.
+        bias: ``[C]`` or ``None``.
+        fixed: ``statistics`` to take instead of those of ``x``, whose gradient they are no part of.
+        setting: What is computed, with blocks cut to the tensor.
+        cut: How memory is cut into channels.
+
+    Returns:
+        The output in fp32, cut as memory is, the bytes of all blocks, and ``statistics [3, sets]`` in fp32: mean, rstd
+        and unbiased variance.
+    """
+    statistics = _statistics(x.reshape(_sets(cut, setting.groups)), setting.eps) if fixed is None else fixed.clone()
+    (mean, rstd, _), weight, bias = spread(statistics, weight, bias, cut, setting.groups)
+    hat = (x.reshape(_each(cut, setting.groups)) - mean[:, None]) * rstd[:, None]
+    y = hat if weight is None else hat * weight.float()[:, None]
+    if bias is not None:
+        y = y + bias.float()[:, None]
+    return y, pack_all(hat.reshape(1, -1), setting.block_size, setting.bits), statistics
+
+
+def normalize_grad(
+    grad_y: Tensor,
+    values: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    layout: ChannelLayout,
+    needed: Needed = (True, True, True),
+) -> Gradients:
+    """Return the gradients of a normalisation in plain torch.
+
+    Args:
+        grad_y: ``[N, C, ...]``, of any layout.
+        values: The bytes of all blocks.
+        statistics: ``[3, sets]``.
+        weight: ``[C]`` or ``None``.
+        layout: What was normalised.
+        needed: Which gradients are.
+    """
+    groups, _, block_size, bits, relu = layout.setting
+    cut, rstd, count = _each(layout.cut, groups), statistics[1], math.prod(layout.cut)
+    ordered = grad_y.movedim(1, -1) if layout.last else grad_y
+    grad = ordered.reshape(cut).float()
+    if relu:
+        values, passed = _split(values, count, block_size, bits)
+        grad = torch.where(passed.view(cut), grad, 0.0)
+    x = unpack_all(values, 1, count, block_size, bits, torch.float32).reshape(cut)
+    if groups:
+        each = torch.stack([(grad * x).view(layout.cut).sum(2), grad.view(layout.cut).sum(2)])
+        sums, factors = _group_factors(each, rstd, weight, groups, cut.length)
+    else:
+        sums = torch.stack([(grad * x).sum((0, 2)), grad.sum((0, 2))])
+        scale = rstd if weight is None else rstd * weight.float()
+        shared = torch.zeros_like(sums) if layout.fixed else -scale * sums / (cut.images * cut.length)
+        factors = torch.stack([scale, *shared])
+    grad_x = None
+    if needed[0]:
+        of_grad, of_x, shift = factors.view(3, -1, cut.channels, 1)
+        grad_x = (grad * of_grad + (x * of_x + shift)).to(layout.types[0]).reshape(ordered.shape)
+        grad_x = grad_x.movedim(-1, 1) if layout.last else grad_x
+    return grad_x, *_of_parameters(sums, layout, needed)
+
+
+def _normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    fixed: Tensor | None,
+    setting: ChannelSetting,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, ChannelLayout]:
+    """Return output, values, statistics, and what backward has to know besides, in plain torch."""
+    setting = setting.cut_to(x.numel())
+    check_stored(x, ceil_div(x.numel(), setting.block_size), setting.block_size, setting.bits)
+    last = reads_last(x, setting.groups)
+    cut, ordered = cut_of(x.shape, last), x.movedim(1, -1) if last else x
+    y, values, statistics = normalize(ordered.float(), weight, bias, fixed, setting, cut)
+    # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
+    y = torch.ops.aten._unsafe_view.default(as_dtype(y, dtype), ordered.shape)
+    y = y.movedim(-1, 1).clone() if last else y
+    types = x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype
+    return y, values, statistics, ChannelLayout(setting, x.shape, y.stride(), cut, last, fixed is not None, types)
+
+
+def _statistics(x: Tensor, eps: float) -> Tensor:
+    """Return mean, rstd and unbiased variance, ``[3, channels]``, of ``x [images, channels, length]``."""
+    var, mean = torch.var_mean(x, (0, 2), correction=0)
+    each = x.shape[0] * x.shape[2]
+    return torch.stack([mean, torch.rsqrt(var + eps), var * (each / max(each - 1, 1))])
+
+
+def _sets(cut: Cut, groups: int) -> Cut:
+    """Return the cut into values that have one mean."""
+    if not groups:
+        return cut
+    return Cut(1, cut.images * groups, cut.channels // groups * cut.length)
+
+
+def _each(cut: Cut, groups: int) -> Cut:
+    """Return the cut into values that have one factor and one shift: of groups, the channels of each image."""
+    return Cut(1, cut.images * cut.channels, cut.length) if groups else cut
+
+
+def spread(
+    statistics: Tensor, weight: Tensor | None, bias: Tensor | None, cut: Cut, groups: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return statistics ``[3, sets]`` and parameters as numbers for each channel of ``_each``."""
+    if not groups:
+        return statistics, weight, bias
+    weight, bias = (None if p is None else p.repeat(cut.images) for p in (weight, bias))
+    return statistics.repeat_interleave(cut.channels // groups, 1), weight, bias
+
+
+def _group_factors(
+    each: Tensor, rstd: Tensor, weight: Tensor | None, groups: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the parameters, and by what a channel is multiplied, from ``each [2, N, C]``.
+
+    These are the sums of ``g x~`` and of ``g``. Factors ``[3, N C]``: ``grad_x = f0 g + f1 x~ + f2``.
+    """
+    sums = each.sum(1)
+    _, images, channels = each.shape
+    weighted = each if weight is None else each * weight.float()
+    size = channels // groups
+    means = weighted.view(2, images, groups, size).sum(3) / max(size * length, 1)
+    shared = -(means * rstd.view(images, groups)).repeat_interleave(size, 2)
+    scale = rstd.view(images, groups).repeat_interleave(size, 1)
+    scale = scale if weight is None else scale * weight.float()
+    return sums, torch.stack([scale, *shared]).view(3, -1)
+
+
+def _of_parameters(sums: Tensor, layout: ChannelLayout, needed: Needed) -> tuple[Tensor | None, Tensor | None]:
+    """Return those of the sums ``[2, C]`` that are needed, in the types of the parameters."""
+    of_weight, of_bias = (
+        as_dtype(total, dtype) if wanted and dtype is not None else None
+        for total, dtype, wanted in zip(sums, layout.types[1:], needed[1:], strict=True)
+    )
+    return of_weight, of_bias
+
+
+def _split(stored: Tensor, count: int, block_size: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the values ``[blocks, bytes]`` of what is stored with the bits of a ReLU, and which of these are set."""
+    from lightning_actprune.kernels.channel_norm import bits_start
+
+    blocks, row = ceil_div(count, block_size), row_bytes(block_size, bits, 0)
+    places = torch.arange(8, dtype=torch.uint8, device=stored.device)
+    passed = stored[bits_start(blocks, row) :].view(blocks, -1, 1) >> places & 1
+    values = stored[: blocks * row].view(blocks, row)
+    return values, passed.view(blocks, -1)[:, :block_size].reshape(-1)[:count] != 0
+
+
+def find_launch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    fixed: Tensor | None,
+    setting: ChannelSetting,
+    dtype: torch.dtype,
+    running: Running | None,
+) -> BoundChannelNorm | None:
+    """Return how the kernels take these tensors, or ``None`` if they do not."""
+    momentum, counted, device = None, False, x.device
+    if running is not None and _movable(running, x.shape[1], device):
+        momentum, counted = running.momentum, running.batches is not None
+    forced = forced_backend()
+    if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
+        return None
+    of_weight = of_bias = None
+    starts = [is_aligned(x), fixed is None or is_aligned(fixed)]
+    if weight is not None:
+        of_weight = weight.stride(), weight.dtype
+        starts.append(is_aligned(weight))
+    if bias is not None:
+        of_bias = bias.stride(), bias.dtype
+        starts.append(is_aligned(bias))
+    of_x, tracked = (x.shape, x.stride(), x.dtype, device), (fixed is not None, momentum, counted)
+    return _launches[(*of_x, of_weight, of_bias, setting, dtype, *tracked, forced, tuple(starts))]
+
+
+def _movable(running: Running, channels: int, device: torch.device) -> bool:
+    """Return whether the kernels can move the running statistics on."""
+    mean, var, batches, momentum = running
+    if mean is None or var is None or momentum is None:
+        return False
+    if not mean.dtype == var.dtype == torch.float32 or not mean.device == var.device == device:
+        return False
+    if not type(mean) is type(var) is Tensor or not mean.numel() == var.numel() == channels:
+        return False
+    if not (mean.is_contiguous() and var.is_contiguous()):
+        return False
+    return batches is None or (batches.dtype == torch.int64 and batches.device == device and type(batches) is Tensor)
+
+
+def _launch_grad(
+    grad_y: Tensor, values: Tensor, statistics: Tensor, weight: Tensor | None, layout: ChannelLayout, needed: Needed
+) -> Gradients:
+    """Return the gradients that are needed, by the kernels."""
+    if grad_y.stride() != layout.strides:
+        empty = torch.empty_strided(grad_y.shape, layout.strides, dtype=grad_y.dtype, device=grad_y.device)
+        grad_y = empty.copy_(grad_y)
+    starts = is_aligned(grad_y), is_aligned(values), is_aligned(statistics), weight is None or is_aligned(weight)
+    launch = _grad_launches[(layout, needed, grad_y.dtype, grad_y.device, starts)]
+    (groups, *_), cut, (of_x, *types) = layout.setting, layout.cut, layout.types
+    grad_x = of_weight = of_bias = None
+    if needed[0]:
+        grad_x = torch.empty_strided(grad_y.shape, layout.strides, dtype=of_x, device=grad_y.device)
+    with on_device_of(grad_y):
+        partial = launch.sums(grad_y, values)
+        if groups:
+            each = partial.sum(1).view(2, cut.images, cut.channels)
+            sums, factors = _group_factors(each, statistics[1], weight, groups, cut.length)
+            of_weight, of_bias = _of_parameters(sums, layout, needed)
+        else:
+            of_weight = statistics.new_empty(cut.channels, dtype=types[0]) if needed[1] else None
+            of_bias = statistics.new_empty(cut.channels, dtype=types[1]) if needed[2] else None
+            factors = launch.factors(partial, statistics, weight, of_weight, of_bias)
+        if grad_x is not None:
+            launch.input_grad(grad_y, values, factors, grad_x)
+    return grad_x, of_weight, of_bias
+
+
+_Given = tuple[tuple[int, ...], torch.dtype]
+"""Strides and type of a parameter."""
+
+
+def _channel_norm_launch(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight: _Given | None,
+    bias: _Given | None,
+    setting: ChannelSetting,
+    output: torch.dtype,
+    fixed: bool,
+    momentum: float | None,
+    counted: bool,
+    forced: Backend | None,
+    starts: tuple[bool, ...],
+) -> BoundChannelNorm | None:
+    """Make the launches of a layout; types and ``starts`` matter to the compiled kernels that they keep, too."""
+    count, parameters = shape.numel(), (weight, bias)
+    setting = setting.cut_to(count)
+    apart = any(given is not None and given[0] != (1,) for given in parameters)
+    if not count or dtype == torch.float64 or ceil_div(count, setting.block_size) > MAX_KEPT_BLOCKS or apart:
+        return None
+    if choose_backend(shape, dtype, device, setting.block_size, 1) == "reference":
+        return None
+    from lightning_actprune.kernels.channel_norm import ChannelNormLaunch
+
+    x = torch.empty_strided(shape, strides, device="meta")
+    last, groups = reads_last(x, setting.groups), setting.groups
+    copied, cut = not last and not x.is_contiguous(), cut_of(shape, last)
+    types = dtype, None if weight is None else weight[1], None if bias is None else bias[1]
+    laid_out = torch.empty_like(x.contiguous() if copied else x).stride()
+    layout = ChannelLayout(setting, shape, laid_out, cut, last, fixed, types)
+    present = weight is not None, bias is not None
+    each = functools.partial(spread, cut=cut, groups=groups) if groups else None
+    of_sets = _sets(cut, groups), setting.eps, present, momentum, counted
+    launch = ChannelNormLaunch(_stored(layout, device), *of_sets, dtype=output, copied=copied, spread=each)
+    return BoundChannelNorm(launch, layout, momentum is not None)
+
+
+def _channel_norm_grad_launch(
+    layout: ChannelLayout,
+    needed: Needed,
+    dtype: torch.dtype,
+    device: torch.device,
+    starts: tuple[bool, ...],
+) -> ChannelNormGradLaunch:
+    """Make the launches for gradients of a layout; ``dtype`` and ``starts`` matter to the kernels they keep, too."""
+    from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch
+
+    return ChannelNormGradLaunch(_stored(layout, device), layout.types[1] is not None, layout.fixed, needed)
+
+
+def _stored(layout: ChannelLayout, device: torch.device) -> Stored:
+    """Return what the kernels have to know of a layout."""
+    from lightning_actprune.kernels.channel_norm import Stored
+
+    groups, _, block_size, bits, relu = layout.setting
+    return Stored(_each(layout.cut, groups), block_size, bits, device, relu)
+
+
+_launches = LaunchCache(_channel_norm_launch)
+_grad_launches = LaunchCache(_channel_norm_grad_launch)
+
+
+class FrozenBatchNormFunction(torch.autograd.Function):
+    """Batch normalisation in eval mode with a weight that needs no gradient: keeps what its input is multiplied by.
+
+    Its gradients have derivatives of their own, which is why it does without the frame of the other functions.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """Compute what torch computes."""
+        scale = torch.rsqrt(var.to(torch.promote_types(x.dtype, torch.float32)) + eps)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(scale if weight is None else scale * weight)
+        ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input and bias."""
+        if grad_y is None:  # of an output on which nothing depends
+            return (None,) * 6
+        (scale,) = ctx.saved_tensors
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            scale = scale.view(-1, *[1] * (grad_y.dim() - 2))
+            if torch.is_grad_enabled() or not in_plain_eager_mode(grad_y):
+                grad_x = (grad_y * scale).to(ctx.dtype)
+            else:  # in one pass
+                grad_x = torch.mul(grad_y, scale, out=torch.empty_like(grad_y, dtype=ctx.dtype))
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad_y.sum([0, *range(2, grad_y.dim())], dtype=scale.dtype).to(ctx.bias)
+        return grad_x, None, grad_bias, None, None, None
+
+
+def frozen_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, Tensor], eps: float
+) -> Tensor:
+    """Return ``x [N, C, ...]`` normalised with mean and variance that are constants, as is the weight."""
+    y: Tensor = FrozenBatchNormFunction.apply(x, weight, bias, *statistics, eps)
+    return y
+
+
+def _keeps(layer: Any, x: Tensor) -> bool:
+    """Return what ``layer.keeps`` does of ``x``, all of whose dimensions ``layer`` normalises, with less ado."""
+    weight = layer.weight
+    if type(x) is not Tensor or not x.is_floating_point() or x.layout != torch.strided:
+        return bool(layer.keeps(x, weight, tuple(x.shape)))
+    if weight is None:
+        return torch.is_grad_enabled() and x.requires_grad
+    if type(weight) is not nn.Parameter or weight.device != x.device:
+        return bool(layer.keeps(x, weight, tuple(x.shape)))
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+
+
+class CompressedBatchNorm(CompressedNorm):
+    """Mixin of batch normalisation layers; see ``CompressedNorm``.
+
+    Running statistics are updated as those of the dense layers. Where torch itself refuses an input, such as one with
+    a single value per channel, its own error is raised.
+    """
+
+    training: bool
+    num_features: int
+    eps: float
+    momentum: float | None
+    track_running_stats: bool
+    weight: Any
+    bias: Any
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input: ``[N, C, ...]``."""
+        if not self.keeps_batch(input):
+            return cast(Tensor, super().forward(input))  # type: ignore[misc]
+        return self.normalized(input)
+
+    def keeps_batch(self, x: Tensor) -> bool:
+        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            return False
+        if (self.running_mean is None) != (self.running_var is None):
+            return False
+        if x.numel() <= self.num_features or not _keeps(self, x):
+            return False
+        self._check_input_dim(x)  # type: ignore[attr-defined]
+        return True
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised, and update the running statistics, or, in eval mode, use them if there are any."""
+        weight, bias, setting, dtype = self._arguments(x)
+        if self.training:
+            return channel_norm(x, weight, bias, setting, dtype, running=self._running())
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            return channel_norm(x, weight, bias, setting, dtype)
+        if weight is None or not weight.requires_grad:
+            return frozen_batch_norm(x, weight, bias, (mean, var), self.eps)
+        fixed = torch.stack([mean.float(), torch.rsqrt(var.float() + self.eps), var.float()])
+        return channel_norm(x, weight, bias, setting, dtype, fixed=fixed)
+
+    def rectified(self, x: Tensor) -> Tensor | None:
+        """Return the ReLU of the normalised ``x`` from the same passes, or ``None``, and do nothing, without such.
+
+        There are in training, where kernels normalise ``x``.
+        """
+        if not self.training or not self.keeps_batch(x) or not in_plain_eager_mode(x):
+            return None
+        weight, bias, setting, dtype = self._arguments(x)
+        setting, running = setting._replace(relu=True), self._running()
+        if find_launch(x, weight, bias, None, setting, dtype, running) is None:
+            return None
+        return channel_norm(x, weight, bias, setting, dtype, running=running)
+
+    def _arguments(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, ChannelSetting, torch.dtype]:
+        """Return weight, bias, setting and output type."""
+        blocks = self._state.blocks
+        setting = ChannelSetting(0, self.eps, blocks.block_size, blocks.bits)
+        dtype = x.dtype if x.dtype == torch.float32 else output_dtype(x, "batch_norm")
+        return self.weight, self.bias, setting, dtype
+
+    def _running(self) -> Running | None:
+        """Return the running statistics that a batch moves in training."""
+        if not self.track_running_stats:
+            return None
+        return Running(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+
+
+class CompressedBatchNorm1d(CompressedBatchNorm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that keeps its normalised input quantized; see ``CompressedBatchNorm``."""
+
+    dense_class = nn.BatchNorm1d
+
+
+class CompressedBatchNorm2d(CompressedBatchNorm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` that keeps its normalised input quantized; see ``CompressedBatchNorm``."""
+
+    dense_class = nn.BatchNorm2d
+
+
+class CompressedBatchNorm3d(CompressedBatchNorm, nn.BatchNorm3d):
+    """``nn.BatchNorm3d`` that keeps its normalised input quantized; see ``CompressedBatchNorm``."""
+
+    dense_class = nn.BatchNorm3d
+
+
+class CompressedTimmBatchNormAct2d(CompressedBatchNorm):
+    """Mixin of timm's ``BatchNormAct2d``: batch normalisation, then a dropping layer and an activation function."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised and activated input: ``[N, C, H, W]``."""
+        if not self.keeps_batch(x):
+            return cast(Tensor, self.dense_class.forward(self, x))
+        return cast(Tensor, self.act(self.drop(self.normalized(x))))
+
+
+class CompressedGroupNorm(CompressedNorm, nn.GroupNorm):
+    """``nn.GroupNorm`` that keeps its normalised input quantized; see ``CompressedNorm``.
+
+    An input that is not contiguous is copied.
+    """
+
+    dense_class = nn.GroupNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input: ``[N, C, ...]``."""
+        return self.normalized(input) if self.keeps_groups(input) else super().forward(input)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised."""
+        blocks = self._state.blocks
+        setting = ChannelSetting(self.num_groups, self.eps, blocks.block_size, blocks.bits)
+        dtype = x.dtype if x.dtype == torch.float32 else output_dtype(x, "group_norm")
+        return channel_norm(x, self.weight, self.bias, setting, dtype)
+
+    def keeps_groups(self, x: Tensor) -> bool:
+        """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
+        if x.dim() < 2 or x.shape[1] != self.num_channels or not x.numel():
+            return False
+        values = x.shape[0] * math.prod(x.shape[2:]) * self.num_channels // self.num_groups
+        return values > 1 and _keeps(self, x)
+
+
+class CompressedTimmGroupNorm(CompressedGroupNorm):
+    """Mixin of timm's ``GroupNorm`` and ``GroupNorm1``, which are that of torch unless "fast norm" is switched on."""
+
+    _fast_norm: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input: ``[N, C, ...]``."""
+        return self.dense_class.forward(self, x) if self._fast_norm else super().forward(x)
+
+
+class CompressedTimmGroupNormAct(CompressedTimmGroupNorm):
+    """Mixin of timm's ``GroupNormAct``: group normalisation, then a dropping layer and an activation function."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised and activated input: ``[N, C, ...]``."""
+        if self._fast_norm or not self.keeps_groups(x):
+            return self.dense_class.forward(self, x)
+        return cast(Tensor, self.act(self.drop(self.normalized(x))))
+
+
+class CompressedResNetBlock(CompressedLayer):
+    """Mixin of torchvision's ResNet blocks, which keep nothing themselves."""
+
+    operator: ClassVar[Operator] = "norm"
+    stores = False
+
+    conv1: nn.Module
+    bn1: nn.Module
+    conv2: nn.Module
+    bn2: nn.Module
+    relu: nn.Module
+    downsample: nn.Module | None
+
+    def describe(self) -> str:
+        """Return nothing: the norms and the activation function have their own."""
+        return ""
+
+    def added(self, branch: Tensor, x: Tensor) -> Tensor:
+        """Return the ReLU of ``branch``, which is written to, and ``x``."""
+        branch += x if self.downsample is None else self.downsample(x)
+        return cast(Tensor, self.relu(branch))
+
+    def rectified(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """Return the ReLU of the normalised ``x``."""
+        relu = self.relu
+        if (
+            type(norm) is CompressedBatchNorm2d
+            and type(relu) is CompressedReLU
+            and not hooked(norm)
+            and not hooked(relu)
+        ):
+            y = norm.rectified(x)
+            if y is not None:
+                return y
+        return cast(Tensor, relu(norm(x)))
+
+
+class CompressedBasicBlock(CompressedResNetBlock):
+    """Mixin of ``BasicBlock``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` after the block: ``[N, C, H, W]``."""
+        return self.added(self.bn2(self.conv2(self.rectified(self.bn1, self.conv1(x)))), x)
+
+
+class CompressedBottleneck(CompressedResNetBlock):
+    """Mixin of ``Bottleneck``."""
+
+    conv3: nn.Module
+    bn3: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` after the block: ``[N, C, H, W]``."""
+        y = self.rectified(self.bn1, self.conv1(x))
+        y = self.rectified(self.bn2, self.conv2(y))
+        return self.added(self.bn3(self.conv3(y)), x)
+
+
+CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
+    nn.BatchNorm1d: CompressedBatchNorm1d,
+    nn.BatchNorm2d: CompressedBatchNorm2d,
+    nn.BatchNorm3d: CompressedBatchNorm3d,
+    nn.GroupNorm: CompressedGroupNorm,
+}
+"""What layers of torch become."""
+
+FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
+    ("timm.layers.norm", "GroupNorm"): CompressedTimmGroupNorm,
+    ("timm.layers.norm", "GroupNorm1"): CompressedTimmGroupNorm,
+    ("timm.layers.norm_act", "BatchNormAct2d"): CompressedTimmBatchNormAct2d,
+    ("timm.layers.norm_act", "GroupNormAct"): CompressedTimmGroupNormAct,
+    ("torchvision.models.resnet", "BasicBlock"): CompressedBasicBlock,
+    ("torchvision.models.resnet", "Bottleneck"): CompressedBottleneck,
+}
+"""Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""
+
+LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = {
+    nn.SyncBatchNorm: ("norm", "finds its statistics together with other processes, by kernels of its own"),
+}
+"""What classes are that stay as they are, and why."""

@@ -1,0 +1,601 @@
+r"""Normalisation of rows, and their scaling, whose input is kept quantized.
+
+With ``x [R, L]``, per row::
+
+    x^ = (x - mean) rstd,  rstd = 1 / sqrt(var + eps)      without ``centred``: mean = 0, var = mean of x^2
+    y  = x^ w + b
+
+    grad_b = sum_r g     grad_w = sum_r g x^     grad_x = rstd (g w - mean(g w) - x^ mean(g w x^))
+
+(the second term only if ``centred``). Without ``normed`` rows are only scaled and shifted, as in an affine layer: the
+mean is 0, rstd 1 and not stored, and ``grad_x = g w`` exact.
+
+A residual may be added to y, by the pass that computes it; its gradient is g itself. torch writes the product ``x w``
+to memory and reads it again for the sum.
+
+Backward reads x~, which is what is stored of x^, in place of x^; output and ``grad_b`` are exact, ``rstd`` is kept in
+fp32. x~ = x^ + n with errors n of mean zero and of root mean square s, where that of x^ is 1 (normal values in blocks
+of 32: 8 bits 0.005, 4 bits 0.09, 3 bits 0.19, 2 bits 0.44):
+
+``grad_w``
+    gets sum_r g n, whose mean is zero: as in the weight gradient of a linear layer, errors of many rows cancel.
+``grad_x``
+    With c = cos of the angle between g w and x^, and |x^| = sqrt(L)::
+
+        error = -rstd (n mean(g w x~) + x^ mean(g w n))
+        |error| <= rstd |g w| s (2 + s)                      in any case
+        |error| ~  rstd |g w| s sqrt(c^2 + 2/L)              of errors that know nothing of g
+
+    where the exact gradient has rstd |g w| sqrt(1 - c^2). Only as far as g w points along x^ is anything lost: at
+    L = 768, 4 and 2 bits are off by 0.5 and 2.4 % of a random g (c = 0), and by 7 and 33 %, of mean zero, at c = 0.6.
+
+Saved for backward: x^ quantized, ``rstd`` in fp32 for each row, and the weight as it is. torch keeps the input as it is
+and two numbers a row. Statistics are in fp32, as torch's; blocks never reach beyond a row.
+
+In plain eager mode on a GPU kernels do it, by launches that are looked up. Everything else runs the plain-torch form.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.codec.dispatch import (
+    Backend,
+    LaunchCache,
+    as_dtype,
+    autocast_dtype,
+    choose_backend,
+    forced_backend,
+    in_plain_eager_mode,
+    is_aligned,
+    on_device_of,
+)
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.config import Operator
+from lightning_actprune.operators import reuse
+from lightning_actprune.operators.base import CompressedLayer
+
+if TYPE_CHECKING:
+    from lightning_actprune.kernels.norm import NormGradLaunch, NormLaunch
+
+_FP32_UNDER_AUTOCAST = {
+    (operator, device)
+    for operator in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
+    for device in ("cpu", "cuda")
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
+}
+"""What autocast computes in fp32, which depends on the version of torch: ``rms_norm`` on a GPU in 2.15, not in 2.11."""
+
+
+class NormSetting(NamedTuple):
+    """What is computed, and how it is stored.
+
+    Args:
+        centred: Whether the mean is subtracted.
+        rounded: Whether normalised values are rounded to the type of the input before they are multiplied.
+        eps: Added to the variance.
+        block_size: Values per block, not yet cut to a row.
+        bits: Bits of a stored value.
+        normed: Whether rows are normalised; if not, they are only scaled and shifted.
+        keeps_layout: Whether the output lies in memory as the input does, as that of torch's element-wise operations;
+            it is contiguous otherwise.
+    """
+
+    centred: bool
+    rounded: bool
+    eps: float
+    block_size: int
+    bits: int
+    normed: bool = True
+    keeps_layout: bool = False
+
+    def cut_to(self, length: int) -> NormSetting:
+        """Return the setting for rows of ``length`` values; torch 2.8 compiles no ``_replace``."""
+        centred, rounded, eps, block_size, bits, normed, keeps_layout = self
+        return NormSetting(centred, rounded, eps, max(1, min(block_size, length)), bits, normed, keeps_layout)
+
+
+Parameter = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of a weight or a bias."""
+
+
+class NormLayout(NamedTuple):
+    """What backward has to know of forward, besides tensors.
+
+    Args:
+        setting: With blocks cut to a row.
+        shape: Of input and output.
+        rows: ``(R, L)``.
+        dtype: Of the input.
+        parameters: Of weight and bias, ``None`` without one.
+    """
+
+    setting: NormSetting
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    dtype: torch.dtype
+    parameters: tuple[Parameter | None, Parameter | None]
+
+
+class NormFunction(torch.autograd.Function):
+    """Normalisation or scaling over the last dimensions that keeps its input quantized."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        shape: tuple[int, ...],
+        setting: NormSetting,
+        dtype: torch.dtype,
+        eager: bool,
+    ) -> Tensor:
+        """Compute the exact output in ``dtype`` over the last dimensions, of ``shape``."""
+        eager = eager and (residual is None or in_plain_eager_mode(residual))
+        bound = _bound(x, weight, bias, residual, shape, setting, dtype) if eager else None
+        ctx.launched, ctx.residual = bound is not None, None if residual is None else residual.dtype
+        if bound is None:
+            y, values, rstd, ctx.layout = _normalized(x, weight, bias, residual, shape, setting, dtype)
+        else:
+            launch, ctx.layout = bound
+            with on_device_of(x):
+                y, values, rstd = launch(x, weight, bias, residual)
+        ctx.save_for_backward(values, rstd, weight)
+        if residual is not None:
+            return y
+        if setting.keeps_layout and not x.is_contiguous():
+            laid_out = torch.empty_like(x, dtype=dtype)
+            if laid_out.stride() != y.stride():
+                return laid_out.copy_(y)
+        if eager and len(shape) == 1:
+            reuse.remember(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
+        return y
+
+    @staticmethod
+    @once_differentiable("a normalisation or affine layer that keeps its input quantized")
+    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight, bias and residual."""
+        needs_x, needs_weight, needs_bias, needs_residual, *_ = ctx.needs_input_grad
+        grads: tuple[Tensor | None, ...] = (None, None, None)
+        if needs_x or needs_weight or needs_bias:
+            grads = _gradients(ctx, grad_y, needs_weight, needs_bias, eager)
+        return *grads, as_dtype(grad_y, ctx.residual) if needs_residual else None
+
+
+_norm = applied(NormFunction)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return ``x`` normalised over its last dimensions, of ``shape``, in ``dtype``."""
+    y: Tensor = _norm(x, weight, bias, None, shape, setting, dtype)
+    return y
+
+
+def scaled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, block_size: int, bits: int
+) -> Tensor:
+    """Return ``x * weight + bias + residual`` in the common type of all.
+
+    Args:
+        x: ``[..., L]``.
+        weight: A value a feature, of any shape.
+        bias: Of the shape of ``weight``, or ``None``.
+        residual: Of the shape of ``x``, or ``None``.
+        block_size: Values per block.
+        bits: Bits of a stored value.
+    """
+    dtype = x.dtype
+    for given in (weight, bias, residual):
+        if given is not None:
+            dtype = torch.promote_types(dtype, given.dtype)
+    setting = NormSetting(False, False, 0.0, block_size, bits, normed=False, keeps_layout=True)
+    y: Tensor = _norm(x, weight, bias, residual, (weight.numel(),), setting, dtype)
+    return y
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Normalise the rows of ``x [R, L]`` in plain torch, and store what backward needs.
+
+    Args:
+        x: In fp32 or 16 bits.
+        weight: ``[L]`` or ``None``.
+        bias: ``[L]`` or ``None``.
+        residual: ``[R, L]`` to be added to the output, or ``None``.
+        setting: What is computed, with blocks cut to a row.
+        dtype: Type of the output.
+
+    Returns:
+        ``y [R, L]``, the bytes of all blocks and ``rstd [R]``, fp32, ``None`` without ``normed``.
+    """
+    wide, rstd = x.float(), None
+    if setting.centred:
+        wide = wide - wide.mean(-1, keepdim=True)
+    if setting.normed:
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + setting.eps)
+        wide = wide * rstd
+    y = wide.to(x.dtype).float() if setting.rounded else wide
+    if weight is not None:
+        y = y * weight.float()
+    for added in (bias, residual):
+        if added is not None:
+            y = y + added.float()
+    return y.to(dtype), pack_all(wide, setting.block_size, setting.bits), None if rstd is None else rstd.view(-1)
+
+
+def normalize_grad(
+    grad_y: Tensor,
+    values: Tensor,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    setting: NormSetting,
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of ``normalize``: of the input in ``dtype``, of weight and bias in fp32.
+
+    Args:
+        grad_y: ``[R, L]``.
+        values: The bytes of all blocks.
+        rstd: ``[R]``, fp32, or ``None``.
+        weight: ``[L]`` or ``None``.
+        setting: As forward.
+        dtype: Type of the input gradient.
+        wanted: Whether the gradients of weight and bias are; ``None`` is returned for one that is not.
+    """
+    x = unpack_all(values, grad_y.shape[0], grad_y.shape[1], setting.block_size, setting.bits, torch.float32)
+    grad = grad_y.float()
+    of_weight, of_bias = (grad * x).sum(0) if wanted[0] else None, grad.sum(0) if wanted[1] else None
+    if weight is not None:
+        grad = grad * weight.float()
+    if rstd is None:
+        return grad.to(dtype), of_weight, of_bias
+    grad_x = grad - x * (grad * x).mean(-1, keepdim=True)
+    if setting.centred:
+        grad_x = grad_x - grad.mean(-1, keepdim=True)
+    return (grad_x * rstd[:, None]).to(dtype), of_weight, of_bias
+
+
+def _normalized(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None, NormLayout]:
+    """Return output, values, ``rstd``, and what backward has to know besides, in plain torch."""
+    length, number = math.prod(shape), math.prod(x.shape[: x.dim() - len(shape)])
+    setting = setting.cut_to(length)
+    check_stored(x, ceil_div(number * length, setting.block_size), setting.block_size, setting.bits)
+    rows, added = x.reshape(number, length), None if residual is None else residual.reshape(number, length)
+    y, values, rstd = normalize(rows, _flat(weight), _flat(bias), added, setting, dtype)
+    of_weight, of_bias = (None if p is None else (p.shape, p.dtype) for p in (weight, bias))
+    # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
+    y = torch.ops.aten._unsafe_view.default(y, x.shape)
+    return y, values, rstd, NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
+
+
+def _gradients(
+    ctx: Any, grad_y: Tensor, needs_weight: bool, needs_bias: bool, eager: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the input and, as far as they are needed, of weight and bias."""
+    layout: NormLayout = ctx.layout
+    values, rstd, weight = ctx.saved_tensors
+    of_weight, of_bias = layout.parameters
+    wanted = of_weight if needs_weight else None, of_bias if needs_bias else None
+    if eager and ctx.launched and may_launch(grad_y):
+        of_grad = grad_y.stride(), grad_y.dtype, wanted, grad_y.device
+        starts = is_aligned(grad_y), is_aligned(values), rstd is None or is_aligned(rstd)
+        launch = _grad_launches[(layout, *of_grad, (*starts, weight is None or is_aligned(weight)))]
+        with on_device_of(grad_y):
+            return launch(grad_y, values, rstd, weight)
+    rows = grad_y.reshape(layout.rows)
+    sums = wanted[0] is not None, wanted[1] is not None
+    arguments = values, rstd, _flat(weight), layout.setting, layout.dtype, sums
+    grad_x, along, total = normalize_grad(rows, *arguments)
+    return grad_x.view(layout.shape), _of_parameter(along, wanted[0]), _of_parameter(total, wanted[1])
+
+
+def may_launch(x: Tensor) -> bool:
+    """Return whether kernels might take ``x``, in plain eager mode; only then may its address be asked for.
+
+    Not every device has addresses, and asking ends a lazy copy.
+    """
+    forced = forced_backend()
+    return x.is_cuda if forced is None else forced == "triton"
+
+
+def _bound(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    shape: tuple[int, ...],
+    setting: NormSetting,
+    dtype: torch.dtype,
+) -> tuple[NormLaunch, NormLayout] | None:
+    """Return how the kernels take these tensors, or ``None`` if they do not."""
+    forced = forced_backend()
+    if not x.is_cuda if forced is None else forced != "triton":  # as ``may_launch``
+        return None
+    of_weight = of_bias = added = None
+    starts = [is_aligned(x)]
+    if weight is not None:
+        of_weight = weight.shape, weight.stride(), weight.dtype
+        starts.append(is_aligned(weight))
+    if bias is not None:
+        of_bias = bias.shape, bias.stride(), bias.dtype
+        starts.append(is_aligned(bias))
+    if residual is not None:
+        added = residual.dtype
+        starts.append(is_aligned(residual))
+    of_x = x.shape, x.stride(), x.dtype, x.device
+    return _launches[(*of_x, of_weight, of_bias, added, shape, setting, dtype, forced, tuple(starts))]
+
+
+_Given = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a tensor."""
+
+
+def _norm_launch(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight: _Given | None,
+    bias: _Given | None,
+    residual: torch.dtype | None,
+    row_shape: tuple[int, ...],
+    setting: NormSetting,
+    output: torch.dtype,
+    forced: Backend | None,
+    starts: tuple[bool, ...],
+) -> tuple[NormLaunch, NormLayout] | None:
+    """Make the launch of a layout; types and ``starts`` matter to the compiled kernel that it keeps, too."""
+    length = math.prod(row_shape)
+    rows, setting = (math.prod(shape[: len(shape) - len(row_shape)]), length), setting.cut_to(length)
+    blocks, columns = ceil_div(rows[0] * length, setting.block_size), ceil_div(length, setting.block_size)
+    parameters = weight, bias
+    contiguous = all(given is None or given[1] == _contiguous_strides(given[0]) for given in parameters)
+    if 0 in rows or dtype == torch.float64 or blocks > MAX_KEPT_BLOCKS or not contiguous:
+        return None
+    if choose_backend(rows, dtype, device, setting.block_size, columns) == "reference":
+        return None
+    from lightning_actprune.kernels import norm as kernels
+
+    if not kernels.takes_rows(length, setting.block_size):
+        return None
+    present = *[given is not None for given in parameters], residual is not None
+    flags = *present, setting.centred, setting.rounded, setting.normed
+    stored = setting.block_size, setting.bits
+    launch = kernels.NormLaunch(
+        shape, length, _row_stride(shape, rows, strides), flags, setting.eps, *stored, output, device
+    )
+    of_weight, of_bias = (None if given is None else (given[0], given[2]) for given in parameters)
+    return launch, NormLayout(setting, shape, rows, dtype, (of_weight, of_bias))
+
+
+def _norm_grad_launch(
+    layout: NormLayout,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    wanted: tuple[Parameter | None, Parameter | None],
+    device: torch.device,
+    starts: tuple[bool, ...],
+) -> NormGradLaunch:
+    """Make the launch for gradients of one kind; ``dtype`` and ``starts`` matter to the kernel that it keeps, too."""
+    from lightning_actprune.kernels.norm import NormGradLaunch
+
+    setting, shape, rows, of_x, parameters = layout
+    flags = parameters[0] is not None, setting.centred, setting.normed
+    stride = _row_stride(shape, rows, strides)
+    return NormGradLaunch(shape, rows[1], stride, flags, setting.block_size, setting.bits, of_x, wanted, device)
+
+
+_launches = LaunchCache(_norm_launch)
+_grad_launches = LaunchCache(_norm_grad_launch)
+
+
+def _row_stride(shape: tuple[int, ...], rows: tuple[int, int], strides: tuple[int, ...]) -> int | None:
+    """Return the stride of the rows of a tensor, ``None`` if it has to be copied."""
+    given = torch.empty_strided(shape, strides, device="meta")
+    flat = given.reshape(rows)
+    shares = flat.untyped_storage()._cdata == given.untyped_storage()._cdata
+    return flat.stride(0) if shares and flat.stride(1) == 1 else None
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _of_parameter(total: Tensor | None, parameter: Parameter | None) -> Tensor | None:
+    """Return the gradient ``[L]`` of a parameter as that has it."""
+    return None if total is None or parameter is None else as_dtype(total, parameter[1]).view(parameter[0])
+
+
+def _flat(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.reshape(-1)
+
+
+def output_dtype(x: Tensor, operator: str) -> torch.dtype:
+    """Return the type in which torch's ``operator`` computes, and returns, the normalised ``x``.
+
+    A kernel reads ``x`` as it is, and writes fp32 where autocast asks for it: no copy is made.
+    """
+    dtype = x.dtype
+    if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
+        return dtype
+    return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else dtype
+
+
+def check_stored(x: Tensor, blocks: int, block_size: int, bits: int) -> None:
+    """Raise if values cannot be stored."""
+    if x.dtype == torch.float64:
+        raise TypeError(
+            f"float64 values cannot be stored in {bits} bits, whose scales have 4 bits of precision. HINT: keep the "
+            "layer dense (`rules={name: None}`), or train in float32 or 16 bits."
+        )
+    if blocks > MAX_KEPT_BLOCKS:
+        raise ValueError(
+            f"An input of {tuple(x.shape)} has {blocks} blocks, more than 2^31 - 1, the most that can be numbered. "
+            f"HINT: take a larger `block_size` than {block_size}."
+        )
+
+
+class CompressedNorm(CompressedLayer):
+    """Mixin of normalisation layers that keep their normalised input quantized.
+
+    Same parameters, ``state_dict`` and output (to rounding) as the layers they replace, and the same types under
+    autocast. Where neither input nor weight needs a gradient, they are those layers in every respect.
+
+    Raises:
+        TypeError: If the input is a DTensor, or in fp64.
+        ValueError: If the input has more than 2^31 - 1 blocks.
+    """
+
+    operator: ClassVar[Operator] = "norm"
+
+    def keeps(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
+        """Return whether anything is kept of ``x``."""
+        if not torch.is_grad_enabled() or not (x.requires_grad or (weight is not None and weight.requires_grad)):
+            return False
+        plain = type(x) is Tensor and (weight is None or (type(weight) is nn.Parameter and weight.device == x.device))
+        if plain and x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape:
+            return True  # as ``takes`` would find, which nearly always is so
+        return self.takes(x, weight, shape)
+
+    def setting(self, centred: bool, eps: float | None) -> NormSetting:
+        """Return what is computed and how it is stored; torch takes the least of fp32 for ``None``."""
+        least = torch.finfo(torch.float32).eps if eps is None else eps
+        blocks = self._state.blocks
+        return NormSetting(centred, False, least, blocks.block_size, blocks.bits)
+
+
+class CompressedLayerNorm(CompressedNorm, nn.LayerNorm):
+    """``nn.LayerNorm`` that keeps its normalised input quantized; see ``CompressedNorm``."""
+
+    dense_class = nn.LayerNorm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input: ``[..., *normalized_shape]``."""
+        shape, weight = self.normalized_shape, self.weight  # asked for once: a module's parameter takes a while to find
+        if (weight is not None and weight.shape != shape) or not self.keeps(input, weight, shape):
+            return super().forward(input)
+        return norm(input, weight, self.bias, shape, self.setting(True, self.eps), output_dtype(input, "layer_norm"))
+
+
+class CompressedRMSNorm(CompressedNorm, nn.RMSNorm):
+    """``nn.RMSNorm`` that keeps its normalised input quantized; see ``CompressedNorm``."""
+
+    dense_class = nn.RMSNorm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input: ``[..., *normalized_shape]``."""
+        shape, weight = self.normalized_shape, self.weight
+        if (weight is not None and weight.shape != shape) or not self.keeps(x, weight, shape):
+            return super().forward(x)
+        return norm(x, weight, None, shape, self.setting(False, self.eps), output_dtype(x, "rms_norm"))
+
+
+class CompressedTimmLayerNorm(CompressedLayerNorm):
+    """Mixin of timm's ``LayerNorm``, which is that of torch unless timm's "fast norm" is switched on."""
+
+    _fast_norm: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input: ``[..., *normalized_shape]``."""
+        return self.dense_class.forward(self, x) if self._fast_norm else super().forward(x)
+
+
+class CompressedTimmLayerNorm2d(CompressedTimmLayerNorm):
+    """Mixin of timm's ``LayerNorm2d``, which normalises over the channels of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input: ``[N, C, H, W]``."""
+        channels_last = x.permute(0, 2, 3, 1)
+        if self._fast_norm or not self.keeps(channels_last, self.weight, self.normalized_shape):
+            return self.dense_class.forward(self, x)
+        return super().forward(channels_last).permute(0, 3, 1, 2)
+
+
+class CompressedLlamaRMSNorm(CompressedNorm):
+    """Mixin of transformers' ``LlamaRMSNorm`` and its many copies.
+
+    They normalise in fp32, round to the type of the input, and multiply by the weight in the common type of both,
+    under autocast too.
+    """
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the normalised input: ``[..., hidden_size]``."""
+        x, weight = hidden_states, self.weight
+        if not self.keeps(x, weight, weight.shape):
+            return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        rounded, blocks = x.dtype != torch.float32, self._state.blocks
+        stored = blocks.block_size, blocks.bits
+        setting = NormSetting(False, rounded, self.variance_epsilon, *stored, keeps_layout=True)
+        return norm(x, weight, None, weight.shape, setting, torch.promote_types(weight.dtype, x.dtype))
+
+
+LLAMA_NORMS = {
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4": "Glm4",
+    "glm4_moe": "Glm4Moe",
+    "granite": "Granite",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "mllama": "MllamaText",
+    "phi3": "Phi3",
+    "pixtral": "Pixtral",
+    "qwen2": "Qwen2",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "smollm3": "SmolLM3",
+}
+"""Models of transformers whose ``..RMSNorm`` has the forward of ``LlamaRMSNorm``, and what its name begins with."""
+
+CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
+    nn.LayerNorm: CompressedLayerNorm,
+    nn.RMSNorm: CompressedRMSNorm,
+}
+"""What layers of torch become."""
+
+FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
+    ("timm.layers.norm", "LayerNorm"): CompressedTimmLayerNorm,
+    ("timm.layers.norm", "LayerNorm2d"): CompressedTimmLayerNorm2d,
+    **{
+        (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): CompressedLlamaRMSNorm
+        for model, name in LLAMA_NORMS.items()
+    },
+}
+"""Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""

@@ -1,0 +1,156 @@
+"""Which modules are known, what they become, and how they are found in a model.
+
+Only exact types are converted: a subclass may do anything in its forward. Classes of other packages are known by module
+and name, so that nothing is imported for them. What such a class becomes is derived from it when it is met first: a
+mixin that replaces its forward comes first among the bases, so a converted layer stays an instance of its class. A
+pickled one is found again by the name of what it became, in this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.config import Operator
+from lightning_actprune.operators import (
+    activation,
+    attention,
+    channel_norm,
+    convolution,
+    dropout,
+    gated,
+    linear,
+    norm,
+    scale,
+)
+from lightning_actprune.operators.base import CompressedLayer
+
+_FILES: tuple[Any, ...] = (
+    linear,
+    attention,
+    convolution,
+    activation,
+    gated,
+    dropout,
+    norm,
+    channel_norm,
+    scale,
+)
+CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
+    dense: made for operators in _FILES for dense, made in getattr(operators, "CLASSES", {}).items()
+}
+"""What a layer of exactly this class becomes."""
+FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
+    name: mixin for operators in _FILES for name, mixin in getattr(operators, "FOREIGN", {}).items()
+}
+"""Of each class of other packages, by module and name, the mixin that replaces its forward."""
+LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = channel_norm.LEFT_DENSE
+"""What classes are that stay as they are, and why."""
+WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
+"""What wrappers put into names."""
+
+_derived: dict[type[nn.Module], type[CompressedLayer]] = {}
+
+
+def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+    """Return what a layer of exactly this class becomes, ``None`` if its forward is not known."""
+    found = CLASSES.get(cls) or _derived.get(cls)
+    if found is not None:
+        return found
+    name = cls.__module__, cls.__qualname__
+    mixin = FOREIGN.get(name)
+    if mixin is None:
+        return None
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": _qualified(name),
+        "__doc__": f"``{cls.__name__}`` that keeps what backward needs compressed; made by ``convert``.",
+        "dense_class": cls,
+    }
+    return _derived.setdefault(cls, type(f"Compressed{cls.__name__}", (mixin, cls), namespace))
+
+
+def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+    """Return what is known of ``cls``, also of a subclass of a known one or of a compressed one."""
+    if issubclass(cls, CompressedLayer):
+        return cls
+    return next(filter(None, map(compressed_class, cls.__mro__)), None)
+
+
+def operator_of(module: nn.Module) -> Operator | None:
+    """Return what kind of operator ``module`` is, also as a subclass of a known one, ``None`` if none of them."""
+    if type(module) in LEFT_DENSE:
+        return LEFT_DENSE[type(module)][0]
+    if convolution.is_transposed(module):
+        return "convolution"
+    known = known_class(type(module))
+    return None if known is None else known.operator_of(module)
+
+
+def layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
+    """Yield every layer that is known once, with all its fully qualified names (wrapper prefixes removed)."""
+    names: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        if operator_of(module) is not None:
+            names.setdefault(module, []).append(plain_name(fqn) or "(root)")
+    for layer, fqns in names.items():
+        yield fqns, layer
+
+
+def plain_name(fqn: str) -> str:
+    """Return a fully qualified name without what wrappers put into it."""
+    return WRAPPERS.sub("", fqn).removeprefix(".")
+
+
+def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
+    """Return the weights of a linear layer as ``[OUT, IN]``: one, or those of query, key and value by themselves.
+
+    Of a convolution, its weight as it is; of other layers, their parameters.
+    """
+    if isinstance(layer, nn.MultiheadAttention):
+        return attention.projection_weights(layer)
+    if _is_conv1d(layer):
+        return (layer.weight.t(),)  # type: ignore[operator]
+    if operator_of(layer) in ("linear", "convolution"):
+        return (layer.weight,)  # type: ignore[return-value]
+    return tuple(layer.parameters(recurse=False))
+
+
+def weight_of_call(module: nn.Module) -> Tensor | None:
+    """Return the parameter by which a call of ``module`` multiplies its input, ``None`` if it is no linear layer.
+
+    ``None`` for attention too, whose projections are no module calls. A convolution counts as long as it is compressed.
+    """
+    if isinstance(module, (nn.Linear, convolution.CompressedConvolution)) or _is_conv1d(module):
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return weight
+    return None
+
+
+def as_cut(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return an input of ``layer`` with the dimensions from which it cuts blocks: a convolution has rows of its own."""
+    if isinstance(layer, convolution.CompressedConvolution) and x.layout == torch.strided:
+        return layer.rows(x)
+    return x
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    known = known_class(type(module))
+    return known is not None and issubclass(known, linear.CompressedConv1D)
+
+
+def _qualified(name: tuple[str, str]) -> str:
+    return "Compressed_" + "_".join(name).replace(".", "_")
+
+
+def __getattr__(name: str) -> Any:
+    """Return the derived class of that name: of another package's class in a model that is unpickled."""
+    for module, foreign in FOREIGN:
+        if _qualified((module, foreign)) == name:
+            return compressed_class(getattr(importlib.import_module(module), foreign))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

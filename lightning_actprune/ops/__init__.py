@@ -1,1 +1,0 @@
-"""Operators with schema, autograd, dispatch and a plain-PyTorch reference; no modules, no Lightning."""

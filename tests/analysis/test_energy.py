@@ -1,0 +1,171 @@
+"""Properties of the share of energy that dropped blocks hold, and of the probe that acts on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_actprune import functional
+from lightning_actprune.analysis.first_batch import EnergyProbe, dropped_energy
+from lightning_actprune.codec.blocks import Blocks
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert, revert
+from lightning_actprune.operators.linear import ActivationPrunedLinear
+from tests.support.retention import converted
+
+
+def spread_and_concentrated() -> nn.Sequential:
+    """Return a layer whose input has equal blocks (of ones) and one behind a ReLU of which most blocks are zero."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Softplus(beta=50), nn.Linear(128, 8))
+    with torch.no_grad():
+        model[0].bias.copy_(torch.where(torch.arange(128) < 32, 3.0, -3.0))
+    return model
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (3, 7, 50), (64,), (2, 3, 4, 33)])
+@pytest.mark.parametrize("scope", ["sample", "token"])
+def test_energy_is_what_the_unpacked_input_lacks(shape, scope):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    kept = functional.pack(x, sparsity=0.4, block_size=16, scope=scope).unpack()
+    dropped, total = dropped_energy(x, 0.4, Blocks(16, scope)).tolist()
+    torch.testing.assert_close(torch.tensor(total), x.square().sum())
+    torch.testing.assert_close(torch.tensor(total - dropped), kept.square().sum())
+
+
+def test_energy_of_a_transposed_input_is_that_of_its_blocks():
+    x = torch.randn(3, 96, 40, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
+    kept = functional.pack(x, sparsity=0.5, block_size=32).unpack()
+    dropped, total = dropped_energy(x, 0.5, Blocks(32, "sample")).tolist()
+    torch.testing.assert_close(torch.tensor(total - dropped), kept.square().sum())
+
+
+def test_energy_of_sixteen_bits_is_summed_in_fp32():
+    x = torch.full((4, 4096), 0.01, dtype=torch.float16)
+    assert dropped_energy(x, 0.5, Blocks(32, "sample"))[1].item() == pytest.approx(
+        x.double().square().sum().item(), rel=1e-5
+    )
+
+
+def test_energy_of_fp64_is_summed_in_fp64():
+    x = torch.randn(3, 64, dtype=torch.float64)
+    total = dropped_energy(x, 0.5, Blocks(32, "sample"))[1]
+    torch.testing.assert_close(total, x.square().sum())
+
+
+def test_only_spread_inputs_keep_all_their_blocks():
+    model = spread_and_concentrated()
+    report = convert(model, sparsity=0.5, rules={"type:linear": Keep(bits=4, sparsity=0.5)})
+    with EnergyProbe(model, 0.2) as probe:
+        model(torch.ones(4, 64)).sum().backward()
+    assert probe.shares["0"] == 0.5
+    assert probe.shares["2"] < 0.01
+    assert probe.apply(report) == ["0"]
+    assert [(layer.fqn, layer.sparsity) for layer in report.converted] == [("0", 0.0), ("2", 0.5)]
+    assert (model[0].sparsity, model[0].bits, model[2].sparsity) == (0.0, 4, 0.5)
+    assert revert(model) == ["0", "2"]
+
+
+def test_a_layer_with_nothing_to_quantize_is_dense_again_and_listed():
+    model = spread_and_concentrated()
+    report = convert(model, sparsity=0.5, block_size=32)
+    with EnergyProbe(model, 0.2) as probe:
+        model(torch.ones(4, 64))
+    assert probe.apply(report) == ["0"]
+    assert type(model[0]) is nn.Linear
+    assert isinstance(model[2], ActivationPrunedLinear)
+    assert [layer.fqn for layer in report.converted] == ["2"]
+    assert [(layer.fqn, layer.reason) for layer in report.skipped] == [
+        ("0", "the blocks that would be dropped hold 50% of its input's energy")
+    ]
+
+
+def test_shares_are_of_all_calls_of_a_layer():
+    model = nn.Sequential(nn.Linear(64, 64))
+    convert(model, sparsity=0.5, block_size=32)
+    uneven = torch.cat([torch.full((1, 32), 3.0), torch.ones(1, 32)], 1)
+    with EnergyProbe(model, 0.2) as probe:
+        model(torch.ones(1, 64))
+        model(uneven)
+    assert probe.shares["0"] == pytest.approx((32 + 32) / (64 + 32 * 10))
+
+
+def test_sparsity_of_a_schedule_to_come_is_judged():
+    model = nn.Sequential(nn.Linear(64, 64))
+    report = converted(model, 0.0, block_size=32)
+    with EnergyProbe(model, 0.2) as now, EnergyProbe(model, 0.2, sparsity=0.5) as later:
+        model(torch.ones(1, 64))
+    assert now.shares == {}
+    assert later.apply(report) == ["0"]
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_inputs_without_a_share_are_not_judged(value):
+    model = nn.Sequential(nn.Linear(64, 8))
+    report = convert(model, sparsity=0.5, block_size=32)
+    with EnergyProbe(model, 0.0) as probe:
+        model(torch.full((2, 64), value))
+    assert probe.apply(report) == []
+    assert len(report.converted) == 1
+
+
+def test_frozen_and_uncalled_layers_are_not_judged():
+    model = nn.ModuleDict({"frozen": nn.Linear(64, 8), "idle": nn.Linear(64, 8), "built": None})
+    model["frozen"].weight.requires_grad_(False)
+    model["built"] = ActivationPrunedLinear(64, 8, sparsity=0.5)
+    convert(model, sparsity=0.5, block_size=32)
+    with EnergyProbe(model, 0.2) as probe:
+        model["frozen"](torch.ones(1, 64, requires_grad=True))
+        model["built"](torch.ones(1, 64))
+        with torch.no_grad():
+            model["idle"](torch.ones(1, 64))
+    assert probe.shares == {}
+
+
+def test_attention_is_judged_by_the_input_of_its_projections():
+    attention = nn.MultiheadAttention(64, 2, batch_first=True)
+    report = convert(attention, sparsity=0.5, rules={"type:linear": Keep(bits=4, sparsity=0.5)})
+    with EnergyProbe(attention, 0.2) as probe:
+        attention(*[torch.ones(2, 5, 64)] * 3, need_weights=True)
+    names = [layer.fqn for layer in report.converted]
+    assert probe.shares[names[0]] == pytest.approx(0.5)
+    assert names[0] in probe.apply(report)
+
+
+def test_hooks_are_gone_afterwards():
+    model = spread_and_concentrated()
+    convert(model, sparsity=0.5)
+    with EnergyProbe(model, 0.2) as probe:
+        model(torch.ones(4, 64))
+    before = probe.shares
+    model(torch.randn(4, 64))
+    assert probe.shares == before
+    assert not any(layer._forward_pre_hooks for layer in model)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [(-0.1, ValueError), (1.5, ValueError), ("0.2", TypeError), (True, TypeError)]
+)
+def test_limits_out_of_range(limit, error):
+    with pytest.raises(error, match="`limit` must be"):
+        EnergyProbe(nn.Linear(4, 4), limit)
+
+
+def test_each_layer_has_a_limit_of_its_own():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    half, none = Keep(bits=4, sparsity=0.5, max_dropped_energy=0.4), Keep(bits=4, sparsity=0.5)
+    report = convert(model, rules={"0": half, "1": none, "2": Keep(bits=4, sparsity=0.5, max_dropped_energy=0.6)})
+    with EnergyProbe(model) as probe:
+        for layer in model:
+            layer(torch.ones(4, 64))
+    assert probe.shares == {"0": 0.5, "1": 0.5, "2": 0.5}
+    assert probe.apply(report) == ["0"]
+    assert [layer.sparsity for layer in model] == [0.0, 0.5, 0.5]
+
+
+def test_attention_that_is_routed_for_its_output_projection_alone_is_not_judged():
+    model, x = nn.Sequential(nn.MultiheadAttention(64, 4)), torch.randn(7, 3, 64)
+    convert(model, rules={"0": None, "0.out_proj": Keep(sparsity=0.5, max_dropped_energy=0.0)})
+    with EnergyProbe(model) as probe:
+        model[0](x, x, x)
+    assert probe.spread.keys() == {"0.out_proj"}

@@ -1,0 +1,224 @@
+"""Meters, recorders and probes among hooks of others and checkpoints, and of layers that are quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune import functional
+from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecorder
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+from tests.support.allocated import growth
+from tests.support.conv1d import block
+
+
+def quantizable() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 8)
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_reports_are_exact(bits: int, sparsity: float, autocast: bool):
+    totals, x = [], torch.randn(6, 10, 64)
+    for convert_it in (False, True):
+        model = quantizable()
+        if convert_it:
+            report = convert(model, rules={"type:linear": Keep(bits=bits, sparsity=sparsity), "*": None})
+            assert {layer.keep.bits for layer in report.converted} == {bits}
+        with SavedTensorMeter(model, x) as meter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).sum()
+        totals.append(meter.report())
+        loss.backward()
+    dense, compact = totals
+    assert dense.total_bytes - compact.total_bytes == compact.saved_bytes
+    assert compact.stored_bytes == sum(row.accounted_bytes for row in compact.rows)
+    with StepMemoryRecorder(model, x) as recorder, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(x).sum()
+    assert recorder.result().packed_bytes[-1] == compact.stored_bytes
+
+
+def test_a_retained_input_is_found_where_no_block_is_dropped():
+    model = quantizable()
+    report = convert(model, rules={"type:linear": Keep(bits=4), "*": None})
+    with RetentionProbe(model, torch.randn(6, 10, 64)) as probe:
+        model(torch.randn(6, 10, 64)).sum().backward()
+    assert [(layer.fqn, layer.reason) for layer in probe.apply(report)] == [
+        ("5", "its input is kept for backward by '4' (relu)")
+    ]
+    assert [model[i].bits for i in (1, 3)] == [4, 4]
+
+
+class Projections(nn.Module):
+    """Three layers on one tensor that nothing else keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(72, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = -x
+        return self.q(y) + self.k(y) + self.v(y)
+
+
+class Hooks:
+    """Hooks that keep what ``copy`` makes of a tensor, and count what they are asked for."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor] = lambda t: t.detach().clone()) -> None:
+        self.copy = copy
+        self.packed: list[Tensor] = []
+        self.unpacked = 0
+
+    def pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+        self.packed.append(tensor.detach())
+        return "kept", self.copy(tensor)
+
+    def unpack(self, kept: tuple[str, Tensor]) -> Tensor:
+        self.unpacked += 1
+        return kept[1]
+
+    def open(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def sizes(self, model: nn.Module) -> list[int]:
+        """Return the bytes of what was packed, parameters aside."""
+        parameters = {p.data_ptr() for p in model.parameters()}
+        return sorted(t.nbytes for t in self.packed if t.data_ptr() not in parameters)
+
+
+def made() -> tuple[Projections, Tensor, list[int]]:
+    """Return a compressed model, its input, and the bytes of what one of its layers packs."""
+    model, x = Projections(), torch.randn(4, 10, 72, requires_grad=True)
+    convert(model, sparsity=0.6, block_size=16)
+    packed = functional.pack(-x.detach(), sparsity=0.6, block_size=16)
+    return model, x, sorted(t.nbytes for t in (packed.values, packed.bitmap, packed.offsets))
+
+
+def gradients(model: nn.Module, x: Tensor, *contexts: Any) -> list[Tensor]:
+    """Return the gradients of one step whose forward runs in ``contexts``, the first of them outermost."""
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        loss = model(x).square().sum()
+    loss.backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recorder", [SavedTensorMeter, RetentionProbe])
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_around_and_inside_a_recorder_get_what_they_get_without(recorder: Any, inside: bool):
+    model, x, packed = made()
+    expected, alone = gradients(model, x), Hooks()
+    gradients(model, x, alone.open())
+    hooks, opened = Hooks(), recorder(model)
+    contexts = (opened, hooks.open()) if inside else (hooks.open(), opened)
+    torch.testing.assert_close(gradients(model, x, *contexts), expected, rtol=0, atol=0)
+    assert hooks.sizes(model) == alone.sizes(model)
+    assert hooks.unpacked == alone.unpacked
+    if recorder is SavedTensorMeter:
+        report = opened.report()
+        stored = {row.fqn: row.stored_bytes for row in report.rows}
+        assert stored == ({} if inside else dict.fromkeys("qkv", sum(packed)))
+    else:
+        assert opened.retained == []
+
+
+def test_recorders_inside_recorders_inside_hooks():
+    model, x, packed = made()
+    expected, hooks = gradients(model, x), Hooks()
+    outer, probe, inner = SavedTensorMeter(model), RetentionProbe(model), SavedTensorMeter(model)
+    torch.testing.assert_close(gradients(model, x, hooks.open(), outer, probe, inner), expected, rtol=0, atol=0)
+    assert outer.report() == inner.report()
+    assert hooks.sizes(model) == sorted([*packed * 3, x.numel() // 72 * 64 * 4])
+
+
+def test_what_hooks_around_the_probe_keep_is_not_judged():
+    """They may have moved it: then a ReLU's output is kept twice by a dense layer, and packing is worth it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    report = convert(model, sparsity=0.6)
+    x = torch.randn(3, 64)
+    for context in (save_on_cpu(), Hooks().open()):
+        with context, RetentionProbe(model, x) as probe:
+            model(x).sum().backward()
+        assert probe.apply(report) == []
+    with RetentionProbe(model, x) as probe:
+        model(x).sum().backward()
+    assert [layer.fqn for layer in probe.apply(report)] == ["0", "2"]
+
+
+def test_hooks_around_the_meter_are_those_of_the_forward_though_backward_runs_later():
+    model, x, _ = made()
+    expected, hooks = gradients(model, x), Hooks()
+    with hooks.open(), SavedTensorMeter(model):
+        loss = model(x).square().sum()
+    x.grad = None
+    model.zero_grad()
+    with Hooks(lambda t: t * 0).open():
+        loss.backward()
+    torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], expected, rtol=0, atol=0)
+
+
+def test_layers_work_where_hooks_are_disabled_and_only_the_probe_says_that_it_cannot():
+    model, x, _ = made()
+    expected = gradients(model, x)
+    torch.testing.assert_close(
+        gradients(model, x, disable_saved_tensors_hooks("none in here")), expected, rtol=0, atol=0
+    )
+    with pytest.raises(RuntimeError, match="none in here"):
+        gradients(model, x, RetentionProbe(model), disable_saved_tensors_hooks("none in here"))
+    with pytest.raises(RuntimeError, match="none in here"):
+        gradients(model, x, disable_saved_tensors_hooks("none in here"), RetentionProbe(model))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.overrides._get_current_function_mode() is None
+    torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_outside_the_region_only_its_input_is_kept(reentrant: bool, measured: bool):
+    region = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 8))
+    convert(region, sparsity=0.5)
+    x = torch.randn(5, 7, 64, requires_grad=True)
+    meter = SavedTensorMeter(region, x)
+
+    def forward() -> Tensor:
+        h = -x  # saves nothing, so that the region alone keeps it
+        with meter if measured else nullcontext():
+            return checkpoint(region, h, use_reentrant=reentrant, preserve_rng_state=False)
+
+    forward()  # what is set up lazily
+    y, nbytes = growth(forward)
+    assert nbytes == x.nbytes + y.nbytes
+    if measured:
+        report = meter.report()
+        assert (report.rows, report.other_bytes) == ([], 2 * x.nbytes)  # of the two forwards
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_the_probe_leaves_a_conv1d_dense_if_its_input_is_retained(conv1d):
+    model = block(conv1d)
+    model.act = nn.ReLU()
+    x = torch.randn(3, 5, 65, requires_grad=True)
+    report = convert(model, sparsity=0.6)
+    with RetentionProbe(model) as probe:
+        model(x).sum().backward()
+    assert [(s.fqn, s.kind, s.reason) for s in probe.apply(report)] == [
+        ("c_proj", "Conv1D", "its input is kept for backward by 'act' (relu)")
+    ]
+    assert type(model.c_proj) is conv1d
+    assert [c.fqn for c in report.converted] == ["c_fc"]

@@ -1,0 +1,431 @@
+"""SavedTensorMeter: what one forward keeps, byte for byte, and what a dense model would."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
+from lightning_actprune.codec.blocks import BlockGeometry, input_geometry
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert, revert
+from lightning_actprune.operators.attention import watchers
+from lightning_actprune.operators.linear import ActivationPrunedLinear
+from tests.support.attention import BLOCK, SPARSITY, Case, E, L, N, S
+from tests.support.compressed import compressed
+from tests.support.helpers import assert_plain
+from tests.support.retention import converted
+
+
+def measure(model: nn.Module, x: Tensor, batch: object = None) -> MemoryReport:
+    with SavedTensorMeter(model, batch) as meter:
+        out = model(x)
+        del out
+    return meter.report()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 8))
+
+
+class Siblings(nn.Module):
+    """Three layers on one input, one layer behind a ReLU, which keeps its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        return self.out(torch.relu(self.q(x) + self.k(x) + self.v(x)))
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize("block_size", [16, 50])
+@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 64), (2, 3, 5, 64)])
+def test_stored_is_the_formula(shape: tuple[int, ...], block_size: int, scope: str):
+    model, x = mlp(), torch.randn(shape)
+    convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=block_size, scope=scope), "*": None})
+    report = measure(model, x)
+    assert [row.fqn for row in report.rows] == ["0", "2", "4"]
+    for row, width in zip(report.rows, (64, 96, 128), strict=True):
+        stored = input_geometry(torch.empty(*shape[:-1], width), block_size, 0.6, scope).stored_bytes(4)
+        assert row.stored_bytes == row.accounted_bytes == stored
+        assert row.dense_bytes == x.numel() // 64 * width * 4
+        assert (row.calls, row.sparsity, row.kind) == (1, 0.6, "ActivationPrunedLinear")
+
+
+@pytest.mark.parametrize("make", [mlp, Siblings])
+def test_dense_bytes_are_what_the_dense_model_keeps(make):
+    model, x = make(), torch.randn(4, 6, 64)
+    dense = measure(model, x)
+    convert(model, sparsity=0.5)
+    compact = measure(model, x)
+    assert dense.saved_bytes == 0
+    assert compact.dense_bytes + compact.other_bytes == dense.total_bytes
+    assert [row.fqn for row in compact.rows] == [row.fqn for row in dense.rows]
+
+
+def test_dense_bytes_of_a_transposed_input():
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix((x * 2).transpose(1, 2)).transpose(1, 2)
+
+    model, x = Mixing(), torch.randn(4, 64, 96)
+    dense = measure(model, x)
+    assert dense.rows[0].dense_bytes == x.nbytes  # F.linear keeps a copy with contiguous features
+    convert(model, sparsity=0.5)
+    [row] = measure(model, x).rows
+    assert row.dense_bytes == x.nbytes
+    assert row.stored_bytes == row.accounted_bytes
+
+
+def test_a_shared_input_counts_once_and_one_kept_elsewhere_not_at_all():
+    model, x = Siblings(), torch.randn(4, 6, 64)
+    convert(model, sparsity=0.5)
+    rows = {row.fqn: row for row in measure(model, x).rows}
+    assert [rows[name].dense_bytes for name in ("q", "k", "v", "out")] == [x.nbytes, 0, 0, 0]
+    stored = {name: row.stored_bytes for name, row in rows.items()}
+    assert stored == {"q": stored["out"], "k": 0, "v": 0, "out": stored["out"]}
+    assert all(row.accounted_bytes == row.stored_bytes for row in rows.values())
+    assert rows["out"].saved_bytes < 0
+
+
+def test_each_distinct_storage_counts_once():
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            return y.exp() * y.view(-1).view_as(y) + y.sin()
+
+    x = torch.randn(8, 64, requires_grad=True)
+    assert measure(Twice(), x).other_bytes == 2 * x.nbytes  # exp(x) by three operations, exp(exp(x)) by two
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_the_batch_does_not_count(in_batch: bool):
+    model, x = mlp(), torch.randn(4, 64)
+    report = measure(model, x, batch={"input": [x[:, :]]} if in_batch else None)
+    assert report.rows[0].stored_bytes == (0 if in_batch else x.nbytes)
+    convert(model, sparsity=0.5)
+    report = measure(model, x, batch=(x, 3) if in_batch else None)
+    assert report.rows[0].dense_bytes == (0 if in_batch else x.nbytes)
+
+
+def test_a_layer_called_twice_sums_its_calls():
+    layer = ActivationPrunedLinear(64, 64, sparsity=0.5)
+    model = nn.Sequential(layer, nn.GELU(), layer)
+    report = measure(model, torch.randn(8, 64))
+    [row] = report.rows
+    assert (row.calls, row.dense_bytes) == (2, 2 * 8 * 64 * 4)
+    once = input_geometry(torch.empty(8, 64), 32, 0.5, "sample").stored_bytes(4)
+    assert row.stored_bytes == row.accounted_bytes == 2 * once
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_layer_may_be_called_by_keyword(keyword: bool):
+    model, x = mlp(), torch.randn(4, 64)
+    convert(model, sparsity=0.5)
+    with SavedTensorMeter(model) as meter:
+        model[0](input=x) if keyword else model[0](x)
+    assert [row.dense_bytes for row in meter.report().rows] == [x.nbytes]
+
+
+@pytest.mark.parametrize("off", ["frozen", "no_grad", "sparsity"])
+def test_inactive_layers(off: str):
+    model, x = mlp(), torch.randn(4, 64)
+    converted(model, sparsity=0.0 if off == "sparsity" else 0.5)
+    model.requires_grad_(off != "frozen")
+    with torch.set_grad_enabled(off != "no_grad"):
+        report = measure(model, x)
+    if off == "sparsity":
+        assert [(row.sparsity, row.saved_bytes) for row in report.rows] == [(0.0, 0)] * 3
+        assert report.dense_bytes == 4 * (64 + 96 + 128) * 4
+    else:
+        assert report == MemoryReport()
+        assert report.saved_fraction == 0.0
+
+
+def test_autocast_counts_16_bits_and_the_weight_copies_that_only_dense_layers_keep():
+    inputs = 2 * 24 * (64 + 96 + 128)
+    model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
+    copies = sum(2 * layer.weight.numel() for layer in model if isinstance(layer, nn.Linear))
+    with torch.autocast("cpu", torch.bfloat16):
+        dense = measure(model, x)
+    convert(model, sparsity=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        compact = measure(model, x)
+    assert (dense.dense_bytes, dense.weight_copy_bytes) == (inputs, 0)
+    assert sum(row.dense_bytes for row in compact.rows) == inputs
+    assert (compact.dense_bytes, compact.weight_copy_bytes) == (inputs + copies, copies)
+    assert dense.total_bytes == compact.dense_bytes + compact.other_bytes
+    assert compact.stored_bytes == sum(row.accounted_bytes for row in compact.rows)
+
+
+def test_bfloat16_parameters():
+    model = mlp().to(torch.bfloat16)
+    convert(model, sparsity=0.5)
+    report = measure(model, torch.randn(4, 6, 64, dtype=torch.bfloat16))
+    assert report.dense_bytes == 2 * 24 * (64 + 96 + 128)
+    assert report.stored_bytes == sum(row.accounted_bytes for row in report.rows)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nothing_inside_a_checkpoint_counts(reentrant: bool):
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+    model = Checkpointed()
+    convert(model, sparsity=0.5)
+    x = torch.randn(4, 64, requires_grad=True)
+    with SavedTensorMeter(model) as meter:
+        out = model(x)
+    out.sum().backward()
+    report = meter.report()
+    assert report.rows == []
+    assert report.other_bytes == x.nbytes
+    assert x.grad is not None
+
+
+def test_gradients_do_not_change():
+    torch.manual_seed(0)
+    model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
+    plain = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    with SavedTensorMeter(model) as meter:
+        loss = model(x).square().sum()
+    measured = torch.autograd.grad(loss, [x, *model.parameters()])
+    assert meter.report().total_bytes > 0
+    torch.testing.assert_close(measured, plain, rtol=0, atol=0)
+
+
+def test_second_derivatives_work_through_the_meter():
+    x = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    with SavedTensorMeter(nn.Identity()):
+        y = x.exp()
+    [first] = torch.autograd.grad(y.sum(), x, create_graph=True)
+    [second] = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, x.exp())
+
+
+def test_nothing_is_kept_alive_and_no_trace_is_left():
+    model = mlp()
+    convert(model, sparsity=0.5)
+    meter = SavedTensorMeter(model)
+    with meter:
+        activation = model[0](torch.randn(4, 64)).sigmoid()  # whose backward keeps the result itself
+        storage = weakref.ref(activation)
+        out = model[2](activation)
+        del activation, out
+        gc.disable()
+        try:
+            assert storage() is None  # by reference counting alone: the hooks make no cycle
+        finally:
+            gc.enable()
+    revert(model)
+    assert_plain(model)
+    assert meter.report().total_bytes > 0
+
+
+def test_reused_addresses_are_not_mistaken_for_seen_storages():
+    x = torch.randn(256, 64, requires_grad=True)
+    with SavedTensorMeter(nn.Identity()) as meter:
+        for _ in range(20):
+            x.exp()  # freed at once, so that the next result may lie at the same address
+    assert meter.report().other_bytes == 20 * x.nbytes
+
+
+def test_an_exception_leaves_the_model_as_it_was():
+    model = mlp()
+    with pytest.raises(RuntimeError, match="shape"), SavedTensorMeter(model):
+        model(torch.randn(4, 63))
+    assert_plain(model)
+    loss = model(torch.randn(4, 64)).sum()
+    loss.backward()
+
+
+def test_a_caught_exception_does_not_shift_the_attribution():
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError
+
+    class Tolerant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.broken, self.fine = Broken(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                self.broken(x)
+            except RuntimeError:
+                x = self.fine(x)
+            return x.sin()
+
+    x = torch.randn(4, 64)
+    outer = nn.Sequential(Tolerant(), nn.Linear(64, 64))
+    report = measure(outer, x)
+    assert {row.fqn: row.stored_bytes for row in report.rows} == {"0.fine": x.nbytes, "1": x.nbytes}
+
+
+def test_report_to_dict_is_made_of_primitives():
+    rows = [LayerFootprint("a", "Linear", 0.0, 1, 100, 100, 100), LayerFootprint("b", "X", 0.5, 2, 300, 100, 100)]
+    report = MemoryReport(rows, other_bytes=50, weight_copy_bytes=100)
+    table = report.to_dict()
+    assert (report.dense_bytes, report.stored_bytes, report.saved_fraction) == (500, 200, 0.6)
+    assert (table["saved_bytes"], table["total_bytes"], table["measured_peak_bytes"]) == (300, 250, None)
+    assert (table["dense_bytes"], table["weight_copy_bytes"]) == (500, 100)
+    assert table["rows"][1] == {
+        "fqn": "b",
+        "kind": "X",
+        "sparsity": 0.5,
+        "calls": 2,
+        "dense_bytes": 300,
+        "stored_bytes": 100,
+        "accounted_bytes": 100,
+        "saved_bytes": 200,
+    }
+
+
+def attended(model: nn.Module, inputs: tuple[Tensor, ...]) -> MemoryReport:
+    with SavedTensorMeter(model) as meter:
+        model(*inputs)
+    return meter.report()
+
+
+def without_blocks(module: nn.Module, **settings: Any) -> nn.Module:
+    """Return a copy whose linear layers, those in attention included, drop blocks."""
+    return compressed(module, **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})
+
+
+def packed_bytes(samples: int, rows: int, width: int, itemsize: int = 4) -> int:
+    return BlockGeometry.of(samples, rows, width, BLOCK, SPARSITY).stored_bytes(itemsize)
+
+
+ROWS = {
+    "self": [(L, E)],
+    "cross": [(L, E), (S, E)],
+    "three": [(L, E), (S, E), (S, E)],
+    "sizes": [(L, E), (S, 40), (S, 24)],
+}
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("kind", ROWS)
+def test_rows_are_byte_exact(kind: str, batch_first: bool, scope: str):
+    case = Case(kind, {"batch_first": batch_first})
+    dense, inputs = case.make(), case.tensors()
+    compact = without_blocks(dense, scope=scope)
+    plain, report = attended(dense, inputs), attended(compact, inputs)
+    attention, out = report.rows
+    assert (attention.fqn, attention.calls, attention.sparsity) == ("(root)", len(ROWS[kind]), SPARSITY)
+    assert (out.fqn, out.calls, out.sparsity) == ("out_proj", 1, SPARSITY)
+    samples = (lambda rows: (N, rows)) if scope == "sample" else (lambda rows: (N * rows, 1))
+    assert attention.stored_bytes == sum(packed_bytes(*samples(rows), width) for rows, width in ROWS[kind])
+    assert out.stored_bytes == packed_bytes(*samples(L), E)
+    assert (attention.dense_bytes, out.dense_bytes) == (4 * N * sum(r * w for r, w in ROWS[kind]), 4 * N * L * E)
+    for row in report.rows:
+        assert row.accounted_bytes == row.stored_bytes
+    assert report.dense_bytes + report.other_bytes == plain.total_bytes
+
+
+def test_autocast_counts_16_bits():
+    case = Case("cross", {"batch_first": True})
+    with torch.autocast("cpu", torch.bfloat16):
+        attention, out = attended(without_blocks(case.make()), case.tensors()).rows
+    assert attention.stored_bytes == attention.accounted_bytes == packed_bytes(N, L, E, 2) + packed_bytes(N, S, E, 2)
+    assert out.stored_bytes == out.accounted_bytes == packed_bytes(N, L, E, 2)
+    assert out.dense_bytes == 2 * N * L * E
+
+
+def test_an_encoder_keeps_less_by_what_the_rows_say():
+    dense = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, 4, 96, dropout=0.0), 2, enable_nested_tensor=False)
+    compact, x = without_blocks(dense), torch.randn(L, N, E)
+    plain, report = attended(dense, (x,)), attended(compact, (x,))
+    assert [row.fqn for row in report.rows[:3]] == [
+        f"layers.0.{name}" for name in ("self_attn", "self_attn.out_proj", "linear1")
+    ]
+    assert len(report.rows) == 8
+    assert report.dense_bytes + report.other_bytes == plain.total_bytes
+    assert report.saved_bytes > 0
+    assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
+
+
+def test_at_sparsity_zero_the_rows_are_those_of_dense_layers():
+    case = Case("three")
+    dense, inputs = case.make(), case.tensors()
+    compact = without_blocks(dense)
+    compact.sparsity = compact.out_proj.sparsity = 0.0
+    report = attended(compact, inputs)
+    assert [(row.fqn, row.sparsity, row.saved_bytes) for row in report.rows] == [("(root)", 0, 0), ("out_proj", 0, 0)]
+    assert report.dense_bytes == 4 * N * E * (L + S + S + L)
+    assert report.total_bytes == attended(dense, inputs).total_bytes
+
+
+def test_the_meter_takes_no_notice_of_other_models_and_leaves_no_trace():
+    case = Case()
+    mine, other = without_blocks(case.make()), without_blocks(case.make())
+    with SavedTensorMeter(mine) as meter:
+        other(*case.tensors())
+    assert meter.report().rows == []
+    assert watchers == []
+    with pytest.raises(AssertionError, match="key shape"), SavedTensorMeter(mine) as meter:
+        mine(torch.randn(L, N, E), torch.randn(L, N, E), torch.randn(S, N, E))
+    assert watchers == []
+
+
+def test_an_error_inside_a_projection_ends_its_call():
+    case = Case()
+    model, inputs = nn.ModuleDict({"attention": case.make(), "linear": nn.Linear(E, E)}), case.tensors()
+    convert(model, rules={"type:linear": Keep(sparsity=0.6)})
+    with SavedTensorMeter(model) as meter:
+        with pytest.raises(RuntimeError):
+            model["attention"](*(torch.randn(L, N, E, dtype=torch.float64),) * 3)
+        model["linear"](inputs[0] + 0)
+        (inputs[0] + 0).exp()
+    [row] = [row for row in meter.report().rows if row.fqn == "linear"]
+    assert row.stored_bytes == row.accounted_bytes > 0
+    assert meter.report().other_bytes == inputs[0].nbytes
+
+
+def test_compiled_modules_are_not_seen_but_their_bytes_are():
+    model = nn.Sequential(mlp(), nn.Linear(8, 64))
+    model[0] = torch.compile(model[0], backend="aot_eager")
+    x = torch.randn(4, 64)
+    model(x).sum().backward()
+    report = measure(model, x)
+    assert [row.fqn for row in report.rows] == ["1"]
+    assert report.other_bytes >= 4 * 4 * (64 + 96 + 128)
+
+
+def test_measuring_a_compiled_step_compiles_nothing_anew():
+    model, x = mlp(), torch.randn(4, 64)
+    convert(model, sparsity=0.5)
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def step(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    step(x).backward()
+    compiled = counter.frame_count
+    for _ in range(2):
+        with SavedTensorMeter(model) as meter:
+            step(x).backward()
+        step(x).backward()
+    assert counter.frame_count == compiled
+    assert meter.report().total_bytes > 0

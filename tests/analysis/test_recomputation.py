@@ -1,0 +1,196 @@
+"""RecomputationProbe: what runs only inside an activation checkpoint, whatever made that, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.analysis.first_batch import RecomputationProbe, RetentionProbe
+from lightning_actprune.convert import convert, revert
+from lightning_actprune.operators.attention import watchers
+from tests.support.checkpointing import WAYS
+from tests.support.retention import converted
+
+INSIDE = ["inside.fc1", "inside.fc2"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
+
+
+def made(way=lambda module: module, sparsity: float = 0.5) -> nn.Sequential:
+    """Return a converted model with a linear layer before, two in, and one after what ``way`` checkpoints."""
+    inside = nn.Sequential(OrderedDict(fc1=nn.Linear(64, 96), act=nn.GELU(), fc2=nn.Linear(96, 64)))
+    parts = OrderedDict(stem=nn.Linear(64, 64), act=nn.GELU(), inside=inside, norm=nn.LayerNorm(64))
+    model = nn.Sequential(parts | OrderedDict(head=nn.Linear(64, 8)))
+    converted(model, sparsity)
+    model.inside = way(model.inside)
+    return model
+
+
+def found(model: nn.Module, **options: bool) -> list[str]:
+    """Return what one training step shows, by the names without the checkpoint's own module."""
+    with RecomputationProbe(model, **options) as probe:
+        model(torch.randn(2, 4, 64)).sum().backward()
+    return [name.replace(".inner.", ".") for name in probe.recomputed]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("sparsity", [0.5, 0.0], ids=["dropping", "not yet"])
+def test_layers_inside_a_checkpoint_are_found_whatever_makes_it(way, sparsity: float):
+    assert found(made(way, sparsity)) == INSIDE
+
+
+def test_no_checkpoint_no_layer():
+    model = made()
+    assert found(model) == []
+    revert(model)
+    assert found(model) == []
+    with RecomputationProbe(WAYS["reentrant"](nn.Linear(64, 64))) as probe:
+        pass
+    assert probe.recomputed == []
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_layer_that_runs_outside_too_saves_memory_there(way):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.own = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.region = way(nn.Sequential(self.shared, nn.GELU(), self.own))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.region(nn.functional.gelu(self.shared(x)))
+
+    model = Twice()
+    convert(model, sparsity=0.5)
+    assert [name.rpartition(".")[2] for name in found(model)] == ["own"]
+
+
+def test_layers_that_keep_nothing_are_not_found():
+    model = made(WAYS["reentrant"])
+    model.inside.inner.fc1.requires_grad_(False)
+    assert found(model) == ["inside.fc2"]
+    with RecomputationProbe(model) as probe, torch.no_grad():
+        model(torch.randn(2, 64))
+    assert (probe.recomputed, probe.ran) == ([], True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_both_projections_of_attention_are_found(reentrant: bool, need_weights: bool, batch_first: bool):
+    class SelfAttention(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.attention, self.checkpointed = nn.MultiheadAttention(64, 4, batch_first=batch_first), checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            def attend(y: Tensor) -> Tensor:
+                return self.attention(y, y, y, need_weights=need_weights)[0]
+
+            return checkpoint(attend, x, use_reentrant=reentrant) if self.checkpointed else attend(x)
+
+    model = nn.Sequential(nn.Linear(64, 64), SelfAttention(True), SelfAttention(False))
+    convert(model, sparsity=0.5)
+    assert found(model) == ["1.attention", "1.attention.out_proj"]
+
+
+def test_saved_tensors_moved_inside_a_checkpoint_are_kept():
+    def offloaded(inner: nn.Module, x: Tensor) -> Tensor:
+        def run(y: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return inner(y)
+
+        return checkpoint(run, x, use_reentrant=False)
+
+    model = made()
+    region = model.inside
+    model.inside = nn.Module()
+    model.inside.region, model.inside.forward = region, lambda x: offloaded(region, x)
+    assert found(model) == []  # what the layers save goes to the CPU, past the checkpoint
+
+
+def test_hooks_around_a_checkpoint_hide_nothing():
+    with torch.autograd.graph.save_on_cpu():
+        assert found(made(WAYS["non_reentrant"])) == INSIDE
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        assert found(made(WAYS["reentrant"])) == INSIDE
+
+
+def test_a_forward_of_the_users_own_in_backward_is_no_checkpoint():
+    model = made()
+
+    def again(grad: Tensor) -> None:
+        with torch.enable_grad():
+            model.head(grad.detach())
+
+    x = torch.randn(2, 64, requires_grad=True)
+    with RecomputationProbe(model) as probe:
+        y = model[:-1](x)
+        y.register_hook(again)
+        model.head(y).sum().backward()
+    assert probe.recomputed == []
+
+
+def test_second_derivatives_are_no_checkpoint():
+    model = made(sparsity=0.0)
+    x = torch.randn(2, 64, requires_grad=True)
+    with RecomputationProbe(model) as probe:
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+    assert probe.recomputed == []
+
+
+def test_compiled_modules_are_seen_only_while_they_run_eagerly():
+    torch._dynamo.reset()
+    model = made(WAYS["non_reentrant"])
+    model.inside.compile(backend="aot_eager")
+    assert found(model) == []
+    with RetentionProbe(model):
+        assert found(model, eagerly=True) == INSIDE
+
+
+def test_nothing_is_compiled_anew_because_of_the_probe():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = made()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with RecomputationProbe(compiled) as probe:
+        compiled(torch.randn(2, 64)).sum().backward()
+    assert probe.ran  # there is nothing to see, now or later
+    compiled(torch.randn(2, 64)).sum().backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_hooks_are_gone_after_the_step_and_after_an_exception(error: type[BaseException]):
+    def fail(*args):
+        raise error
+
+    before = len(watchers)
+    model = made(WAYS["reentrant"])
+    found(model)
+    handle = model.inside.inner.fc2.register_full_backward_hook(fail)
+    with pytest.raises(error):
+        found(model)
+    handle.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert len(watchers) == before
+
+
+def test_a_model_copied_or_pickled_in_the_step_takes_no_hook_along():
+    model = made()
+    with RecomputationProbe(model) as probe:
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for module in copies:
+        assert "RecomputationProbe" not in repr([vars(m) for m in module.modules()])
+        module(torch.randn(2, 64)).sum().backward()
+    assert not probe.ran
+    probe.close()
+    probe.close()

@@ -1,0 +1,647 @@
+"""RetentionProbe: everything that retains an input, the rule of bytes, and a step that is what it would have been."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import random
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert, revert
+from lightning_actprune.operators.attention import (
+    CompressedMultiheadAttention,
+    CompressedOutProjection,
+    RoutedMultiheadAttention,
+    watchers,
+)
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.linear import ActivationPrunedLinear
+from lightning_actprune.report import ConversionReport, LayerReport
+from tests.support.attention import BLOCK, SPARSITY, Case
+from tests.support.helpers import assert_plain, pruned_layers
+from tests.support.retention import (
+    BY,
+    FREE,
+    RETAINED,
+    Block,
+    KeptFeatures,
+    NormReadsResidual,
+    Parameter,
+    Relu,
+    Sdpa,
+    Step,
+    converted,
+    made,
+    retained,
+)
+from tests.support.saving import saved_tensors
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+@pytest.mark.parametrize(("make", "reason"), RETAINED)
+def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(
+    make, reason: str, backward_inside: bool
+):
+    model, report, x = made(make)
+    with RetentionProbe(model, x) as probe:
+        loss = model(x).sum()
+        if backward_inside:
+            loss.backward()
+    returned = probe.apply(report)
+    assert {layer.fqn: layer.reason for layer in returned} == {"in_": "its input is part of the batch", "fc": reason}
+    assert type(model.fc) is nn.Linear
+    assert [layer for layer in report.skipped if layer.fqn != "k"] == returned
+    assert [layer.fqn for layer in report.converted] == pruned_layers(model) == []
+    if not backward_inside:
+        loss.backward()
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("make", FREE)
+def test_a_layer_whose_input_only_compressed_layers_keep_stays_compressed(make):
+    model, report, x = made(make)
+    with RetentionProbe(model, x) as probe:
+        loss = model(x).sum()
+    assert [layer.fqn for layer in probe.apply(report)] == ["in_"]
+    assert [layer.fqn for layer in report.converted] == pruned_layers(model) == list(dict(model.named_children()))[1:]
+    loss.backward()
+
+
+def test_a_batch_that_is_not_named_is_a_reference_in_python():
+    model, _, x = made(Step)
+    assert retained(model, x) == {"in_": RETAINED[6][1]}
+    assert retained(model, x, batch={"image": [x[1:]]}) == {"in_": "its input is part of the batch"}
+
+
+def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
+    for make, reason in RETAINED:
+        model, _, x = made(make, sparsity=0.0)
+        with RetentionProbe(model, x, sparsity=0.6) as probe:
+            model(x).sum().backward()
+        reasons = {layer.fqn: layer.reason for layer in probe.retained}
+        assert reasons == {"in_": "its input is part of the batch", "fc": reason}
+    for make in FREE:
+        model, _, x = made(make, sparsity=0.0)
+        # Two sisters will share one pack of their input, which nobody has seen yet.
+        assert retained(model, x, batch=x, sparsity=0.6).keys() == {"in_"}
+        assert retained(model, x, batch=x) == {}
+
+
+def test_a_copy_made_by_autocast_or_by_a_transposed_view_is_the_layers_own():
+    model, _, x = made(Relu)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, what autocast has made is not
+
+    class Transposed(Step):
+        def use(self, h):
+            return self.fc(F.relu(h).transpose(1, 2))
+
+    model = Transposed()
+    convert(model, sparsity=0.6)
+    assert "fc" not in retained(model, torch.randn(3, 64, 64))
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_a_layer_called_twice_is_decided_by_bytes(small: bool):
+    class Twice(Step):
+        def use(self, h):
+            return self.fc(F.relu(h)[:, : 1 + 15 * small]).mean() + self.fc(h[:, : 16 - 15 * small].exp().sin())
+
+    model, _, x = made(Twice)
+    found = retained(model, x)
+    if small:
+        assert found["fc"].startswith(BY + "relu in 1 of 2 calls; packing would add")
+    else:
+        assert "fc" not in found
+
+
+def test_sisters_are_turned_together_and_what_they_retain_then_too():
+    class Family(nn.Module):
+        """``q`` and ``k`` share ``h``; that of ``q`` in its larger second call is retained, so it retains ``h``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, h: Tensor) -> Tensor:
+            large = torch.relu(h.repeat(4, 1, 1))
+            h = h.sin()
+            return (self.q(h) * self.k(h)).sum() + self.q(large)
+
+    model = Family()
+    convert(model, sparsity=0.6)
+    found = retained(model, torch.randn(3, 16, 64, requires_grad=True))
+    assert found["q"].startswith(BY + "relu in 1 of 2 calls")
+    assert found["k"] == BY + "'q' (a layer that is dense)"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("qkv")))
+def test_the_decision_does_not_depend_on_the_order(order: tuple[str, ...]):
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in order})
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x * 2
+            used = {name: h if name != "v" else F.relu(h) for name in order}
+            return sum(layer(used[name]).sum() for name, layer in self.layers.items())
+
+    model = Attention()
+    convert(model, sparsity=0.6)
+    assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_in_a_checkpoint_are_not_judged_and_run_again_as_they_did(reentrant: bool):
+    class Checkpointed(Step):
+        def use(self, h):
+            return checkpoint(super().use, F.relu(h), use_reentrant=reentrant)
+
+    model, report, x = made(Checkpointed)
+    with RetentionProbe(model, x) as probe:
+        loss = model(x).sum()
+    assert [layer.fqn for layer in probe.apply(report)] == ["in_"]
+    loss.backward()
+    assert model.fc.weight.grad is not None
+
+
+def test_layers_that_say_nothing_are_not_judged():
+    model, _, x = made(Relu)
+    assert retained(model, x[:0]) == {}
+    with torch.no_grad():
+        assert retained(model, x) == {}
+    model.requires_grad_(False)
+    assert retained(model, x) == {}
+    built = nn.Sequential(nn.ReLU(), ActivationPrunedLinear(64, 64, sparsity=0.5))
+    assert retained(built, x.requires_grad_()) == {}
+
+
+def bytes_kept(model: nn.Module, x: Tensor) -> int:
+    """Return the bytes of all distinct storages alive until backward beside parameters and the batch."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    for block in model:
+        kept += block.kept
+        block.kept.clear()
+    own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_model_never_keeps_more_than_the_dense_one(seed: int, sparsity: float):
+    draw = random.Random(seed)
+    names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
+    model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    dense = bytes_kept(model, x)
+    with SavedTensorMeter(model, x) as meter:
+        model(x)
+    counted = meter.report().total_bytes
+    report = convert(model, sparsity=sparsity, block_size=16, rules={"*.dense": None})
+    always = bytes_kept(model, x)
+    with RetentionProbe(model, x) as probe:
+        model(x)
+    for block in model:
+        block.kept.clear()
+    probe.apply(report)
+    with SavedTensorMeter(model, x) as meter:
+        model(x)
+    for block in model:
+        block.kept.clear()
+    assert meter.report().total_bytes <= counted
+    assert bytes_kept(model, x) <= min(dense, always)
+
+
+@pytest.mark.parametrize("make", [Relu, Sdpa, Parameter])
+def test_the_probed_step_is_exact_and_packs_nothing_that_was_kept_before(make):
+    model, _, x = made(make)
+    dense = make()
+    dense.load_state_dict(model.state_dict())
+    with SavedTensorMeter(dense, x) as meter:
+        expected = dense(x).square().sum()
+    before = meter.report().total_bytes
+    state = torch.get_rng_state()
+    with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
+        loss = model(x).square().sum()
+    assert torch.equal(torch.get_rng_state(), state)
+    report = meter.report()
+    assert report.total_bytes == before
+    assert report.stored_bytes == report.dense_bytes
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, list(dense.parameters())), rtol=0, atol=0)
+    assert model.fc.sparsity == model.in_.sparsity == 0.6
+
+
+@pytest.mark.parametrize("make", [KeptFeatures, NormReadsResidual])
+def test_what_retains_an_input_later_changes_the_weight_gradient_of_the_step_alone(make):
+    model, _, x = made(make)
+    dense = make()
+    dense.load_state_dict(model.state_dict())
+    with RetentionProbe(model, x):
+        loss = model(x).square().sum()
+    expected = dense(x).square().sum()
+    expected.backward()
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad) == (name != "fc.weight"), name
+
+
+def test_nothing_is_kept_alive():
+    model, _, x = made(Step)
+    with RetentionProbe(model, x) as probe:
+        h = F.gelu(model.in_(x))
+        alive = weakref.ref(h)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage())
+        out = model.fc(h)
+        del h
+        gc.disable()
+        try:
+            assert alive() is None
+            assert storage.expired()
+        finally:
+            gc.enable()
+    del out
+    batch = weakref.ref(x)
+    del x
+    assert batch() is None
+    assert probe.ran
+    assert [layer.fqn for layer in probe.retained] == ["in_"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_a_layer_leaves_all_as_it_was(error: type[BaseException]):
+    def fail(*args):
+        raise error
+
+    model, _, x = made(Relu)
+    handle = model.fc.register_forward_hook(fail)
+    with pytest.raises(error), RetentionProbe(model, x):
+        model(x)
+    handle.remove()
+    assert model.fc.sparsity == model.in_.sparsity == 0.6
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.overrides._get_current_function_mode() is None
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        model(x).sum().backward()
+    assert packed
+
+
+def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
+    class Refusing(nn.Identity):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise RuntimeError("no hooks")
+
+    model, _, x = made(Step)
+    model.refusing = Refusing()
+    with pytest.raises(RuntimeError, match="no hooks"):
+        RetentionProbe(model, x).__enter__()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.overrides._get_current_function_mode() is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
+    model, _, x = made(Relu)
+    alone = SavedTensorMeter(model, x)
+    contexts = [RetentionProbe(model, x), SavedTensorMeter(model, x), RetentionProbe(model, x)]
+    for context in contexts:
+        context.__enter__()
+    model(x).sum()
+    for number in order:
+        contexts[number].__exit__(None, None, None)
+    assert [len(contexts[number].retained) for number in (0, 2)] == [2, 2]
+    for layer in (model.in_, model.fc):  # as the probes had them run
+        layer.sparsity = 0.0
+    with alone:
+        model(x).sum()
+    assert contexts[1].report().total_bytes == alone.report().total_bytes
+    assert torch.overrides._get_current_function_mode() is None
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_copied_or_pickled_in_the_probed_step_takes_no_hook_along():
+    model, _, x = made(Relu)
+    with RetentionProbe(model, x):
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for module in copies:
+        assert not any("RetentionProbe" in repr(vars(m)) for m in module.modules())
+        module(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_scripted_modules_take_no_hooks_and_need_none():
+    scripted = torch.jit.trace(nn.GELU(), torch.randn(3, 64))
+    model = nn.Sequential(scripted, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    convert(model, sparsity=0.6)
+    assert retained(model, torch.randn(3, 64)) == {"3": BY + "'2' (relu)"}
+
+
+@pytest.fixture
+def forget_compilations() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+class Compiled(nn.Module):
+    """``blocks.1`` is behind a ReLU, ``blocks.3`` behind a GELU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x * 2)
+
+
+def compilable() -> tuple[Compiled, ConversionReport, Tensor]:
+    model = Compiled()
+    return model, convert(model, sparsity=0.5), torch.randn(4, 8, 64)
+
+
+def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor, probe: bool) -> list[str]:
+    """Run four training steps, the first of them probed or not; return what was decided."""
+    reasons: list[str] = []
+    for step in range(4):
+        if probe and step == 0:
+            with RetentionProbe(model, x) as found:
+                loss = call(x).square().sum()
+            reasons = [f"{layer.fqn}: {layer.reason}" for layer in found.apply(report)]
+        else:
+            loss = call(x).square().sum()
+        loss.backward()
+    return reasons
+
+
+@pytest.mark.usefixtures("forget_compilations")
+@pytest.mark.parametrize("how", ["wrapped", "in place", "block", "step"])
+def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
+    model, report, x = compilable()
+    expected = steps(model, model, report, x, probe=True)
+    assert expected == ["blocks.2: its input is kept for backward by 'blocks.1' (relu)"]
+
+    frames = {}
+    for probe in (False, True):
+        torch._dynamo.reset()
+        model, report, x = compilable()
+        counter = CompileCounterWithBackend("aot_eager")
+        call = model
+        if how == "wrapped":
+            call = torch.compile(model, backend=counter, fullgraph=True)
+        elif how == "in place":
+            model.compile(backend=counter, fullgraph=True)
+        elif how == "block":
+            model.blocks.compile(backend=counter, fullgraph=True)
+        else:
+            call = torch.compile(lambda x, model=model: model(x), backend=counter, fullgraph=True)
+        assert steps(call, model, report, x, probe) == (expected if probe else [])
+        assert pruned_layers(model) == [f"blocks.{i}" for i in (0, 2, 4) if not probe or i != 2]
+        frames[probe] = counter.frame_count
+    assert frames[True] == frames[False]
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("forget_compilations")
+def test_a_probe_after_compilation_compiles_once_more_for_the_layers_it_turns():
+    model, report, x = compilable()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    assert counter.frame_count == 1
+    with RetentionProbe(model, x) as probe:
+        compiled(x).sum().backward()
+    assert counter.frame_count == 1
+    compiled(x).sum().backward()
+    assert counter.frame_count == 1  # nothing of the probe is left
+    assert [layer.fqn for layer in probe.apply(report)] == ["blocks.2"]
+    for _ in range(2):
+        compiled(x).sum().backward()
+    assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("forget_compilations")
+def test_the_names_of_a_compiled_model_are_the_plain_ones():
+    model = nn.Sequential(nn.Linear(64, 64), torch.compile(nn.ReLU(), backend="aot_eager"), nn.Linear(64, 64))
+    report = convert(model, sparsity=0.5)
+    x = torch.randn(4, 64)
+    with RetentionProbe(model, x) as probe:
+        model(x).sum()
+    assert [(s.fqn, s.reason) for s in probe.apply(report)][1] == (
+        "2",
+        "its input is kept for backward by '1' (relu)",
+    )
+
+
+@pytest.mark.usefixtures("forget_compilations")
+def test_the_compilers_own_stance_comes_back():
+    model, _, x = compilable()
+    compiled = torch.compile(model, backend="eager")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        first, second = RetentionProbe(model), RetentionProbe(model)
+        first.__enter__()
+        second.__enter__()
+        compiled(x)
+        first.close()
+        compiled(x)
+        second.close()
+        with pytest.raises(RuntimeError, match="fail_on_recompile"):
+            compiled(x)
+    compiled(x)
+
+
+BATCH = "its input is part of the batch"
+BY_ATTENTION = "its input is kept for backward by 'attn' (multi_head_attention_forward)"
+
+
+class SelfAttention(nn.Module):
+    """Self-attention on ``[T, N, E]``: on the batch itself or behind a norm, its heads copied (``copies``) or not."""
+
+    def __init__(self, norm: bool, copies: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64) if norm else nn.Identity()
+        self.attn = nn.MultiheadAttention(64, 4)
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.attn(h, h, h, need_weights=self.copies)[0]
+
+
+def probed(model: nn.Module, x: Tensor, sparsity: float = 0.6) -> tuple[ConversionReport, dict[str, LayerReport]]:
+    """Convert ``model``, probe one step, apply, and return the report and the layers with retained inputs by name."""
+    report = converted(model, sparsity)
+    with RetentionProbe(model, x, sparsity=0.6) as probe:
+        model(x).sum().backward()
+    return report, {layer.fqn: layer for layer in probe.apply(report)}
+
+
+def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
+    """Return the bytes of all distinct storages that a forward saves beside parameters and inputs."""
+    with saved_tensors() as saved:
+        model(*args, **kwargs)
+    own = {t.untyped_storage().data_ptr() for t in (*args, *model.parameters())}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
+
+
+OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("norm", "copies", "samples", "reasons", "attention"),
+    [
+        (True, True, 3, {}, CompressedMultiheadAttention),
+        (False, True, 3, {"attn": BATCH}, RoutedMultiheadAttention),
+        (True, False, 1, {"attn.out_proj": BY_ATTENTION}, CompressedMultiheadAttention),
+        (False, False, 1, {"attn": BATCH, "attn.out_proj": BY_ATTENTION}, nn.MultiheadAttention),
+    ],
+    ids=["none", "in", "out", "both"],
+)
+def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, samples, reasons, attention, sparsity):
+    model = SelfAttention(norm, copies)
+    report, found = probed(model, torch.randn(7, samples, 64), sparsity)
+    assert {name: layer.reason for name, layer in found.items()} == reasons
+    classes = {"attn": "MultiheadAttention", "attn.out_proj": "NonDynamicallyQuantizableLinear"}
+    assert {name: layer.kind for name, layer in found.items()} == {name: classes[name] for name in reasons}
+    assert report.skipped == list(found.values())
+    assert type(model.attn) is attention
+    assert type(model.attn.out_proj) is OUT["attn.out_proj" not in reasons]
+    left = [name for name in classes if name not in reasons]
+    assert [layer.fqn for layer in report.converted] == left
+    model(torch.randn(7, samples, 64)).sum().backward()
+    assert revert(model) == left
+    assert type(model.attn) is nn.MultiheadAttention
+    assert type(model.attn.out_proj) is NonDynamicallyQuantizableLinear
+    assert vars(model.attn).keys() == vars(nn.MultiheadAttention(64, 4)).keys()
+    assert vars(model.attn.out_proj).keys() == vars(nn.MultiheadAttention(64, 4).out_proj).keys()
+
+
+def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
+    model, x = SelfAttention(norm=False), torch.randn(7, 3, 64)
+    with SavedTensorMeter(model, x) as meter:
+        expected = model(x).square().sum()
+    dense, wanted = meter.report(), torch.autograd.grad(expected, list(model.parameters()))
+    convert(model, sparsity=0.6)
+    with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
+        loss = model(x).square().sum()
+    rows = {row.fqn: row for row in meter.report().rows}
+    assert rows["attn"].stored_bytes == rows["attn"].sparsity == 0  # the batch, which is there anyway
+    assert rows["attn.out_proj"].stored_bytes < rows["attn.out_proj"].dense_bytes == 4 * 7 * 3 * 64
+    assert meter.report().total_bytes == dense.total_bytes - rows["attn.out_proj"].saved_bytes
+    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
+    assert torch.equal(loss, expected)
+    names = [name for name, _ in model.named_parameters()]
+    for name, ours, theirs in zip(names, torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
+        assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
+
+
+def test_an_exception_in_a_projection_leaves_all_as_it_was():
+    model = SelfAttention(norm=False)
+    convert(model, sparsity=0.6)
+    x = torch.randn(7, 3, 64, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="dtype"), RetentionProbe(model, x):
+        model(x)
+    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
+    assert watchers == []
+
+
+def test_a_probe_that_cannot_open_watches_nothing():
+    class Refusing(nn.Identity):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise RuntimeError("no hooks")
+
+    model = nn.Sequential(SelfAttention(norm=True), Refusing())
+    with pytest.raises(RuntimeError, match="no hooks"):
+        RetentionProbe(model).__enter__()
+    assert watchers == []
+
+
+def test_projections_of_another_model_are_none_of_the_probes():
+    model, other = SelfAttention(norm=True), SelfAttention(norm=True)
+    convert(model, sparsity=0.6)
+    convert(other, sparsity=0.6)
+    x = torch.randn(7, 3, 64)
+    with RetentionProbe(model, x) as probe:
+        other(x).sum()
+    assert probe.retained == []
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_encoder_layer(batch_first: bool, norm_first: bool):
+    model = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
+    x = torch.randn(3, 7, 64)
+    dense = kept(model, x)
+    report, found = probed(model, x)
+    assert kept(model, x) <= dense
+    # With the batch first, torch copies the input to project it; behind a norm it is the norm's result.
+    reasons = {} if batch_first or norm_first else {"self_attn": BATCH}
+    reasons |= {"linear2": "its input is kept for backward by relu"}
+    if "self_attn.out_proj" in found:  # depends on how the kernel of attention lays out its output
+        reasons |= {"self_attn.out_proj": BY_ATTENTION.replace("attn", "self_attn")}
+    assert {name: layer.reason for name, layer in found.items()} == reasons
+    layers = {"self_attn", "self_attn.out_proj", "linear1", "linear2"}
+    assert {layer.fqn for layer in report.converted} == layers - found.keys()
+
+
+CASES = [
+    Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
+    for inputs, batch_first, need_weights, batched in itertools.product(
+        ["self", "cross", "three", "sizes"], [False, True], [False, True], [False, True]
+    )
+]
+
+
+@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
+@pytest.mark.parametrize("given", [False, True], ids=["result", "batch"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_never_keeps_more_than_the_dense_one(case: Case, given: bool, sparsity: float):
+    module = case.make()
+
+    class Attention(nn.Module):
+        """Attention on the batch or on what something makes of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = module
+
+        def forward(self, *inputs: Tensor) -> Tensor:
+            made = {id(x): x if given else x + 1 for x in inputs}
+            output, _ = self.attn(*(made[id(x)] for x in inputs), **case.call)
+            return output
+
+    model, inputs = Attention(), case.tensors()
+    dense = kept(model, *inputs)
+    keep = Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)
+    report = converted(model, sparsity, rules={"type:linear": keep})
+    with RetentionProbe(model, inputs, sparsity=SPARSITY) as probe:
+        model(*inputs).sum().backward()
+    probe.apply(report)
+    for layer in model.modules():
+        if isinstance(layer, CompressedLayer) and "_state" in vars(layer):
+            layer.sparsity = SPARSITY
+    assert len(report.converted) + len(report.skipped) == 2
+    assert kept(model, *inputs) <= dense

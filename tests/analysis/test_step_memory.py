@@ -1,0 +1,434 @@
+"""StepMemory against brute force over random steps, and its recorder: what autograd keeps, byte for byte, for whom."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.analysis.memory import (
+    PHASES,
+    MemoryMoment,
+    MemoryReport,
+    Retained,
+    Retainer,
+    SavedTensorMeter,
+    StepMemory,
+    StepMemoryRecorder,
+    operator_name,
+)
+from lightning_actprune.analysis.pictures import series_picture, step_picture
+from lightning_actprune.analysis.recorder import unpack_listeners
+from lightning_actprune.convert import convert
+from tests.support.recorded import recorded_step
+
+
+def random_step(seed: int, measured: bool) -> StepMemory:
+    """A step of 30 moments with 20 storages, which may be freed late, never or before the next moment."""
+    rng = random.Random(seed)
+    retained = []
+    for _ in range(20):
+        born = rng.randrange(30)
+        freed = rng.choice([None, born, rng.randrange(born, 31)])
+        names = [
+            Retainer(f"block.{rng.randrange(3)}", rng.choice(["gelu", "mul", None])) for _ in range(rng.choice([1, 2]))
+        ]
+        retained.append(Retained(rng.randrange(1000), rng.random() < 0.3, born, freed, names))
+    moments = []
+    for i in range(30):
+        peak = 40_000 + rng.randrange(5_000) if measured else None
+        known = rng.randrange(100), rng.randrange(100)
+        moments.append(MemoryMoment(PHASES[i // 12], f"m{i}", None, *known, peak, peak))
+    return StepMemory(rng.randrange(100), rng.randrange(100), moments, retained)
+
+
+def kept(step: StepMemory, index: int, packed: bool | None = None) -> int:
+    return sum(h.nbytes for h in step.retained if h.kept_at(index) and packed in (None, h.packed))
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_against_brute_force(seed: int, measured: bool):
+    step = random_step(seed, measured)
+    indices = range(30)
+    assert step.measured is measured
+    assert step.activation_bytes == [kept(step, i) for i in indices]
+    assert step.packed_bytes == [kept(step, i, packed=True) for i in indices]
+    constant = step.parameter_bytes + step.batch_bytes
+    counted = [constant + m.gradient_bytes + m.optimizer_bytes + kept(step, i) for i, m in enumerate(step.moments)]
+    if measured:
+        assert step.interval_bytes == [moment.peak_bytes for moment in step.moments]
+    else:
+        assert step.interval_bytes == counted
+    assert step.peak_bytes == max(step.interval_bytes)
+    for phase in PHASES:
+        inside = [step.interval_bytes[i] for i in indices if step.moments[i].phase == phase]
+        assert step.interval_bytes[step.peak_in(phase)] == max(inside)
+        assert step.moments[step.peak_in(phase)].phase == phase
+    for i in indices:
+        assert sum(step.parts(i).values()) == step.interval_bytes[i]
+        assert min(step.parts(i).values()) >= 0
+        assert sum(group.nbytes for group in step.groups(i)) == step.activation_bytes[i]
+        assert sum(group.count for group in step.groups(i)) == sum(h.kept_at(i) for h in step.retained)
+    stacked = [sum(column) for column in zip(*step.series(operators=1).values(), strict=True)]
+    assert stacked == counted
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_peak_falls_as_activations_go_and_stops_at_what_is_not_theirs(seed: int, measured: bool):
+    step = random_step(seed, measured)
+    peaks = [step.peak_without(tenths / 10) for tenths in range(11)]
+    assert peaks[0] == step.peak_bytes
+    assert peaks == sorted(peaks, reverse=True)
+    for i, left in enumerate(step.bytes_without(1.0)):
+        least = min(kept(step, max(i - 1, 0)), kept(step, i)) if measured else kept(step, i)
+        assert left == step.interval_bytes[i] - least
+    nothing_kept = StepMemory(step.parameter_bytes, step.batch_bytes, step.moments)
+    assert measured or peaks[-1] == nothing_kept.peak_bytes
+
+
+def test_labels():
+    retainers = [
+        Retainer("a.0.b.12", "gelu"),
+        Retainer("a.1.b.3", "gelu"),
+        Retainer("layer1.x2", None),
+        Retainer("", "mul"),
+    ]
+    retainers += [Retainer("0", "exp")]
+    assert [retainer.label for retainer in retainers] == ["a.*.b.* (gelu)"] * 2 + [
+        "layer1.x2",
+        "(step) (mul)",
+        "* (exp)",
+    ]
+    storage = Retained(1, False, 0, None, retainers)
+    assert storage.label == "a.*.b.* (gelu) + layer1.x2 + (step) (mul) + 1 more"
+
+
+def test_the_end_of_the_forward():
+    def step(*phases: str) -> StepMemory:
+        return StepMemory(0, 0, [MemoryMoment(phase, "", None, 0, 0) for phase in phases])
+
+    assert step("forward", "forward", "backward", "forward", "backward").forward_end == 1
+    assert step("forward", "forward").forward_end == 1
+    assert step("forward", "backward", "optimizer").forward_end == 0
+
+
+def test_an_empty_step():
+    step = StepMemory(1, 2)
+    assert (step.peak_bytes, step.peak_in(), step.peak_without(1.0), step.measured) == (0, None, 0, False)
+    assert step.activation_bytes == []
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 50, "half"])
+def test_fractions_are_checked(fraction):
+    for without in (random_step(0, True).bytes_without, random_step(0, True).peak_without):
+        with pytest.raises((ValueError, TypeError), match=r"`fraction` must be .*\[0, 1\].*HINT"):
+            without(fraction)
+
+
+def test_phases_are_checked():
+    with pytest.raises(ValueError, match=r"`phase` must be 'forward', .* or None, got 'fwd'. HINT"):
+        random_step(0, True).peak_in("fwd")
+
+
+def test_a_report_with_a_step_is_plain_data():
+    step = random_step(0, measured=True)
+    data = MemoryReport(step=step).to_dict()["step"]
+    assert data["moments"][3]["phase"] == "forward"
+    assert len(data["retained"]) == 20
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    steps = {"dense": random_step(0, True), "pruned": random_step(1, False)}
+    figure = step_picture(steps)
+    panels = figure.get_axes()
+    assert [axes.get_title() for axes in panels] == ["dense", "pruned"]
+    assert [len(axes.get_lines()) for axes in panels] == [1 + len(PHASES), len(PHASES)]  # the allocator's line
+    path = tmp_path / "step.png"
+    figure.savefig(path)
+    assert path.stat().st_size > 1000
+    shown = {text.get_text() for text in figure.legends[0].get_texts()}
+    used = {name for step in steps.values() for name, line in step.series().items() if any(line)}
+    assert shown == used | {"in use, at most"}
+
+
+def test_a_picture_of_nothing():
+    with pytest.raises(ValueError, match=r"nothing to show.* HINT"):
+        series_picture({})
+
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """A residual block with parallel heads that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 128, dropout=0.0, batch_first=True)
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))
+
+
+def batch() -> Tensor:
+    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("make", [blocks, attention])
+@pytest.mark.parametrize("sparsity", [None, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_end_of_the_forward_is_what_the_meter_counts(make, sparsity: float | None, autocast: bool):
+    torch.manual_seed(0)
+    model, x = make(), batch()
+    if sparsity is not None:
+        convert(model, sparsity=sparsity, block_size=16)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(x).float()
+        return y.square().mean()
+
+    with SavedTensorMeter(model, x) as meter:
+        loss(model, x)
+    report = meter.report()
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
+    end = step.forward_end
+    assert step.activation_bytes[end] == report.total_bytes == max(step.activation_bytes)
+    assert step.packed_bytes[end] == sum(row.stored_bytes for row in report.rows if row.sparsity > 0)
+    assert step.activation_bytes[-1] == 0
+    assert all(storage.freed is not None for storage in step.retained)
+    assert all(retainer.operator for storage in step.retained for retainer in storage.retainers)
+
+
+def test_nothing_else_in_the_step_changes():
+    gradients = []
+    for record in (False, True):
+        torch.manual_seed(0)
+        model, x = blocks(), batch()
+        convert(model, sparsity=0.5, block_size=16)
+        if record:
+            recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.0))
+        else:
+            model(x).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_parameters_gradients_state_and_batch():
+    model, x = blocks(), batch()
+    model.register_buffer("steps", torch.zeros(7))
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained = sum(parameter.nbytes for parameter in model.parameters())
+    first, second = recorded_step(model, x, optimizer), recorded_step(model, x, optimizer)
+    state = 2 * trained + sum(4 for _ in model.parameters())  # two moments, and a step in fp32 each
+    assert (first.parameter_bytes, first.batch_bytes) == (trained + 28, x.nbytes)
+    for step, before in ((first, 0), (second, 1)):
+        begin, end = step.moments[0], step.moments[-1]
+        assert (begin.gradient_bytes, begin.optimizer_bytes) == (before * trained, before * state)
+        assert (end.gradient_bytes, end.optimizer_bytes) == (trained, state)
+        kept = [moment.gradient_bytes for moment in step.moments if moment.phase == "backward"]
+        assert kept == sorted(kept)
+    # The gradients of the step before are there until the forward is over.
+    assert second.moments[second.forward_end - 1].gradient_bytes == trained
+    assert second.moments[second.forward_end].gradient_bytes == 0
+
+
+def test_backward_lets_go_in_turn():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))), batch()
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1))
+    falling = [kept for kept, m in zip(step.activation_bytes, step.moments, strict=True) if m.phase == "backward"]
+    assert falling == sorted(falling, reverse=True)
+    assert len(set(falling)) == 5  # four outputs of tanh, each the input of the next layer too, and nothing
+    names = [(moment.fqn, moment.operator) for moment in step.moments if moment.operator]
+    order = [name for i, name in enumerate(names) if name not in names[:i]]
+    assert order[1:] == [(f"{i}.{j}", name) for i in (3, 2, 1, 0) for j, name in ((1, "tanh"), (0, "addmm"))][:-1]
+
+
+def test_a_storage_with_several_retainers_goes_with_the_last():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)), batch()
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1))
+    groups = {group.label: (group.count, group.nbytes) for group in step.groups(step.forward_end)}
+    assert groups["* (relu) + * (addmm)"] == (1, 3 * 5 * WIDTH * 4)
+    [shared] = [storage for storage in step.retained if len(storage.retainers) == 2]
+    assert [(retainer.fqn, retainer.operator) for retainer in shared.retainers] == [("1", "relu"), ("2", "addmm")]
+
+
+def test_what_is_packed_once_is_counted_once():
+    torch.manual_seed(0)
+    model, x = Block(), batch()
+    convert(model, sparsity=0.5, block_size=16)
+    step = recorded_step(nn.Sequential(model), x, torch.optim.SGD(model.parameters(), 0.1))
+    packed = [storage for storage in step.retained if storage.packed]
+    names = [tuple(retainer.fqn for retainer in storage.retainers) for storage in packed]
+    assert sorted(names) == [("0.down",)] * 3 + [("0.gate", "0.up")] * 3
+
+
+def test_kept_for_a_second_backward():
+    model, x = blocks(), batch()
+    with StepMemoryRecorder(model, x) as recorder:
+        loss = model(x).square().mean()
+        recorder.mark("backward")
+        loss.backward(retain_graph=True)
+        recorder.moment()
+        loss.backward()
+    step = recorder.result()
+    end = step.activation_bytes[step.forward_end]
+    assert end in step.activation_bytes[len(step.moments) // 2 :]
+    assert step.activation_bytes[-1] == 0
+
+
+def test_a_graph_that_is_dropped():
+    model, x = blocks(), batch()
+    with StepMemoryRecorder(model, x) as recorder:
+        loss = model(x).square().mean()
+        recorder.moment()
+        del loss
+        recorder.moment()
+    step = recorder.result()
+    assert step.activation_bytes[-3] > 0
+    assert step.activation_bytes[-2:] == [0, 0]
+    assert {retainer.operator for storage in step.retained for retainer in storage.retainers} == {None}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_keeps_its_input_alone(reentrant: bool):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()), batch()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().mean()
+
+    step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
+    assert {moment.phase for moment in step.moments} == {"forward", "backward", "optimizer"}
+    phases = [moment.phase for moment in step.moments]
+    assert phases == sorted(phases, key=["forward", "backward", "optimizer"].index)
+    kept = step.groups(step.forward_end)
+    # Its input; the loss keeps its output.
+    assert sum(group.nbytes for group in kept) == 2 * x.nbytes
+    assert step.activation_bytes[-1] == 0
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_several_forwards_in_a_step(marked: bool):
+    model, x = blocks(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with StepMemoryRecorder(model, x, [optimizer]) as recorder:
+        for _ in range(2):
+            loss = model(x).square().mean()
+            if marked:
+                recorder.mark("backward")
+            loss.backward()
+            if marked:
+                recorder.mark("optimizer")
+            optimizer.step()
+    step = recorder.result()
+    phases = [moment.phase for moment in step.moments]
+    changes = [phase for i, phase in enumerate(phases) if i == 0 or phases[i - 1] != phase]
+    one = ["forward", "backward", "optimizer"] if marked else ["forward", "backward"]
+    assert changes == one * 2
+    assert step.activation_bytes[-1] == 0
+
+
+def test_the_order_of_recorders_does_not_matter():
+    model, x = blocks(), batch()
+    with SavedTensorMeter(model, x) as meter, StepMemoryRecorder(model, x) as recorder, SavedTensorMeter(model) as late:
+        loss = model(x).square().mean()
+    loss.backward()
+    step = recorder.result()
+    assert step.activation_bytes[-1] == meter.report().total_bytes
+    assert late.report().total_bytes == step.activation_bytes[-1] + x.nbytes
+
+
+def test_a_compiled_model():
+    torch.manual_seed(0)
+    model, x = blocks(), batch()
+    with SavedTensorMeter(model, x) as meter:
+        loss = model(x).square().mean()
+    loss.backward()
+    compiled = torch.compile(model, backend="aot_eager")
+    step = recorded_step(compiled, x, torch.optim.SGD(model.parameters(), 0.1))
+    assert 0 < step.activation_bytes[step.forward_end] <= meter.report().total_bytes
+    assert step.activation_bytes[-1] == 0
+    assert torch.compile(model, backend="aot_eager")(x).shape == (3, 5, 4)
+
+
+def test_everything_is_undone_after_an_exception():
+    model, x = blocks(), batch()
+    recorder, outputs = StepMemoryRecorder(model, x), []
+
+    def step() -> None:
+        with recorder:
+            outputs.append(model(x))
+            raise RuntimeError("in the step")
+
+    with pytest.raises(RuntimeError, match="in the step"):
+        step()
+    assert unpack_listeners == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert recorder.result().activation_bytes[-1] > 0
+    outputs.pop().sum().backward()
+    recorder.close()
+
+
+def test_no_tensor_is_kept_alive():
+    model, x = blocks(), batch()
+    with StepMemoryRecorder(model, x) as recorder:
+        out = model(x)
+        seen = weakref.ref(out)
+        del out
+    gc.collect()
+    assert seen() is None
+    assert recorder.result().retained
+
+
+def test_a_model_copied_meanwhile():
+    model, x = blocks(), batch()
+    with StepMemoryRecorder(model, x) as recorder:
+        twin = copy.deepcopy(model)
+        before = len(recorder.result().moments)
+        twin(x).sum().backward()
+        phases = {moment.phase for moment in recorder.result().moments[:before]}
+    assert phases == {"forward"}
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in twin.parameters())
+
+
+def test_frozen_and_shared_parameters():
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), batch()
+    model[1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    step = recorded_step(model, x, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    weight, bias = WIDTH * WIDTH * 4, WIDTH * 4
+    assert step.parameter_bytes == 2 * weight + 3 * bias
+    assert step.moments[-1].gradient_bytes == weight + 2 * bias
+
+
+def test_operator_names():
+    assert operator_name("NativeLayerNormBackward0") == "native_layer_norm"
+    assert operator_name("AddmmBackward0") == "addmm"
+    assert operator_name("PrunedLinearFunctionBackward") == "pruned_linear_function"
+    assert (
+        operator_name("ScaledDotProductFlashAttentionForCpuBackward0") == "scaled_dot_product_flash_attention_for_cpu"
+    )
+    assert operator_name("UpsampleBilinear2DBackward0") == "upsample_bilinear2_d"

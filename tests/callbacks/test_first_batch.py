@@ -1,0 +1,329 @@
+"""ActivationPruning(skip_retained=...): the first batch of a fit decides, once and in every kind of loop."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.schedules import LinearSchedule
+from tests.support.helpers import BARS, BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+
+PRUNED = ["body.0", "body.2", "head"]
+LEFT = ["body.0", "body.2"]
+RELU = "its input is kept for backward by 'body.3' (relu)"
+LIST = "its input is kept alive by a Python reference outside autograd (such as a list of features)"
+
+
+class Retained(Net):
+    """``head`` reads the output of a ReLU."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watch = pruned_layers
+
+    def make(self) -> None:
+        super().make()
+        self.body[3] = nn.ReLU()
+
+
+class Listed(Net):
+    """``head`` reads what a list keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = pruned_layers
+        self.features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(nn.functional.layer_norm(x, (FEATURES,)))
+        self.features.append(h)
+        return self.head(h).mean(1)
+
+
+def outcome(callback: ActivationPruning) -> dict[str, str]:
+    return {layer.fqn: layer.reason for layer in callback.skipped}
+
+
+def assert_hooks_gone(model: nn.Module) -> None:
+    assert_plain(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.overrides._get_current_function_mode() is None
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t):
+        torch.randn(3, requires_grad=True).exp()
+    assert len(packed) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-true"},
+        {"num_sanity_val_steps": 2, "max_epochs": 2},
+        {"gradient_clip_val": 0.1},
+        {"limit_train_batches": 1, "max_epochs": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("make", "reason"), [(Retained, RELU), (Listed, LIST)])
+def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, options: dict):
+    model, callback = make(), ActivationPruning(sparsity=0.5)
+    trainer(callback, ActivationMemoryMonitor(0), **options).fit(model)
+    assert model.seen == [PRUNED] + [LEFT] * (len(model.seen) - 1)
+    assert len(model.seen) > 1
+    assert [layer.fqn for layer in callback.converted] == LEFT
+    assert outcome(callback) == {"head": reason}
+    assert_hooks_gone(model)
+
+
+def test_a_layer_on_the_batch_is_dense():
+    class OnBatch(Retained):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x)).mean(1)
+
+    callback = ActivationPruning(sparsity=0.6)
+    trainer(callback).fit(OnBatch())
+    assert outcome(callback) == {"body.0": "its input is part of the batch", "head": RELU}
+
+
+def test_first_batch_false_prunes_all_the_same():
+    model, callback = Retained(), ActivationPruning(sparsity=0.6, skip_retained=False)
+    trainer(callback).fit(model)
+    assert model.seen == [PRUNED] * BATCHES
+    assert callback.skipped == []
+
+
+@pytest.mark.parametrize("make", [Retained, Listed])
+def test_a_schedule_that_starts_at_0(make):
+    model, callback = make(), ActivationPruning(sparsity=LinearSchedule(end=0.8))
+    model.watch = sparsities
+    trainer(callback).fit(model)
+    assert model.seen == [[0.0] * 3, [0.2] * 2, [0.4] * 2, [pytest.approx(0.6)] * 2]
+    assert outcome(callback).keys() == {"head"}
+
+
+def test_training_is_that_with_the_layer_excluded():
+    """Also in the first step: its ReLU keeps the input before the layer is called."""
+    weights = []
+    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
+        torch.manual_seed(0)
+        model = Retained(lr=0.5)
+        trainer(ActivationPruning(sparsity=0.8, verbose=False, **options)).fit(model)
+        weights.append([parameter.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+class Manual(Listed):
+    """Two backward passes a batch, through Lightning or not; the features live from forward to backward."""
+
+    def __init__(self, through_lightning: bool, kept: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.through_lightning, self.kept = through_lightning, kept
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.watch(self))
+        x, y = batch
+        for optimizer in self.optimizers():
+            loss = nn.functional.cross_entropy(self(x), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss) if self.through_lightning else loss.backward()
+            if not self.kept:
+                self.features.clear()
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
+
+
+@pytest.mark.parametrize("through_lightning", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_manual_optimization(through_lightning: bool, kept: bool):
+    model, callback = Manual(through_lightning, kept), ActivationPruning(sparsity=0.6)
+    trainer(callback).fit(model)
+    # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
+    assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
+    assert_hooks_gone(model)
+
+
+def test_a_closure_that_runs_several_forwards():
+    class Lbfgs(Retained):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    model, callback = Lbfgs(), ActivationPruning(sparsity=0.6)
+    trainer(callback).fit(model)
+    assert outcome(callback) == {"head": RELU}
+
+
+def test_the_first_batch_with_a_forward_decides():
+    class Late(Retained):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 else None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(self.watch(self))
+            return None if batch_idx == 0 else nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    model, callback = Late(), ActivationPruning(sparsity=0.6)
+    trainer(callback, max_epochs=2).fit(model)
+    assert model.seen == [PRUNED] * 2 + [LEFT] * 2
+    assert outcome(callback) == {"head": RELU}
+
+
+def test_frozen_layers_do_not_put_the_decision_off():
+    model, callback = Retained(), ActivationPruning(sparsity=0.6)
+    model.requires_grad_(False)
+    model.bias = nn.Parameter(torch.zeros(FEATURES))
+    forward = model.forward
+    model.forward = lambda x: forward(x + model.bias)
+    model.watch = lambda m: bool(m.head._forward_hooks)
+    trainer(callback).fit(model)
+    assert model.seen == [True] + [False] * (BATCHES - 1)
+    assert callback.skipped == []
+
+
+def test_every_fit_decides_anew_and_a_resumed_one_too(tmp_path, recwarn):
+    model, callback = Retained(), ActivationPruning(sparsity=0.6)
+    trainer(callback).fit(model)
+    model.seen.clear()
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer(callback, save, enable_checkpointing=True, max_epochs=2).fit(model)
+    assert model.seen == [PRUNED] + [LEFT] * (2 * BATCHES - 1)
+    resumed, callback = Retained(), ActivationPruning(sparsity=0.6)
+    trainer(callback, max_epochs=2).fit(resumed, ckpt_path=tmp_path / "step=6.ckpt")
+    assert resumed.seen == [PRUNED, LEFT]
+    assert outcome(callback) == {"head": RELU}
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def test_no_layer_left_is_an_error_that_names_the_retainers():
+    model, callback = Retained(), ActivationPruning(sparsity=0.6, rules={"body.*": None})
+    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left.*'body.3' \(relu\).*skip_retained"):
+        trainer(callback).fit(model)
+    assert_hooks_gone(model)
+    assert outcome(callback)["head"] == RELU
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", ["forward", "on_before_backward", "on_after_backward", "layer"])
+def test_an_exception_in_the_first_step_leaves_nothing_behind(hook: str, error: type[BaseException]):
+    def fail(*args: Any) -> None:
+        raise error
+
+    model = Retained()
+    callbacks = (
+        ActivationPruning(sparsity=0.6, rules={"head": None}),
+        ActivationPruning(sparsity=0.6, rules={"body.*": None}),
+        ActivationMemoryMonitor(0),
+    )
+    handle = model.head.register_forward_hook(fail) if hook == "layer" else None
+    if hook != "layer":
+        setattr(model, hook, fail)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises((error, SystemExit)):
+            trainer(*callbacks, num_sanity_val_steps=0).fit(model)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if handle is not None:
+        handle.remove()
+    assert_hooks_gone(model)
+
+
+def test_two_callbacks_decide_together():
+    """They share the hooks, whoever closes first, and a layer of one holds nothing against a layer of the other."""
+
+    class Sisters(Retained):
+        def make(self) -> None:
+            super().make()
+            self.k = nn.Linear(128, FEATURES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body[:2](nn.functional.layer_norm(x, (FEATURES,)))  # for body.2 of one and k of the other
+            return self.head(self.body[3](self.body[2](h) + self.k(h))).mean(1)
+
+    first, second = (
+        ActivationPruning(sparsity=0.6, rules={"head": None, "k": None}),
+        ActivationPruning(sparsity=0.6, rules={"body.*": None}),
+    )
+    model = Sisters()
+    trainer(first, second).fit(model)
+    assert model.seen == [[*PRUNED, "k"]] + [[*LEFT, "k"]] * (BATCHES - 1)
+    assert [[layer.fqn for layer in callback.converted] for callback in (first, second)] == [LEFT, ["k"]]
+    assert outcome(second)["head"] == RELU
+    assert_hooks_gone(model)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_monitor_measures_the_probed_batch(order: int):
+    monitor, callback = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.5)
+    model = Retained()
+    trainer(*[callback, monitor][::order], limit_train_batches=1).fit(model)
+    rows = {row.fqn: (row.sparsity, row.dense_bytes, row.stored_bytes > 0) for row in monitor.report.rows}
+    assert rows == {
+        "body.0": (0.5, 4 * 8 * 64 * 4, True),
+        "body.2": (0.5, 4 * 8 * 128 * 4, True),
+        "head": (0.0, 0, False),  # ran dense, on what the ReLU keeps
+    }
+    assert outcome(callback) == {"head": RELU}
+    alone = ActivationMemoryMonitor()
+    trainer(alone, ActivationPruning(sparsity=0.5, rules={"head": None}), limit_train_batches=1).fit(Retained())
+    assert monitor.report.total_bytes == alone.report.total_bytes
+
+
+@pytest.mark.parametrize("bar", BARS)
+def test_the_retained_layers_are_shown_once(bar, capsys, caplog):
+    callbacks = [ActivationPruning(sparsity=0.5), *([bar()] if bar else [])]
+    with caplog.at_level("INFO"):
+        trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Retained())
+    text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
+    assert text.count("1 linear layer stays dense, since packing its input would add memory") == 1
+    assert text.count("skip_retained=False") == 1
+    assert "'body.3' (relu)" in text
+
+
+def test_a_quiet_callback_says_nothing_of_them(capsys, caplog):
+    with caplog.at_level("INFO"):
+        trainer(ActivationPruning(sparsity=0.6, verbose=False)).fit(Retained())
+    assert "stay dense" not in capsys.readouterr().out + caplog.text
+
+
+def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    frames = []
+    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
+        torch._dynamo.reset()
+        model, callback = Retained(), ActivationPruning(sparsity=0.5, **options)
+        counter = CompileCounterWithBackend("aot_eager")
+        model.body.compile(backend=counter, fullgraph=True)
+        trainer(callback, num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+        assert outcome(callback).keys() == {"head"}
+        assert model.seen[1:] == [LEFT] * (BATCHES - 1)
+        frames.append(counter.frame_count)
+    assert frames[0] == frames[1] > 0
+
+
+def test_no_hook_is_there_after_the_first_batch():
+    class Witness(pl.Callback):
+        hooks: list[bool]
+
+        def __init__(self) -> None:
+            self.hooks = []
+
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+            self.hooks.append(any(module._forward_hooks for module in pl_module.modules()))
+
+    witness = Witness()
+    trainer(ActivationPruning(sparsity=0.6), witness).fit(Retained())
+    assert witness.hooks == [True] + [False] * (BATCHES - 1)

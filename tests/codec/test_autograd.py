@@ -1,0 +1,129 @@
+"""The frame of every autograd function: which mode it says it is in, and that second derivatives are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_actprune.codec.autograd import applied, once_differentiable
+
+modes: list[tuple[str, bool]] = []
+"""What the function below was told, where and whether it is plain eager mode."""
+
+
+def note(where: str, eager: bool) -> None:
+    if not torch.compiler.is_compiling():  # which lets nobody write to what is outside
+        modes.append((where, eager))
+
+
+class Product(torch.autograd.Function):
+    """``x w``, whose weight gradient is that of twice the product: so that it shows who has computed it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, name: str, eager: bool) -> Tensor:
+        note("forward", eager)
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    @once_differentiable("a product")
+    def backward(ctx: Any, eager: bool, grad: Tensor) -> tuple[Tensor, Tensor]:
+        note("backward", eager)
+        x, w = ctx.saved_tensors
+        return grad * w, 2 * grad * x  # the frame adds a None for `name` and one for `eager`
+
+
+product = applied(Product)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    modes.clear()
+    torch._dynamo.reset()
+
+
+def leaves() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+
+class Watched(TorchDispatchMode):
+    """Any dispatch mode ends plain eager mode."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_eager_mode():
+    x, w = leaves()
+    y = product(x, w, "name")
+    grads = torch.autograd.grad(y.sum(), (x, w))
+    assert modes == [("forward", True), ("backward", True)]
+    torch.testing.assert_close(grads, (w.detach(), 2 * x.detach()))
+
+
+def test_dispatch_modes_end_it():
+    x, w = leaves()
+    with Watched():
+        y = product(x, w, "name")
+    torch.autograd.grad(y.sum(), (x, w))
+    assert modes == [("forward", False), ("backward", True)]
+    with Watched():
+        torch.autograd.grad(product(x, w, "name").sum(), (x, w))
+    assert modes[2:] == [("forward", False), ("backward", False)]
+
+
+def test_batched_gradients_end_it_in_backward():
+    x, w = leaves()
+    grads = torch.randn(2, 3)
+    (found,) = torch.autograd.grad(product(x, w, "name"), x, grads, is_grads_batched=True)
+    torch.testing.assert_close(found, grads * w.detach())
+    assert modes == [("forward", True), ("backward", False)]
+
+
+def test_compilers_trace_it_in_one_graph():
+    x, w = leaves()
+    compiled = torch.compile(lambda x, w: product(x, w, "name") + 1, backend="aot_eager", fullgraph=True)
+    grads = torch.autograd.grad(compiled(x, w).sum(), (x, w))
+    assert modes == []
+    torch.testing.assert_close(grads, (w.detach(), 2 * x.detach()))
+
+
+def test_where_nothing_depends_on_the_output_gradients_stay_undefined():
+    class ReadsOnly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    x, w = leaves()
+    ReadsOnly.apply(product(x, w, "name")).backward()
+    assert x.grad is None
+    assert w.grad is None
+    assert modes == [("forward", True)]
+
+
+def test_second_derivatives_are_refused_at_once():
+    """Asked for ``x`` alone, autograd would run nothing of ours afterwards, so an error then would come too late."""
+    x, w = leaves()
+    message = (
+        r"Second derivatives through a product are not defined: what they need is not kept\. HINT: keep the layer "
+        r"dense with a rule \(`rules=\{name: None\}`\) where you need create_graph=True\."
+    )
+    for wanted in (x, (x, w)):
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(product(x, w, "name").sum(), wanted, create_graph=True)
+
+
+def test_hooks_of_others_see_what_is_saved():
+    x, w = leaves()
+    seen: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
+        product(x, w, "name")
+    assert seen == [x.data_ptr(), w.data_ptr()]

@@ -1,0 +1,218 @@
+"""Layers that read one tensor keep one packed input, and nobody else's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.codec import sharing
+from lightning_actprune.codec.dispatch import force_backend
+from tests.support import oracle
+from tests.support.compressed import compressed
+from tests.support.measured import kept_bytes
+
+
+def made(x: Tensor, **settings) -> nn.Module:
+    """Return a compressed layer for ``x``."""
+    dense = nn.Linear(x.shape[-1], 6, bias=False, device=x.device)
+    return compressed(dense, **{"sparsity": 0.5, "block_size": 8, **settings})
+
+
+def layer(x: Tensor, **settings) -> tuple[Tensor, Tensor]:
+    """Return the weight of a compressed layer and its output."""
+    module = made(x, **settings)
+    return module.weight, module(x)
+
+
+def packs(*outputs: Tensor) -> list[frozenset[int]]:
+    """Return the storages, weights aside, that the graph of each output holds."""
+    return [
+        frozenset(t.untyped_storage()._cdata for t in y.grad_fn.saved_tensors if t is not None and not t.requires_grad)
+        for y in outputs
+    ]
+
+
+def distinct(*outputs: Tensor) -> int:
+    return len(set(packs(*outputs)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """After each test nothing is known of its inputs any more; others may have left some that are never freed."""
+    gc.collect()
+    before = set(sharing._inputs)
+    yield
+    gc.collect()
+    assert set(sharing._inputs) <= before
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "turned"])
+def test_three_layers_keep_one_packed_input_and_get_the_gradients_of_their_own(device, autocast, turned):
+    x = oracle.integers(3, 20, 24, device=device)
+    x = (x.transpose(1, 2) if turned else x).detach().requires_grad_()
+    modules = [made(x) for _ in range(3)]
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        shared = [module(x) for module in modules]
+        alone = [module(x.view_as(x)) for module in modules]
+    assert distinct(*shared) == 1
+    assert distinct(*alone) == 3
+    for module, y, other in zip(modules, shared, alone, strict=True):
+        assert torch.equal(y, other)
+        grad_y = torch.randn_like(y)
+        found, expected = (torch.autograd.grad(out, (x, module.weight), grad_y) for out in (y, other))
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
+def test_other_settings_share_nothing():
+    x = torch.randn(2, 6, 16)
+    settings = {}, {"sparsity": 0.25}, {"block_size": 4}, {"scope": "token"}, {"selection": "swap"}, {"bits": 4}
+    settings = *settings, {"bits": 2}, {"bits": 4, "sparsity": 0.0}
+    assert distinct(*(layer(x, **one)[1] for one in settings)) == len(settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, y = layer(x)
+    assert distinct(y, layer(x)[1]) == 2
+    with force_backend("reference"):
+        _, y = layer(x)
+    assert distinct(y, layer(x)[1]) == 2
+
+
+def test_views_copies_and_tensors_at_the_same_address_share_nothing():
+    x = torch.randn(2, 6, 16)
+    outputs = [layer(one)[1] for one in (x, x.view_as(x), x.clone(), x.detach())]
+    assert distinct(*outputs) == 4
+
+
+def gradient(x: Tensor) -> Tensor:
+    """Return the weight gradient for a loss that is the sum of the outputs."""
+    weight, y = layer(x.clone())
+    return torch.autograd.grad(y.sum(), weight)[0]
+
+
+def test_a_tensor_modified_between_two_layers_is_packed_again():
+    x = oracle.integers(2, 6, 16)
+    first, y = layer(x)
+    before = x.clone()
+    x.mul_(2)
+    second, z = layer(x)
+    assert distinct(y, z) == 2
+    assert torch.equal(torch.autograd.grad(y.sum(), first)[0], gradient(before))
+    assert torch.equal(torch.autograd.grad(z.sum(), second)[0], 2 * gradient(before))
+
+
+def test_modifying_the_tensor_later_changes_no_gradient():
+    x = oracle.integers(2, 6, 16)
+    expected = gradient(x)
+    weights, outputs = zip(*(layer(x) for _ in range(2)), strict=True)
+    x.zero_()
+    for weight, y in zip(weights, outputs, strict=True):
+        assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], expected)
+
+
+def test_the_packed_input_goes_with_the_last_backward():
+    x = torch.randn(2, 6, 16)
+    (_, y), (_, z) = layer(x), layer(x)
+    values = max((t for t in y.grad_fn.saved_tensors if t is not None and not t.requires_grad), key=Tensor.numel)
+    packed = weakref.ref(values.untyped_storage())
+    del values
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert packed() is not None
+    z.sum().backward()
+    assert packed() is None
+    _, again = layer(x)
+    again.sum().backward()  # the input lives on, and is packed again
+
+
+def test_retained_graphs_give_the_same_gradient_twice():
+    x = oracle.integers(2, 6, 16)
+    (first, y), (second, z) = layer(x), layer(x)
+    expected = [torch.autograd.grad(out.sum(), w, retain_graph=True)[0] for w, out in ((first, y), (second, z))]
+    for (weight, out), grad in zip(((first, y), (second, z)), expected, strict=True):
+        assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], grad)
+
+
+def test_hooks_that_move_saved_tensors_away_end_the_sharing():
+    x = oracle.integers(2, 6, 16)
+    expected = gradient(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        (first, y), (second, z) = layer(x), layer(x)
+    for weight, out in ((first, y), (second, z)):
+        assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], expected)
+
+
+def test_an_inference_tensor_is_packed_each_time():
+    with torch.inference_mode():
+        x = torch.randn(2, 6, 16)
+    with pytest.raises(RuntimeError, match="version"):
+        _ = x._version
+    assert distinct(layer(x)[1], layer(x)[1]) == 2
+
+
+class Attention(nn.Module):
+    """Query, key and value of one normalised input, as separate layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = self.q(y), self.k(y), self.v(y)
+        return x + self.out(torch.nn.functional.gelu(q * k + v))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_what_is_shared_is_kept_once(autocast):
+    x, nbytes = torch.randn(4, 16, 64), []
+    for converted in ("q", "qkv"):
+        model = Attention()
+        for name in converted:
+            setattr(model, name, compressed(getattr(model, name), sparsity=0.5, block_size=8))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            nbytes.append(kept_bytes(model, x))
+    # Two layers more, and no pack more: what they kept is gone, with autocast a copy for each, else the one of both.
+    dense = x.numel() * (2 * 2 if autocast else 4)
+    weights = 2 * 64 * 64 * 2 if autocast else 0  # the copy of a weight is made anew in backward
+    assert nbytes[0] - nbytes[1] in (dense, dense + weights)
+
+
+def test_a_thousand_steps_leave_nothing_behind():
+    model, x = compressed(Attention(), sparsity=0.5, block_size=8), torch.randn(2, 4, 64)
+    tensors, inputs = [], []
+    for step in range(1000):
+        model(x).sum().backward()
+        if step in (10, 999):
+            gc.collect()
+            tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+            inputs.append(len(sharing._inputs))
+    assert tensors[0] == tensors[1]
+    assert inputs[0] == inputs[1]
+
+
+@pytest.mark.gpu
+def test_streams_and_recordings_share_nothing():
+    x = torch.randn(64, 49, 64, device="cuda")
+    module = made(x)
+    _, y = layer(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        z = module(x)
+        assert distinct(y, z) == 2
+        assert distinct(z, module(x)) == 1
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        recorded = module(x)
+        assert distinct(z, recorded) == 2
+        (grad,) = torch.autograd.grad(recorded.sum(), module.weight)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    (expected,) = torch.autograd.grad(module(x).sum(), module.weight)
+    torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,198 @@
+"""Outputs are those of the dense module, and gradients are off by what the bits imply, without bias."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_actprune.config import Keep
+from tests.support.cases import Case, copies
+from tests.support.measured import bound, exact_gradients, grad_of, gradients, kept_bytes, relative_error, run, same
+
+
+def check_gradients(case: Case, found: dict[str, Tensor], right: dict[str, Tensor], keep: Keep) -> None:
+    assert found.keys() == right.keys()
+    for name, grad in found.items():
+        if keep.sparsity and case.dropped is None and not case.is_exact(name):
+            continue  # it is not known here what of an input inside the module is dropped
+        assert relative_error(grad, right[name]) <= bound(case, name, keep), name
+
+
+def test_the_output_and_the_gradients(case: Case, keep: Keep, place: torch.device):
+    dense, ours = case.pair(keep, place)
+    x = case.input(place)
+    same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
+    found = gradients(ours, x)
+    assert all(grad.dtype == torch.float32 for grad in found.values())
+    check_gradients(case, found, exact_gradients(case, dense, x, keep), keep)
+
+
+@pytest.mark.cases(lambda case: not case.inside)
+def test_kernels_in_the_interpreter(case: Case, device: torch.device):
+    dense, ours = case.pair(device=device)
+    x = case.input(device)
+    same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
+    check_gradients(case, gradients(ours, x), exact_gradients(case, dense, x, case.keep), case.keep)
+    assert kept_bytes(ours, x) == case.announced(case.keep, kept_bytes(dense, x))
+
+
+class Watched(TorchDispatchMode):
+    """Any dispatch mode ends plain eager mode: forward and backward are plain torch then."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.cases(lambda case: not case.inside)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_kernels_do_what_plain_torch_does(case: Case, bits: int, device: torch.device):
+    """They store the same codes, so that gradients agree far better than the bits are precise."""
+    _, ours = case.pair(Keep(bits=bits), device)
+    x = case.input(device)
+    found = gradients(ours, x)
+    with Watched():
+        right = gradients(ours, x)
+    for name in right:
+        assert relative_error(found[name], right[name]) < 1e-4, name
+
+
+@pytest.mark.cases(lambda case: case.exact != ("*",))
+def test_errors_are_unbiased(case: Case, place: torch.device):
+    """Copies of a batch are stored with other dithers, so the average of their gradients is closer to the exact one."""
+    copied, batch, keep = 64, case.batch, Keep(bits=2)
+    dense, ours = case.pair(keep, place)
+    x = case.input(place)
+    many = torch.cat([x.detach()] * copied, batch).requires_grad_()
+    grad = grad_of(run(copy.deepcopy(dense), x))
+    right, once = exact_gradients(case, dense, x), gradients(ours, x)
+    often = gradients(ours, many, grad=torch.cat([grad] * copied, batch))
+    often["input"] = torch.stack(often["input"].chunk(copied, batch)).sum(0)
+    for name in right:
+        if not case.is_exact(name):
+            # 1/8 of it is expected of 64 independent errors.
+            error = relative_error(often[name] / copied, right[name])
+            assert error < relative_error(once[name], right[name]) / 2.5 + 1e-4, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(case: Case, dtype: torch.dtype, place: torch.device):
+    dense, ours = case.pair(Keep(bits=8), place)
+    x = case.input(place).detach().to(dtype).requires_grad_()
+    with torch.autocast(place.type, torch.bfloat16):
+        y, right = run(ours, x), run(copy.deepcopy(dense), x)
+    assert y.dtype == right.dtype
+    assert relative_error(y, right) < 2 * torch.finfo(y.dtype).eps + 1e-6
+    with torch.autocast(place.type, torch.bfloat16):
+        found, exact = gradients(ours, x), gradients(dense, x)
+    for name, grad in found.items():
+        assert grad.dtype == exact[name].dtype
+        eps = torch.finfo(torch.bfloat16).eps
+        assert relative_error(grad, exact[name]) <= bound(case, name, Keep(bits=8)) + 4 * eps, name
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_batches_of_none_and_of_one(case: Case, batch: int, place: torch.device):
+    dense, ours = case.pair(device=place)
+    shape = list(case.shape)
+    shape[case.batch] = batch
+    x = case.input(place, tuple(shape))
+    try:
+        right = gradients(copy.deepcopy(dense), x)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            gradients(ours, x)
+        return
+    same(run(ours, x), run(dense, x), case.rounds)
+    found = gradients(ours, x)
+    assert {name: grad.shape for name, grad in found.items()} == {name: grad.shape for name, grad in right.items()}
+    assert all(grad.isfinite().all() for grad in found.values())
+    for name, grad in found.items():
+        if batch == 0 or case.is_exact(name):
+            torch.testing.assert_close(grad, right[name], rtol=1e-5, atol=1e-5)
+
+
+LAYOUTS = {
+    "turned": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels-last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "gaps": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_the_input(case: Case, layout: str, place: torch.device):
+    dense, ours = case.pair(Keep(bits=8), place)
+    x = LAYOUTS[layout](case.input(place).detach()).requires_grad_()
+    try:
+        run(copy.deepcopy(dense), x)
+    except RuntimeError:  # transformers' Conv1D takes views of its input only
+        assert type(dense.layer).__name__ == "Conv1D"
+        return
+    same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
+    check_gradients(case, gradients(ours, x), exact_gradients(case, dense, x), Keep(bits=8))
+
+
+def test_strides_of_the_gradient(case: Case, place: torch.device):
+    _, ours = case.pair(device=place)
+    x = case.input(place)
+    y = run(ours, x)
+    for grad in (y.new_ones(()).expand_as(y), torch.randn_like(y).movedim(0, -1).contiguous().movedim(-1, 0)):
+        found, right = (gradients(ours, x, grad=g) for g in (grad, grad.contiguous()))
+        for name in right:
+            torch.testing.assert_close(found[name], right[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_the_gradients(case: Case, value: float, place: torch.device):
+    dense, ours = case.pair(device=place)
+    x = case.input(place).detach()
+    x.view(-1)[7] = value
+    x.requires_grad_()
+    found, right = gradients(ours, x), gradients(dense, x)
+    for name in right:
+        missing = ~right[name].isfinite() & found[name].isfinite()
+        assert not missing.any(), name
+
+
+def test_fp64(case: Case, place: torch.device):
+    """What is stored as it is, or exactly in a bit, may be fp64; codes of few bits are refused, not rounded."""
+    keep = Keep(sparsity=0.5) if case.drops else case.keep
+    dense = case.dense(place).double()
+    ours, x = case.compressed(dense, keep), case.input(place).detach().double().requires_grad_()
+    if not case.wide:
+        with pytest.raises(TypeError, match=r"(?s)float64.*HINT"):
+            run(ours, x)
+        with torch.no_grad():
+            same(run(ours, x), run(dense, x), False)
+        return
+    same(run(ours, x), run(dense, x), False)
+    found, right = gradients(ours, x), gradients(dense, x)
+    for name in right:
+        assert found[name].dtype == torch.float64
+        if case.is_exact(name):
+            assert relative_error(found[name], right[name]) < 1e-14
+    if case.drops:
+        quantized = case.compressed(dense, Keep(bits=8))
+        with pytest.raises(TypeError, match=r"(?s)float64.*HINT"):
+            run(quantized, x)
+
+
+@pytest.mark.slow
+def test_classes_that_are_copies_of_another():
+    pytest.importorskip("transformers")
+    tested = 0
+    for case in copies().values():
+        try:
+            dense, ours = case.pair(Keep(bits=8))
+        except pytest.skip.Exception:
+            continue
+        x = case.input()
+        assert type(ours.layer) is not type(dense.layer)
+        same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
+        check_gradients(case, gradients(ours, x), exact_gradients(case, dense, x), Keep(bits=8))
+        tested += 1
+    assert tested > 20

@@ -1,0 +1,168 @@
+"""The kernels of batch and group normalisation: many programs, every cut of the memory, and real sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.kernels import channel_norm as kernels
+from lightning_actprune.operators import channel_norm as operators
+from lightning_actprune.operators.channel_norm import ChannelSetting
+from tests.support import oracle
+from tests.support.saving import saved_tensors
+from tests.support.workload import launches
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = torch.finfo(torch.float32).eps
+
+
+def run(x: Tensor, grad_y: Tensor, weight: Tensor, groups: int, bits: int) -> tuple[Tensor, ...]:
+    """Return output, what is stored, statistics, and gradients of input, weight and bias, which is zero."""
+    given = [t.detach().requires_grad_() for t in (x, weight, torch.zeros_like(weight))]
+    with saved_tensors() as saved:
+        y = operators.channel_norm(*given, ChannelSetting(groups, 1e-5, 32, bits), x.dtype)
+    values, statistics, *_ = saved
+    return y.detach(), values, statistics, *torch.autograd.grad(y, given, grad_y)
+
+
+def laid_out(shape: tuple[int, ...], last: bool, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(shape, device=device).to(dtype)
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+
+
+@pytest.fixture
+def several_programs(monkeypatch):
+    """Programs that have several tiles, one that is not full, or none."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
+    for name, size in (("PROGRAMS", 3), ("TILE_VALUES", 256), ("MOST_CHANNEL", 64), ("MOST_COLS", 4)):
+        monkeypatch.setattr(kernels, name, size)
+    caches = operators._launches, operators._grad_launches
+    for cache in caches:
+        cache.clear()
+    yield
+    for cache in caches:
+        cache.clear()
+
+
+CUTS = {
+    "last": ((90, 64), 0, False),
+    "last-odd": ((7, 21, 9, 11), 0, True),
+    "last-many": ((3, 300, 3, 3), 0, True),
+    "channels": ((7, 5, 25, 32), 0, False),
+    "channels-odd": ((9, 33, 7, 7), 0, False),
+    "channels-short": ((40, 7, 3), 0, False),
+    "channels-long": ((2, 3, 2000), 0, False),
+    "groups": ((3, 12, 15, 9), 4, False),
+}
+each_cut = pytest.mark.parametrize("cut", list(CUTS))
+
+
+@each_cut
+def test_many_programs_find_what_the_reference_finds(kernel_device, cut, several_programs):
+    shape, groups, last = CUTS[cut]
+    x, grad_y = (laid_out(shape, last, kernel_device) for _ in range(2))
+    weight, found = torch.randn(shape[1], device=kernel_device), []
+    for backend in ("triton", "reference"):
+        with force_backend(backend), launches() as names:
+            found.append(run(3 * x + 2, grad_y, weight, groups, 8))
+        assert bool(names) == (backend == "triton")
+    (y, values, statistics, grad_x, *sums), (right_y, right, right_statistics, right_x, *right_sums) = found
+    torch.testing.assert_close(statistics, right_statistics, rtol=16 * FP32, atol=4 * FP32)
+    torch.testing.assert_close(y, right_y, rtol=0, atol=1e-5)
+    assert values.shape == right.shape
+    kept, expected = (formats.dequantize(v.cpu(), 32, 8, torch.float32).flatten() for v in (values, right))
+    # Codes may differ where a value was rounded differently: by a step of 1/255 of a block's range, which is below 8.
+    assert (kept - expected)[: x.numel()].abs().max() < 8 * 1.2 / 255
+    assert oracle.relative_error(grad_x, right_x) < 5e-3
+    assert oracle.relative_error(sums[0], right_sums[0]) < 1e-2
+    torch.testing.assert_close(sums[1], right_sums[1], rtol=0, atol=1e-4)
+
+
+@each_cut
+def test_what_is_read_is_what_the_reference_reads(kernel_device, cut, several_programs):
+    """Of the same bytes, gradients are the same to the rounding of sums."""
+    shape, groups, last = CUTS[cut]
+    x, grad_y = (laid_out(shape, last, kernel_device) for _ in range(2))
+    given, found = (x.requires_grad_(), torch.randn(shape[1], device=kernel_device, requires_grad=True), None), []
+    with force_backend("triton"):
+        y = operators.channel_norm(*given, ChannelSetting(groups, 1e-5, 32, 3), x.dtype)
+    for backend in ("triton", "reference"):
+        with force_backend(backend), launches() as names:
+            found.append(torch.autograd.grad(y, given[:2], grad_y, retain_graph=True))
+        assert bool(names) == (backend == "triton")
+    for actual, expected in zip(*found, strict=True):
+        assert oracle.relative_error(actual, expected) < 1e-5
+
+
+def test_launches(kernel_device):
+    weight = torch.ones(8, device=kernel_device)
+    names_of = {}
+    for last in (True, False):
+        x, grad_y = (laid_out((2, 8, 4, 4), last, kernel_device) for _ in range(2))
+        with force_backend("triton"), launches() as names:
+            run(x, grad_y, weight, 0, 4)
+        names_of[last] = names
+    forward = ["channel_statistics_kernel", "merge_statistics_kernel", "normalize_channels_kernel"]
+    assert names_of[True] == [*forward, "pixel_sums_kernel", "add_sums_kernel", "channel_grad_kernel"]
+    assert names_of[False] == [*forward, "channel_sums_kernel", "add_sums_kernel", "channel_grad_kernel"]
+
+
+def test_values_may_start_anywhere(kernel_device):
+    base = torch.randn(2 * 8 * 49 + 1, device=kernel_device)
+    x = base[1:].view(2, 8, 7, 7)
+    with force_backend("triton"):
+        y, *_, of_bias = run(x, x, torch.ones(8, device=kernel_device), 0, 8)
+    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True), rtol=0, atol=1e-5)
+    torch.testing.assert_close(of_bias, x.sum((0, 2, 3)), rtol=0, atol=1e-4)
+
+
+def test_tiles_waste_little():
+    assert kernels.least_waste(3136, 1024) == 256  # 13 of them are 3328, four of 1024 would be 4096
+    assert kernels.least_waste(49, 1024) == 64
+    assert kernels.channel_tile(64, 3136, 32)["COLS"] * kernels.channel_tile(64, 3136, 32)["PIECES"] == 104
+    assert kernels.channel_tile(64, 49, 32)["COLS"] == 4  # 49 values touch three blocks at most
+    assert kernels.pixel_tile(40, 32)["columns"] == 5  # of 32, four pixels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("last", [True, False], ids=["last", "contiguous"])
+@pytest.mark.parametrize("groups", [0, 8], ids=["batch", "group"])
+@pytest.mark.parametrize("shape", [(32, 64, 112, 112), (64, 256, 28, 28), (256, 2048, 7, 7), (64, 40, 33, 31)], ids=str)
+def test_large_inputs_on_the_gpu(shape, groups, last, bits, dtype):
+    device = torch.device("cuda")
+    x, grad_y = (laid_out(shape, last, device, dtype) for _ in range(2))
+    x = (2 * x + 1).to(dtype)
+    weight = torch.randn(shape[1], device=device)
+    y, values, statistics, grad_x, *sums = run(x, grad_y, weight, groups, bits)
+    given = [t.detach().requires_grad_() for t in (x.float(), weight)]
+    right_y = (
+        F.group_norm(given[0], groups, given[1]) if groups else F.batch_norm(given[0], None, None, given[1], None, True)
+    )
+    right = torch.autograd.grad(right_y, given, grad_y.float())
+    torch.testing.assert_close(y.float(), right_y, rtol=torch.finfo(dtype).eps, atol=2e-5)
+    error = {8: 0.005, 4: 0.09, 2: 0.44}[bits]  # operators.norm
+    # Of a random gradient both are vectors of normal numbers, whose norms have a deviation of (2 C)^-1/2 each.
+    assert oracle.relative_error(sums[0], right[1]) < error * (1 + 5 / shape[1] ** 0.5) + 1e-5
+    assert oracle.relative_error(grad_x, right[0]) < error / 10 + torch.finfo(dtype).eps
+    again = run(x, grad_y, weight, groups, bits)
+    assert all(torch.equal(a, b) for a, b in zip((y, values, statistics, grad_x, *sums), again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [True, False], ids=["last", "contiguous"])
+def test_addresses_beyond_32_bits(last):
+    shape = (2**31 // (64 * 4096) + 3, 64, 64, 64)
+    x = torch.randn(shape[0], 64, 64, 64, dtype=torch.bfloat16, device="cuda")
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    y, _, statistics, grad_x, *sums = run(x, x, torch.ones(64, device="cuda"), 0, 8)
+    part = x[-2:].float()
+    right = (part - statistics[0].view(-1, 1, 1)) * statistics[1].view(-1, 1, 1)
+    torch.testing.assert_close(y[-2:].float(), right, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(sums[1], x.sum((0, 2, 3), dtype=torch.float64).float(), rtol=1e-4, atol=2.0)
+    assert grad_x[-2:].isfinite().all()

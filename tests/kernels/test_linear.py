@@ -1,0 +1,244 @@
+"""The weight gradient by gathering: shapes around its tile sizes, parts of a reduction, and quantized values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_actprune.codec import blocks, formats
+from lightning_actprune.codec.blocks import BlockGeometry
+from lightning_actprune.codec.formats import PLANES
+from lightning_actprune.kernels import linear
+from lightning_actprune.kernels.linear import (
+    ColumnsLaunch,
+    Config,
+    Machine,
+    Shape,
+    SplitRule,
+    WeightGradLaunch,
+    choose_config,
+    choose_split,
+)
+from tests.support import oracle
+from tests.support.packing import DTYPES, each_bits, each_dtype, expected, on_kernels, read, rounded
+from tests.support.workload import launches, split_into, weight_grad
+
+
+def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
+    x = oracle.integers(*shape, dtype=dtype, device=device)
+    geometry = BlockGeometry.of(*shape, block_size, 0.5)
+    values, bitmap, offsets = blocks.pack(x, geometry.block_size, geometry.keep)
+    total = geometry.total_rows
+    grad_y = torch.randn(total, outputs, device=device).to(dtype)
+    launch = WeightGradLaunch(
+        Shape(outputs, outputs, shape[0], total, shape[2], *values.shape, values.element_size()),
+        torch.float32,
+        config,
+        split,
+    )
+    actual = launch(grad_y, values, bitmap, offsets)
+    expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
+    return oracle.relative_error(actual, expected)
+
+
+@pytest.mark.parametrize("values_first", [False, True])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(("shape", "block_size", "outputs"), [((2, 65, 70), 16, 33), ((1, 31, 48), 24, 16)], ids=str)
+def test_equals_the_oracle(kernel_device, shape, block_size, outputs, split, values_first):
+    config = Config(bm=32, bk=16, warps=4, stages=3, values_first=values_first)
+    assert run(kernel_device, shape, block_size, outputs, config, split) < 1e-6
+
+
+def test_parts_take_at_most_twice_the_memory_of_the_input():
+    config = Config(bm=64, bk=32, warps=4, stages=3, values_first=True)
+    for rows, length, outputs in ((2**20, 1024, 1024), (12544, 384, 1536), (100, 64, 64)):
+        launch = WeightGradLaunch(
+            Shape(outputs, outputs, 1, rows, length, rows, 64, 4), torch.float32, config, split=800, balance=True
+        )
+        assert launch.parts == 1 or 1 < launch.parts * outputs * length <= 2 * rows * length
+
+
+def test_fp32_sums_that_are_cut_at_all_are_cut_short(kernel_device):
+    """The error of 4000 equal terms in parts of 512 is far below that of one sum."""
+    x = torch.full((1, 4000, 16), 0.1, device=kernel_device)
+    values, bitmap, offsets = blocks.pack(x, 16, 4000)
+    grad_y = torch.full((4000, 16), 0.3, device=kernel_device)
+    exact = grad_y.double().t() @ x[0].double()
+    whole = WeightGradLaunch(Shape(16, 16, 1, 4000, 16, 4000, 16, 4), torch.float32, Config(16, 16, 4, 3, False), 1)
+    error = oracle.relative_error(whole(grad_y, values, bitmap, offsets), exact)
+    cut = weight_grad(grad_y, values, bitmap, offsets, 16, 16)
+    assert oracle.relative_error(cut, exact) < error / 2
+
+
+def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
+    x = torch.zeros(1, 40, 48, device=kernel_device)
+    x[..., :16] = 1.0
+    values, bitmap, offsets = blocks.pack(x, 16, 40)
+    grad_y = torch.randn(40, 16, device=kernel_device)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    out = WeightGradLaunch(Shape(16, 16, 1, 40, 48, 40, 16, 4), torch.float32, config, 2)(
+        grad_y, values, bitmap, offsets
+    )
+    assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
+    assert not out[:, 16:].any()
+
+
+def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
+    x = torch.randn(1, 300, 64, device=kernel_device)
+    x[:, :, :16] *= 100  # the first column keeps all 300 rows, the others share 100
+    values, bitmap, offsets = blocks.pack(x, 16, 400)
+    grad_y = torch.randn(300, 32, device=kernel_device)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    launch = WeightGradLaunch(Shape(32, 32, 1, 300, 64, 400, 16, 4), torch.float32, config, 4)
+    assert launch.parts == 10
+    out = launch(grad_y, values, bitmap, offsets)
+    expected = grad_y.double().t() @ blocks.unpack(values, bitmap, 300, 64, 16, 0, torch.float32).double()
+    assert oracle.relative_error(out, expected) < 1e-6
+    assert torch.equal(out, launch(grad_y, values, bitmap, offsets))
+
+
+def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_device):
+    x = torch.ones(1, 40, 32, device=kernel_device)
+    x[:, 0, :16], x[:, 1:, 16:] = 0.0, 0.5  # row 0 is dropped of the first column, and of the second all but row 0
+    values, bitmap, offsets = blocks.pack(x, 16, 40)
+    grad_y = torch.randn(40, 16, device=kernel_device)
+    grad_y[0] = float("inf")
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    out = WeightGradLaunch(Shape(16, 16, 1, 40, 32, 40, 16, 4), torch.float32, config, 2)(
+        grad_y, values, bitmap, offsets
+    )
+    assert out[:, :16].isfinite().all()
+    assert not out[:, 16:].isfinite().any()
+
+
+@pytest.mark.parametrize(("least", "most"), [(16, 5), (16, 1000), (128, 256)])
+def test_columns_are_listed_over_several_programs_and_samples(kernel_device, monkeypatch, least, most):
+    """Chunks of 16 rows are more in number than what one turn adds up the counts of."""
+    monkeypatch.setattr(linear, "MIN_ROWS", least)
+    monkeypatch.setattr(linear, "MAX_CHUNKS", most)
+    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+    assert run(kernel_device, (3, 300, 24), 8, 16, config, 2) < 1e-6
+    assert run(kernel_device, (180, 5, 24), 8, 16, config, 1) < 1e-6
+
+
+@pytest.mark.parametrize("shared_memory", [101376, 166912, 232448])
+@pytest.mark.parametrize("block_size", [1, 16, 24, 32, 64, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_configuration_fits_the_shared_memory(block_size, itemsize, shared_memory):
+    config = choose_config(block_size, 1536, itemsize, Machine(132, shared_memory, 8))
+    block = max(16, 1 << (block_size - 1).bit_length())
+    assert config.stages * config.bk * (config.bm + block) * itemsize <= shared_memory
+    assert config.bk >= 16
+    assert config.bm >= 16
+
+
+def test_split_fills_the_machine_but_keeps_parts_long():
+    config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
+    rule = SplitRule(full=8, aim=16, most=6, turns=4)
+
+    def split(tiles, kept_per_column):
+        return choose_split(tiles, kept_per_column, config, 132, rule)
+
+    assert split(tiles=72, kept_per_column=5000) == 4
+    assert split(tiles=36, kept_per_column=5000) == 6
+    assert split(tiles=144, kept_per_column=5000) == 1
+    assert split(tiles=1, kept_per_column=100) == 1
+
+
+def packed_and_exact(x, block_size, keep, bits, device, outputs):
+    """Return what is packed on ``device``, an output gradient in the dtype of ``x``, and the fp64 weight gradient."""
+    packed = expected(x, block_size, keep, bits)
+    values = rounded(read(packed, x.shape, block_size, bits), x.dtype, device).flatten(0, 1)
+    grad_y = torch.randn(values.shape[0], outputs).to(x.dtype)
+    exact = grad_y.double().t() @ values.double()
+    return [part.to(device) for part in packed], grad_y.to(device), exact
+
+
+@on_kernels(
+    "block_size, bits, dtype",
+    [(8, 3, torch.bfloat16), (20, 4, torch.float32), (64, 2, torch.float16)],
+    list(itertools.product([8, 16, 20, 32, 64, 128], PLANES, DTYPES)),
+)
+def test_quantized_values_equal_the_oracle(kernel_device, block_size, bits, dtype):
+    """Two samples of 37 rows, the last block of a row cut off."""
+    length = block_size + block_size // 2 + 1
+    x = (torch.randn(2, 37, length) + 1).to(dtype)
+    packed, grad_y, exact = packed_and_exact(x, block_size, 45, bits, kernel_device, 33)
+    actual = weight_grad(grad_y, *packed, length, block_size, bits)
+    assert oracle.relative_error(actual, exact) < 1e-6
+
+
+SIZES = [(20, 129, 2, 129), (8, 1, 1, 1), (16, 300, 3, 700), (32, 20, 40, 500), (64, 33, 1, 33), (256, 40, 2, 7)]
+
+
+@on_kernels(
+    "sizes, bits, dtype",
+    [(SIZES[0], 3, torch.bfloat16), (SIZES[1], 2, torch.float32), (SIZES[3], 8, torch.float16)],
+    list(itertools.product(SIZES, PLANES, DTYPES)),
+)
+def test_numbers_are_those_of_the_reference_and_lists_as_ever(kernel_device, sizes, bits, dtype):
+    """Blocks fill less than one program or several; of those that count, more than one lie along either axis."""
+    block_size, rows, columns, keep = sizes
+    x = torch.randn(1, rows, columns * block_size) * 10.0 ** torch.randint(-3, 4, (rows, 1))
+    stored, bitmap, offsets = expected(x, block_size, keep, bits)
+    wide = formats.dequantize(stored, block_size, bits, torch.float32)
+    right = rounded(wide, dtype, kernel_device).to(kernel_device)
+    positions = bitmap.to(kernel_device), offsets.to(kernel_device)
+    from_numbers, from_codes = (ColumnsLaunch(1, rows, columns, (keep, block_size, v)) for v in (0, bits))
+    lists, found_lists = torch.zeros(2, from_codes.work, dtype=torch.int32, device=kernel_device)
+    assert from_numbers(right, *positions, lists, dtype) is right
+    found = from_codes(stored.to(kernel_device), *positions, found_lists, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, right)
+    assert torch.equal(found_lists, lists)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_quantized_values_take_no_more_launches(kernel_device, parts):
+    grad_y = torch.randn(200, 16, device=kernel_device)
+    values, *positions = blocks.pack(torch.randn(1, 200, 64, device=kernel_device), 16, 400)
+    counts = []
+    for bits, stored in ((0, values), (4, formats.quantize(values, 4))):
+        with split_into(parts), launches() as names:
+            weight_grad(grad_y, stored, *positions, 64, 16, bits)
+        counts.append(len(names))
+    assert counts[0] == counts[1] > 2
+
+
+@each_bits
+def test_a_block_that_is_not_finite_reaches_its_column_and_no_other(kernel_device, bits):
+    x = torch.randn(1, 40, 64)
+    x[0, 7, 20] = float("inf")
+    packed, grad_y, _ = packed_and_exact(x, 16, 100, bits, kernel_device, 16)
+    actual = weight_grad(grad_y, *packed, 64, 16, bits)
+    finite = actual.isfinite().all(0).cpu()
+    assert finite.tolist() == [not 16 <= column < 32 for column in range(64)]
+
+
+@each_bits
+def test_rows_that_a_column_dropped_do_not_reach_it(kernel_device, bits):
+    """Stored blocks are not zero anywhere, so that an entry of a list too many would show."""
+    x = torch.full((1, 40, 32), 5.0)
+    x[:, 0, :16], x[:, 1:, 16:] = 0.1, 0.2  # row 0 is dropped of the first column, and of the second all but row 0
+    packed, grad_y, _ = packed_and_exact(x, 16, 40, bits, kernel_device, 16)
+    grad_y[0] = float("inf")
+    actual = weight_grad(grad_y, *packed, 32, 16, bits)
+    assert actual[:, :16].isfinite().all()
+    assert not actual[:, 16:].isfinite().any()
+
+
+@pytest.mark.gpu
+@each_dtype
+@each_bits
+@pytest.mark.parametrize(
+    ("shape", "block_size"), [((64, 196, 384), 32), ((16, 197, 776), 64), ((8, 211, 500), 24)], ids=str
+)
+def test_large_gradients_on_the_gpu(shape, block_size, bits, dtype):
+    """Sums of 10,000 terms in fp32: an error of 2^-24 each, that grows with the root of their number."""
+    x = torch.randn(shape).to(dtype)
+    keep = round(0.4 * shape[1] * -(-shape[2] // block_size))
+    packed, grad_y, exact = packed_and_exact(x, block_size, keep, bits, torch.device("cuda"), 384)
+    actual = weight_grad(grad_y, *packed, shape[2], block_size, bits)
+    assert oracle.relative_error(actual, exact) < 1e-5

@@ -1,0 +1,680 @@
+"""Batch and group normalisation that keep their input quantized: exact outputs, gradients from what is stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+from lightning_actprune.operators import channel_norm as operators
+from lightning_actprune.operators.channel_norm import ChannelSetting, Running, channel_norm
+from lightning_actprune.operators.registry import compressed_class, operator_of
+from tests.support import oracle
+from tests.support.compressed import compressed
+from tests.support.saving import saved_tensors
+from tests.support.workload import launches
+
+BITS = (8, 4, 3, 2)
+EPS = 1e-5
+FP32 = torch.finfo(torch.float32).eps
+
+KINDS = {
+    "batch": ((3, 10, 7, 7), 0, False, 32, torch.float32),
+    "batch-whole": ((2, 5, 8, 16), 0, False, 32, torch.bfloat16),
+    "batch-one": ((1, 3, 5, 9), 0, False, 16, torch.float32),
+    "last": ((3, 64, 5, 3), 0, True, 32, torch.float32),
+    "last-odd": ((3, 40, 5, 3), 0, True, 32, torch.bfloat16),
+    "last-24": ((2, 27, 3, 3, 2), 0, True, 24, torch.float16),
+    "rows": ((61, 33), 0, False, 32, torch.float32),
+    "group": ((3, 12, 7, 7), 3, False, 32, torch.float32),
+    "group-last": ((2, 12, 4, 8), 12, True, 32, torch.bfloat16),
+    "group-rows": ((5, 60), 4, False, 32, torch.float32),
+}
+"""Shape, groups, channels last, block size and type."""
+each_kind = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def inputs(kind: str, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``x`` whose means differ and are not zero, weight and bias."""
+    shape, _, last, _, dtype = KINDS[kind]
+    x = 2 * torch.randn(shape) + torch.randn(shape[1]).view(-1, *[1] * (len(shape) - 2))
+    if last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    parameters = 1 + torch.randn(2, shape[1])
+    return tuple(t.to(device).requires_grad_() for t in (x.to(dtype), *parameters))
+
+
+def setting_of(kind: str, bits: int = 4, relu: bool = False) -> ChannelSetting:
+    _, groups, _, block_size, _ = KINDS[kind]
+    return ChannelSetting(groups, EPS, block_size, bits, relu)
+
+
+def normalized(x: Tensor, weight, bias, kind: str, bits: int = 4, dtype=None, **options) -> Tensor:
+    return channel_norm(x, weight, bias, setting_of(kind, bits), dtype or x.dtype, **options)
+
+
+def exact(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Return the normalised ``x [N, C, ...]``, ``mean`` and ``rstd`` in fp64 on the CPU, and what is reduced.
+
+    That is of ``x [N, G, C/G, ...]`` for groups.
+    """
+    wide = x.detach().double().cpu()
+    dims = [0, *range(2, x.dim())]
+    if groups:
+        wide = wide.reshape(x.shape[0], groups, -1)
+        dims = [2]
+    mean = wide.mean(dims, keepdim=True)
+    rstd = ((wide - mean).square().mean(dims, keepdim=True) + EPS).rsqrt()
+    return ((wide - mean) * rstd).view(x.shape), mean, rstd, dims
+
+
+def gradients(grad_y: Tensor, hat: Tensor, rstd: Tensor, weight: Tensor, groups: int, dims) -> tuple[Tensor, ...]:
+    """Return the gradients of input, weight and bias in fp64, as the module docstring has them."""
+    g, each = grad_y.double().cpu(), [0, *range(2, grad_y.dim())]
+    along = g * weight.detach().double().cpu().view(-1, *[1] * (g.dim() - 2))
+    shape = (g.shape[0], groups, -1) if groups else g.shape
+    wide, hats = along.reshape(shape), hat.reshape(shape)
+    grad_x = wide - wide.mean(dims, keepdim=True) - hats * (wide * hats).mean(dims, keepdim=True)
+    return (grad_x * rstd).reshape(g.shape), (g * hat).sum(each), g.sum(each)
+
+
+def read(values: Tensor, shape: torch.Size, last: bool, block_size: int, bits: int) -> Tensor:
+    """Return what is stored, in fp64."""
+    wide = formats.dequantize(values.cpu(), block_size, bits, torch.float32).double().flatten()[: shape.numel()]
+    return wide.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else wide.view(shape)
+
+
+@each_kind
+@pytest.mark.parametrize("bits", BITS)
+def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, kind, bits):
+    _, groups, last, block_size, dtype = KINDS[kind]
+    x, weight, bias = inputs(kind, device)
+    with saved_tensors() as saved:
+        y = normalized(x, weight, bias, kind, bits)
+    hat, mean, rstd, dims = exact(x, groups)
+    w, b = (t.detach().double().cpu().view(-1, *[1] * (x.dim() - 2)) for t in (weight, bias))
+    assert y.dtype == dtype
+    right = hat * w + b
+    # A few roundings of fp32, of numbers as large as x rstd; then one of the output.
+    most = float((x.detach().double().cpu().abs().max() + mean.abs().max()) * rstd.max())
+    bound = 8 * FP32 * (most * w.abs() + b.abs()) + torch.finfo(dtype).eps * right.abs()
+    assert ((y.detach().double().cpu() - right).abs() <= bound).all()
+    values, statistics, _ = saved
+    for found, expected in zip(statistics[:2], (mean, rstd), strict=True):
+        torch.testing.assert_close(found.double().cpu(), expected.flatten(), rtol=4 * FP32, atol=8 * FP32)
+    near = read(values, x.shape, last and not groups, block_size, bits)
+    # Half a step of a block's range: at most that of all, times 32/31 and 9/8 of a scale that is rounded up; the reach
+    # of a block far from zero adds as much again.
+    assert (near - hat).abs().max() <= 2 * float(hat.abs().max()) * 32 / 31 * 9 / 8 / (2**bits - 1)
+    grad_y = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, weight, bias), grad_y)
+    expected = gradients(grad_y, near, rstd, weight, groups, dims)
+    assert [g.dtype for g in found] == [dtype, torch.float32, torch.float32]
+    for actual, right, tolerance in zip(found, expected, (torch.finfo(dtype).eps, 0, 0), strict=True):
+        assert oracle.relative_error(actual, right) <= max(tolerance, 3e-6)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "last"])
+def test_statistics_far_from_zero(device, last):
+    """A mean of a thousand deviations: sums of squares would leave nothing of the variance in fp32."""
+    x = 1000 + torch.randn(16, 6, 9, 11)
+    x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format).to(device)
+    with saved_tensors() as saved:
+        y = channel_norm(x.requires_grad_(), None, None, ChannelSetting(0, EPS, 32, 4), x.dtype)
+    hat, mean, rstd, _ = exact(x, 0)
+    unbiased = x.detach().double().cpu().var((0, 2, 3))
+    statistics = saved[1].double().cpu()
+    # The mean is rounded to 1000 FP32; values that lie in few tiles of a part are summed as differences.
+    torch.testing.assert_close(statistics[0], mean.flatten(), rtol=2 * FP32, atol=0)
+    torch.testing.assert_close(statistics[1], rstd.flatten(), rtol=64 * FP32, atol=0)
+    torch.testing.assert_close(statistics[2], unbiased, rtol=64 * FP32, atol=0)
+    torch.testing.assert_close(y.detach().double().cpu(), hat, rtol=0, atol=2000 * FP32)
+
+
+@pytest.mark.parametrize("kind", ["last-odd", "group"])
+def test_only_what_needs_a_gradient_gets_one(device, kind):
+    x, weight, bias = inputs(kind, device)
+    grad_y = torch.randn_like(x)
+    full = torch.autograd.grad(normalized(x, weight, bias, kind), (x, weight, bias), grad_y)
+    for needed in ((True, False, False), (False, True, False), (True, False, True), (False, True, True)):
+        given = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, weight, bias), needed, strict=True)]
+        with launches() as names:
+            normalized(*given, kind).backward(grad_y)
+        assert not names or ("channel_grad_kernel" in names) == needed[0]
+        for tensor, wanted, right in zip(given, needed, full, strict=True):
+            assert torch.equal(tensor.grad, right) if wanted else tensor.grad is None
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_any_strides(device, groups):
+    """Of input and gradient; a tensor may start anywhere."""
+    base = torch.randn(4, 6, 8, 10, device=device)
+    weight, bias = (torch.randn(6, device=device, requires_grad=True) for _ in range(2))
+    views = {
+        "dense": base,
+        "last": base.contiguous(memory_format=torch.channels_last),
+        "gaps": base[..., ::2],
+        "turned": base.transpose(2, 3),
+        "expanded": base[:1].expand(4, 6, 8, 10),
+        "short": base.flatten(2).transpose(1, 2).contiguous().transpose(1, 2),
+        "shifted": torch.cat([base.new_zeros(1), base.flatten()])[1:].view(base.shape),
+    }
+    for name, view in views.items():
+        x = view.detach().requires_grad_()
+        ours = channel_norm(x, weight, bias, ChannelSetting(groups, EPS, 32, 8), x.dtype)
+        if groups:
+            torchs = F.group_norm(x, groups, weight, bias, EPS)
+        else:
+            torchs = F.batch_norm(x, None, None, weight, bias, True, 0.0, EPS)
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-5)
+        if name in ("dense", "last", "shifted"):
+            assert ours.stride() == torchs.stride(), name
+        elif name == "short" and not groups:
+            assert ours.stride() == x.stride()
+        grad_y = torch.randn(10, *x.shape[:-1], device=device).movedim(0, -1)[..., : x.shape[-1]]
+        grad_y = grad_y if grad_y.shape == x.shape else torch.randn_like(x)
+        grads = (torch.autograd.grad(y, (x, weight, bias), grad_y) for y in (ours, torchs))
+        for actual, right in zip(*grads, strict=True):
+            assert actual.shape == right.shape
+            assert oracle.relative_error(actual, right) < 0.015, name
+
+
+def test_a_wider_output_from_the_same_pass(device):
+    x, weight, bias = inputs("group-last", device)
+    y = normalized(x, weight, bias, "group-last", 8, torch.float32)
+    torch.testing.assert_close(y, F.group_norm(x.float(), 12, weight, bias, EPS), rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(y, x, torch.randn_like(y))
+    assert grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["batch", "last", "group"])
+def test_what_is_not_finite_reaches_the_gradients_of_its_set(device, value, kind):
+    x, weight, bias = inputs(kind, device)
+    with torch.no_grad():
+        x[1, 4, 2, 1] = value
+    y = normalized(x, weight, bias, kind)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    sets = (1, slice(4, 8)) if kind == "group" else (slice(None), 4)
+    assert y[sets].isnan().all()
+    assert of_x[sets].isnan().all()
+    assert of_weight[4].isnan()
+    untouched = {"batch": (slice(None), 8), "last": (slice(None), slice(32, 64)), "group": (2, slice(None))}[kind]
+    assert of_x[untouched].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (3, 5, 1), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("bits", [8, 3])
+def test_fewer_values_than_a_block(device, shape, bits):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y = channel_norm(x, None, None, ChannelSetting(0, EPS, 32, bits), x.dtype)
+    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True), rtol=0, atol=1e-5)
+    y.backward(torch.randn_like(y))
+    assert x.grad.isfinite().all()
+
+
+def test_constant_channels_are_zero(device):
+    x = torch.full((3, 8, 4, 4), 5.0, device=device, requires_grad=True)
+    y = channel_norm(x, None, None, ChannelSetting(0, EPS, 32, 2), x.dtype)
+    y.backward(torch.randn_like(y))
+    assert not y.any()
+    assert x.grad.isfinite().all()
+
+
+def test_what_cannot_be_stored_is_refused():
+    x, weight, bias = (t.detach().double().requires_grad_() for t in inputs("batch", "cpu"))
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored in 4 bits.* HINT"):
+        normalized(x, weight, bias, "batch")
+    huge = torch.empty(1, 8, requires_grad=True).expand(2**33, 8)
+    with pytest.raises(ValueError, match=r"2147483648 blocks, more than 2\^31 - 1.* HINT: .* than 32"):
+        channel_norm(huge, None, None, ChannelSetting(0, EPS, 32, 4), huge.dtype)
+
+
+# Running statistics.
+
+
+def buffers(channels: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.randn(channels, device=device),
+        torch.rand(channels, device=device) + 0.5,
+        torch.tensor(3, device=device),
+    )
+
+
+@pytest.mark.parametrize("kind", ["batch", "last-odd", "rows"])
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+def test_running_statistics_move_by_the_share_of_the_batch(device, kind, momentum):
+    x, weight, bias = inputs(kind, device)
+    mean, var, batches = buffers(x.shape[1], device)
+    before, versions = [t.double().cpu() for t in (mean, var)], [t._version for t in (mean, var, batches)]
+    with launches() as names:
+        normalized(x, weight, bias, kind, running=Running(mean, var, batches, momentum))
+    assert names in ([], ["channel_statistics_kernel", "merge_statistics_kernel", "normalize_channels_kernel"])
+    wide, others = x.detach().double().cpu(), [0, *range(2, x.dim())]
+    for actual, old, new in zip((mean, var), before, (wide.mean(others), wide.var(others)), strict=True):
+        # A few roundings each of the old number, the new one and their difference.
+        bound = 8 * FP32 * (old.abs() + new.abs())
+        assert ((actual.double().cpu() - (old + momentum * (new - old))).abs() <= bound).all()
+    assert batches == 4
+    assert all(t._version > version for t, version in zip((mean, var, batches), versions, strict=True))
+
+
+OTHERS = {
+    "no momentum": lambda mean, var, batches: Running(mean, var, batches, None),
+    "16 bits": lambda mean, var, batches: Running(mean.bfloat16(), var.bfloat16(), batches, 0.1),
+    "one": lambda mean, var, batches: Running(mean, None, batches, 0.1),
+    "gaps": lambda mean, var, batches: Running(torch.stack([mean, mean], 1)[:, 0], var, batches, 0.1),
+    "no count": lambda mean, var, batches: Running(mean, var, None, 0.1),
+    "count": lambda mean, var, batches: Running(mean, var, batches.float(), 0.1),
+}
+
+
+@pytest.mark.parametrize("case", list(OTHERS))
+def test_all_running_statistics_move_as_in_plain_torch(kernel_device, case):
+    """Those that the kernels do not move, too: of which the normalisation is theirs all the same."""
+    x, weight, bias = inputs("batch", kernel_device)
+    made, found = buffers(10, kernel_device), []
+    for backend in ("triton", "reference"):
+        running = OTHERS[case](*(t.clone() for t in made))
+        with force_backend(backend), launches() as names:
+            normalized(x, weight, bias, "batch", running=running)
+        assert bool(names) == (backend == "triton")
+        found.append([t for t in running[:3] if t is not None])
+    for actual, right in zip(*found, strict=True):
+        rounding = torch.finfo(right.dtype).eps if right.dtype.is_floating_point else 0
+        torch.testing.assert_close(actual, right, rtol=4 * rounding, atol=4 * rounding)
+
+
+def test_not_a_number_reaches_the_running_statistics_of_its_channel(device):
+    x, weight, bias = inputs("last", device)
+    with torch.no_grad():
+        x[1, 5, 2, 1] = float("nan")
+    mean, var, batches = buffers(64, device)
+    normalized(x, weight, bias, "last", running=Running(mean, var, batches, 0.1))
+    for running in (mean, var):
+        assert running.isnan().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_checkpoint_moves_running_statistics_as_often_as_the_dense_layers(device, momentum):
+    """Run again, it stops at the last tensor that is saved, which is the norm's."""
+    dense = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, momentum=momentum)).to(device)
+    ours = compressed(dense, "norm", bits=8)
+    x = torch.randn(4, 8, 5, 5, device=device)
+    for model in (dense, ours):
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+    for actual, right in zip(ours[1].buffers(), dense[1].buffers(), strict=True):
+        torch.testing.assert_close(actual, right)
+
+
+# Layers.
+
+MADE = {
+    "1d": (lambda: nn.BatchNorm1d(24), (40, 24)),
+    "1d-sequence": (lambda: nn.BatchNorm1d(24), (5, 24, 9)),
+    "2d": (lambda: nn.BatchNorm2d(24), (5, 24, 4, 3)),
+    "2d-plain": (lambda: nn.BatchNorm2d(24, affine=False), (5, 24, 4, 3)),
+    "2d-cumulative": (lambda: nn.BatchNorm2d(24, momentum=None, eps=1e-3), (5, 24, 4, 3)),
+    "2d-untracked": (lambda: nn.BatchNorm2d(24, track_running_stats=False), (5, 24, 4, 3)),
+    "3d": (lambda: nn.BatchNorm3d(24), (2, 24, 4, 3, 5)),
+    "group": (lambda: nn.GroupNorm(4, 24), (5, 24, 4, 3)),
+    "group-plain": (lambda: nn.GroupNorm(24, 24, affine=False), (5, 24, 9)),
+}
+each_layer = pytest.mark.parametrize("name", list(MADE))
+each_batch = pytest.mark.parametrize("name", [name for name in MADE if "group" not in name])
+
+
+def made(name: str, device: torch.device | str = "cpu") -> nn.Module:
+    torch.manual_seed(1)
+    layer = MADE[name][0]()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, 1.0)
+    return layer.to(device)
+
+
+def converted(layer: nn.Module, bits: int = 8) -> nn.Module:
+    return compressed(nn.Sequential(layer), "norm", bits=bits)[0]
+
+
+def input_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    return (2 * torch.randn(MADE[name][1]) + 1).to(device, dtype).requires_grad_()
+
+
+def grads_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    return torch.autograd.grad(y, (x, *layer.parameters()), grad_y)
+
+
+def compare(layer: nn.Module, dense: nn.Module, x: Tensor) -> None:
+    """Compare outputs, gradients and buffers of two layers."""
+    ours, right = layer(x), dense(x)
+    assert ours.dtype == right.dtype
+    eps = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, right, rtol=2 * eps, atol=2e-5 if eps < 1e-6 else eps)
+    for actual, expected in zip(grads_of(layer, x, ours), grads_of(dense, x, right), strict=True):
+        assert actual.dtype == expected.dtype
+        # 8 bits: the errors of sums over as few as ten values, and those of torch's own sums in the type of x.
+        assert oracle.relative_error(actual, expected) < 0.02 + 2 * torch.finfo(x.dtype).eps
+    for actual, expected in zip(layer.buffers(), dense.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+@each_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_compute_what_the_dense_ones_do_step_after_step(device, name, dtype):
+    dense = made(name, device)
+    if name.startswith("group") and device.type == "cuda":
+        dense = dense.to(dtype)  # torch's takes parameters of the type of its input only
+    layer = converted(dense)
+    for _ in range(2):  # running statistics move on from where they were
+        compare(layer, dense, input_of(name, dtype, device))
+    assert operator_of(layer) == operator_of(dense) == "norm"
+
+
+def in_eval_mode(name: str, dtype: torch.dtype, device: torch.device | str = "cpu"):
+    """Return a converted layer and the dense one in eval mode, with statistics that are not those of the input."""
+    dense = made(name, device)
+    for _ in range(3):
+        dense(input_of(name, device=device) * 0.5)
+    return converted(dense).eval(), dense.eval(), input_of(name, dtype, device)
+
+
+@each_batch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_eval_mode_only_the_gradient_of_the_weight_is_off(device, name, dtype):
+    layer, dense, x = in_eval_mode(name, dtype, device)
+    compare(layer, dense, x)
+    if name != "2d-untracked":  # which has no other statistics than those of the input
+        (ours, *_), (right, *_) = (grads_of(module, x, module(x)) for module in (layer, dense))
+        assert oracle.relative_error(ours, right) < 2 * torch.finfo(dtype).eps
+    with saved_tensors() as saved:
+        layer(x)
+    assert all(tensor.dtype == torch.uint8 or tensor.numel() <= 72 for tensor in saved)
+
+
+@each_batch
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_with_frozen_weights_in_eval_mode_nothing_of_the_input_is_kept(name, with_bias):
+    layer, dense, x = in_eval_mode(name, torch.bfloat16)
+    if name == "2d-untracked":
+        return  # has no constant statistics
+    for module in (layer, dense):
+        for parameter in module.parameters():
+            parameter.requires_grad_(with_bias and parameter is module.bias)
+    with saved_tensors() as saved:
+        y = layer(x)
+    assert torch.equal(y, dense(x))
+    assert sum(tensor.numel() for tensor in saved) == 24
+    wanted = [p for p in layer.parameters() if p.requires_grad]
+    grad = torch.randn(x.shape).bfloat16()
+    found = torch.autograd.grad(y, (x, *wanted), grad)
+    right = torch.autograd.grad(dense(x), (x, *[p for p in dense.parameters() if p.requires_grad]), grad)
+    for actual, expected in zip(found, right, strict=True):
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7 * len(actual) ** 0.5)
+
+
+def test_second_derivatives_of_a_frozen_layer_are_torchs():
+    layer, dense, _ = in_eval_mode("2d", torch.float64)
+    seconds = []
+    for module in (layer.requires_grad_(False).double(), dense.requires_grad_(False).double()):
+        x = torch.linspace(-1, 1, 5 * 24 * 12, dtype=torch.float64).view(5, 24, 4, 3).requires_grad_()
+        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(grad.square().sum(), x)[0])
+    torch.testing.assert_close(*seconds)
+
+
+def test_group_normalisation_keeps_channels_last_where_the_dense_layer_does(device):
+    dense = made("group", device)
+    x = input_of("group", device=device).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    layer = converted(dense)
+    assert layer(x).stride() == dense(x).stride()
+    compare(layer, dense, x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["2d", "2d-cumulative", "2d-last", "2d-eval", "2d-frozen", "group"])
+def test_one_compiled_graph_keeps_no_more_bytes(name, backend):
+    kind, _, way = name.partition("-")
+    if backend == "inductor" and name != "2d":
+        pytest.skip("one will do")
+    torch._dynamo.reset()
+    layer = converted(made(name if name in MADE else kind), 4).train(way not in ("eval", "frozen"))
+    layer.requires_grad_(way != "frozen")
+    other, x = copy.deepcopy(layer), input_of(kind)
+    if way == "last":
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    results, kept = [], []
+    for module, call in ((layer, layer), (other, torch.compile(other, fullgraph=True, backend=backend))):
+        with saved_tensors() as saved:
+            y = call(x)
+        own = {p.data_ptr() for p in module.parameters()}
+        kept.append(sum(t.nbytes for t in saved if t.data_ptr() not in own))
+        wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+        results.append((y, *torch.autograd.grad(y, wanted, grad), *module.buffers()))
+        assert y.stride() == x.stride()
+    assert kept[1] <= kept[0]  # not all of the statistics are
+    for eager, traced in zip(*results, strict=True):
+        if backend == "inductor" or way == "frozen":
+            # Generated code adds up in another order, after which a code may be the next one.
+            torch.testing.assert_close(eager, traced, rtol=1e-5, atol=1e-2)
+        else:
+            assert torch.equal(eager, traced)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_the_same_gradient_and_moves_the_statistics():
+    layer = converted(made("2d", "cuda"), 4)
+    x, grad = input_of("2d", device="cuda"), torch.randn(MADE["2d"][1], device="cuda")
+    (expected,) = torch.autograd.grad(layer(x), x, grad)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(layer(x), x, grad)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (found,) = torch.autograd.grad(layer(x), x, grad)
+    before, batches = layer.running_mean.clone(), int(layer.num_batches_tracked)
+    graph.replay()
+    assert torch.equal(found, expected)
+    assert not torch.equal(layer.running_mean, before)
+    assert int(layer.num_batches_tracked) == batches + 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_in_place_activation_functions_may_follow(last):
+    torch.manual_seed(3)
+    first, second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)
+    body = first, nn.BatchNorm2d(16), nn.ReLU(True), second, nn.GroupNorm(4, 16), nn.ReLU(True)
+    dense = nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 16, 64))
+    ours = compressed(dense, "norm", bits=8)
+    x = torch.randn(6, 3, 8, 8)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    found, right = (torch.autograd.grad(net(x).square().sum(), [*net.parameters()]) for net in (ours, dense))
+    for actual, expected in zip(found, right, strict=True):
+        # A bias in front of a normalisation has a gradient of zero: what is found of it is error.
+        assert (actual - expected).norm() < 0.02 * max(float(expected.norm()), 1.0)
+
+
+def test_what_torch_refuses_it_refuses_still():
+    layer = converted(made("2d"))
+    for shape, message in (((1, 24, 1, 1), "more than 1 value per channel"), ((3, 24, 4), "expected 4D input")):
+        with pytest.raises(ValueError, match=message):
+            layer(torch.randn(shape, requires_grad=True))
+    with pytest.raises(RuntimeError, match="running_mean"):
+        layer(torch.randn(3, 7, 4, 4, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"divisible|Expected weight"):
+        converted(made("group"))(torch.randn(3, 7, 4, requires_grad=True))
+
+
+def test_other_batch_norms_are_left_as_they_are():
+    class Other(nn.BatchNorm2d):
+        pass
+
+    assert compressed_class(Other) is None
+    assert operator_of(Other(8)) == operator_of(nn.SyncBatchNorm(8)) == "norm"
+    assert compressed_class(nn.LazyBatchNorm2d) is compressed_class(nn.SyncBatchNorm) is None
+    assert "together with other processes" in operators.LEFT_DENSE[nn.SyncBatchNorm][1]
+
+
+def test_fast_norm_of_timm_is_left_alone():
+    for name, module in (("GroupNorm", "norm"), ("GroupNormAct", "norm_act")):
+        norms = pytest.importorskip(f"timm.layers.{module}")
+        layer, x = converted(getattr(norms, name)(24, num_groups=4)), input_of("group")
+        layer._fast_norm = True
+        with saved_tensors() as saved:
+            layer(x)
+        assert any(tensor.data_ptr() == x.data_ptr() for tensor in saved)
+
+
+# The ReLU of the same passes.
+
+RELUS = ["batch", "batch-one", "last", "last-24", "rows"]
+
+
+@pytest.fixture
+def _kernels() -> Iterator[None]:
+    with force_backend("triton"):
+        yield
+
+
+def rectified(given, kind: str, bits: int = 4, running: Running | None = None) -> Tensor:
+    return channel_norm(*given, setting_of(kind, bits, relu=True), given[0].dtype, running=running)
+
+
+@pytest.mark.parametrize("kind", RELUS)
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.usefixtures("_kernels")
+def test_a_relu_of_the_same_passes_is_that_after_them(kernel_device, kind, bits):
+    """Bit for bit, by as many launches, for a bit a value: in whole bytes for each block, from a multiple of 16 on."""
+    given, grad = inputs(kind, kernel_device), None
+    results, kept, names_of = [], [], []
+    for fused in (True, False):
+        with launches() as names, saved_tensors() as saved:
+            y = rectified(given, kind, bits) if fused else normalized(*given, kind, bits)
+        kept.append(sum(t.nbytes for t in saved))
+        y = y if fused else torch.relu(y)
+        grad = torch.randn_like(y) if grad is None else grad
+        with launches() as backward:
+            grads = torch.autograd.grad(y, given, grad)
+        results.append((y, *grads))
+        names_of.append(names + backward)
+    for actual, right in zip(*results, strict=True):
+        assert (actual.dtype, actual.stride()) == (right.dtype, right.stride())
+        assert torch.equal(actual, right)
+    assert (y == 0).any()
+    assert names_of[0] == names_of[1]
+    count, block = given[0].numel(), min(KINDS[kind][3], given[0].numel())
+    bits_bytes = -(-count // block) * -(-block // 8)
+    assert bits_bytes <= kept[0] - kept[1] < bits_bytes + 16
+
+
+@pytest.mark.parametrize("kind", ["batch", "last-24"])
+@pytest.mark.usefixtures("_kernels")
+def test_gradients_of_a_relu_in_any_layout_and_mode(kernel_device, kind):
+    given = inputs(kind, kernel_device)
+    y = rectified(given, kind)
+    dense = torch.randn_like(y)
+    right = torch.autograd.grad(y, given, dense, retain_graph=True)
+    turned = dense.transpose(2, 3).contiguous().transpose(2, 3)
+    found = torch.autograd.grad(y, given, turned, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    batched = torch.autograd.grad(y, given, torch.stack([dense, dense]), is_grads_batched=True, retain_graph=True)
+    with force_backend("reference"):
+        reference = torch.autograd.grad(y, given, dense)
+    for others in ([a[1] for a in batched], reference):
+        for actual, expected in zip(others, right, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-3 if kind == "last-24" else 1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_a_relu_of_what_is_not_finite(kernel_device):
+    """NaN outputs stay NaN and pass gradients on; a gradient that is NaN where the output is zero does not pass."""
+    given = inputs("batch", kernel_device)
+    with torch.no_grad():
+        given[0][1, 4, 2, 1] = float("nan")
+    fused, two = rectified(given, "batch"), torch.relu(normalized(*given, "batch"))
+    assert fused[:, 4].isnan().all()
+    assert torch.equal(fused.isnan(), two.isnan())
+    grad = torch.where(two == 0, float("nan"), torch.randn_like(two))
+    grads = (torch.autograd.grad(y, given, grad) for y in (fused, two))
+    for actual, right in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
+    assert actual.isfinite().any()
+
+
+@pytest.fixture(params=["BasicBlock", "Bottleneck"])
+def block(request: pytest.FixtureRequest) -> nn.Module:
+    resnet = pytest.importorskip("torchvision.models.resnet")
+    cls = getattr(resnet, request.param)
+    made = cls(16, 16 // cls.expansion, 2, nn.Sequential(nn.Conv2d(16, 16, 1, 2), nn.BatchNorm2d(16)))
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, 0.5, 0.5)
+    return nn.Sequential(made)
+
+
+def compressed_block(block: nn.Module, **rules) -> nn.Module:
+    block = copy.deepcopy(block)
+    convert(block, rules={**rules, "type:norm": Keep(bits=4), "type:activation": Keep(bits=8), "*": None})
+    return block
+
+
+def separate(block: nn.Module) -> nn.Module:
+    """Return the block with a hook on its ReLU, which therefore is called."""
+    block = copy.deepcopy(block)
+    block[0].relu.register_forward_hook(lambda module, arguments, y: None)
+    return block
+
+
+def activations(names: list[str]) -> int:
+    """Return how many of the launched kernels are not those of a norm."""
+    return sum("normalize" not in name and "statistics" not in name for name in names)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_resnet_blocks_compute_in_one_pass_what_their_layers_do(kernel_device, block):
+    ours, x = compressed_block(block).to(kernel_device), torch.randn(3, 16, 6, 4, device=kernel_device).requires_grad_()
+    results, seen = [], []
+    for module in (ours, separate(ours)):
+        with launches() as names:
+            y = module(x)
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+        results.append((y, *torch.autograd.grad(y, (x, *module.parameters()), grad), *module.buffers()))
+        seen.append(activations(names))
+    assert seen[1] - seen[0] == (2 if hasattr(block[0], "bn3") else 1)
+    for actual, right in zip(*results, strict=True):
+        assert torch.equal(actual, right)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_resnet_blocks_call_their_layers_where_somebody_may_see_it(block):
+    x, most = torch.randn(3, 16, 6, 4), 2 if hasattr(block[0], "bn3") else 1
+
+    def fused(changed: nn.Module) -> int:
+        with launches() as names:
+            changed(x)
+        return most + 1 - activations(names)
+
+    ours = compressed_block(block)
+    hooked = copy.deepcopy(ours)
+    hooked[0].bn1.register_forward_pre_hook(lambda module, arguments: None)
+    assert [fused(ours), fused(separate(ours)), fused(hooked)] == [most, 0, most - 1]
+    assert fused(compressed_block(block, **{"0.bn1": None})) == most - 1
+    assert fused(copy.deepcopy(ours).eval()) == 0
+    handle = nn.modules.module.register_module_forward_hook(lambda module, arguments, y: None)
+    try:
+        assert fused(ours) == 0
+    finally:
+        handle.remove()

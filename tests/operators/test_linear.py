@@ -1,0 +1,332 @@
+"""Linear layers and transformers' ``Conv1D``: which gradient a compressed input gives, for every layout and type.
+
+What holds for all operators alike is in ``tests/contract``.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_actprune import ActivationPrunedLinear
+from tests.support import oracle
+from tests.support.compressed import as_kept, compressed
+from tests.support.measured import kept_bytes
+
+BITS = 2, 3, 4, 8
+
+
+def grads_of(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Return small integers: sums of squares are exact in every type, so that the kept blocks are the oracle's."""
+    return oracle.integers(*shape, dtype=dtype, device=device).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block_size", "outputs", "scope"),
+    [
+        ((3, 37, 70), 16, 24, "sample"),
+        ((3, 11, 70), 16, 24, "token"),
+        ((300, 64), 64, 16, "sample"),
+        ((2, 3, 5, 40), 7, 1, "sample"),
+        ((3, 5, 33), 1, 7, "sample"),
+        ((3, 5, 33), 1000, 7, "token"),
+        ((20,), 8, 5, "sample"),
+    ],
+    ids=str,
+)
+def test_gradients_within_twice_torchs_own_error(device, dtype, shape, block_size, outputs, scope):
+    dense = nn.Linear(shape[-1], outputs, dtype=dtype, device=device)
+    layer = compressed(dense, sparsity=0.5, block_size=block_size, scope=scope)
+    x = leaf(*shape, dtype=dtype, device=device)
+    grad = torch.randn_like(dense(x))
+    (dx, dw, db), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
+    assert torch.equal(layer(x), dense(x))
+    assert torch.equal(dx, exact[0])
+    samples = oracle.as_samples(x.detach(), scope)
+    hat = oracle.pruned(samples, min(block_size, shape[-1]), 0.5).reshape(-1, shape[-1])
+    g = grad.reshape(-1, outputs)
+    right, torchs = g.double().t() @ hat.double(), g.t() @ hat
+    floor = 4 * torch.finfo(dtype).eps
+    assert oracle.relative_error(dw, right) <= 2 * oracle.relative_error(torchs, right) + floor
+    bias = g.double().sum(0)
+    assert oracle.relative_error(db, bias) <= 2 * oracle.relative_error(g.sum(0), bias) + floor
+    assert dw.dtype == db.dtype == dtype
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("shape", "block_size", "sparsity", "dtype"),
+    [((3, 37, 70), 16, 0.5, torch.float32), ((2, 60, 96), 32, 0.0, torch.bfloat16), ((33, 64), 64, 0.0, torch.float16)],
+    ids=str,
+)
+def test_the_weight_gradient_is_that_of_the_stored_input(device, bits, shape, block_size, sparsity, dtype):
+    dense = nn.Linear(shape[-1], 48, dtype=dtype, device=device)
+    layer = compressed(dense, sparsity=sparsity, block_size=block_size, bits=bits)
+    x = torch.randn(*shape, device=device).to(dtype).requires_grad_()
+    grad = torch.randn_like(dense(x))
+    (dx, dw, _), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
+    assert torch.equal(dx, exact[0])
+    hat = as_kept(oracle.as_samples(x.detach()), block_size, sparsity, bits).reshape(-1, shape[-1])
+    g = grad.reshape(-1, 48)
+    right, torchs = g.double().t() @ hat.double(), g.t() @ hat
+    assert oracle.relative_error(dw, right) <= 2 * oracle.relative_error(torchs, right) + 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("selection", ["swap", "unbiased"])
+def test_selections(device, selection):
+    layer = compressed(nn.Linear(64, 8, device=device), sparsity=0.5, block_size=16, selection=selection)
+    x = torch.randn(3, 9, 64, device=device, requires_grad=True)
+    grad = torch.randn(3, 9, 8, device=device)
+    hat = as_kept(x.detach(), 16, 0.5, 0, selection).flatten(0, 1)
+    assert oracle.relative_error(grads_of(layer, x, grad)[1], grad.flatten(0, 1).double().t() @ hat.double()) < 1e-6
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize(
+    ("block_size", "along"),
+    [(11, "tokens"), (8, "features"), (1, "features")],  # 20 rows of 33 against 33 of 22; 20 of 40, 33 of 24; a tie
+)
+def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, block_size, along, scope):
+    """A contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D], as in ResMLP's token mixing."""
+    x = oracle.integers(3, 20, 33, device=device).transpose(1, 2).requires_grad_()
+    layer = compressed(nn.Linear(20, 9, device=device), sparsity=0.5, block_size=block_size, scope=scope)
+    grad = torch.randn(3, 33, 9, device=device)
+    dx, dw, _ = grads_of(layer, x, grad)
+    rows = x.detach() if along == "features" else x.detach().transpose(1, 2)
+    hat = oracle.pruned(oracle.as_samples(rows, scope), block_size, 0.5).reshape(rows.shape)
+    hat = hat if along == "features" else hat.transpose(1, 2)
+    assert oracle.relative_error(dw, torch.einsum("bto,btd->od", grad.double(), hat.double())) < 1e-6
+    assert oracle.relative_error(dx, grad.double() @ layer.weight.detach().double()) < 1e-6
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=["last", "first"])
+@pytest.mark.parametrize("size", [(64, 5, 7), (40, 6, 8)], ids=str)
+@pytest.mark.parametrize("scope", ["sample", "token"])
+def test_layers_behind_convolutions(size, memory_format, scope):
+    """The channels of images as features, in both memory formats; blocks run along whichever they fill up better."""
+    channels, *_ = size
+    images = torch.randn(4, *size).to(memory_format=memory_format)
+    x = images.permute(0, 2, 3, 1).detach().requires_grad_()
+    dense = nn.Linear(channels, 24)
+    layer = compressed(dense, sparsity=0.6, block_size=16, scope=scope)
+    y, right = layer(x), dense(x)
+    assert y.stride() == right.stride()
+    grad = torch.randn_like(y)
+    (dx, dw, _), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
+    assert torch.equal(dx, exact[0])
+    assert dx.stride() == exact[0].stride()
+    turned = memory_format == torch.contiguous_format and size == (40, 6, 8)
+    rows = x.detach().flatten(1, 2).transpose(1, 2) if turned else x.detach().flatten(1, 2)
+    samples = rows.contiguous() if scope == "sample" else rows.reshape(-1, 1, rows.shape[-1])
+    hat = oracle.pruned(samples, 16, 0.6).reshape(rows.shape)
+    hat = hat.transpose(1, 2) if turned else hat
+    expected = grad.flatten(0, 2).double().t() @ hat.reshape(-1, channels).double()
+    assert oracle.relative_error(dw, expected) < 1e-6
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts the operations that write as many values as ``like`` has, and the products."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.like, self.names = like.numel(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        copied = name in ("clone", "copy_", "_to_copy", "contiguous") and args[0].numel() == self.like
+        if copied or name in ("mm", "addmm", "bmm"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("block_size", [11, 8], ids=["tokens", "features"])
+def test_forward_copies_a_transposed_input_once_for_one_product(block_size, autocast):
+    x = torch.randn(3, 20, 33).transpose(1, 2)
+    layer = compressed(nn.Linear(20, 9), sparsity=0.5, block_size=block_size)
+    with CountCopies(x) as counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        layer(x)
+    # Along the tokens the cast keeps the layout, as packing needs it, and the product its own copy.
+    copies = ["_to_copy", "clone"] if block_size == 11 else ["_to_copy"]
+    assert counted.names == [*(copies if autocast else ["clone"]), "addmm"]
+
+
+def test_autocast_packs_the_cast_input(device):
+    layer = compressed(nn.Linear(64, 24, device=device), sparsity=0.5, block_size=16)
+    x = leaf(2, 40, 64, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+        nbytes = kept_bytes(layer, x)
+    assert nbytes == 2 * 80 * 16 * 2 + 4 * 2 * (5 + 2)
+    y.float().square().sum().backward()
+    exact = (2 * y.double()).reshape(-1, 24).t() @ oracle.pruned(x.detach(), 16, 0.5).flatten(0, 1).double()
+    assert oracle.relative_error(layer.weight.grad, exact) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (3, 0, 64)], ids=str)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_no_features_and_no_rows(device, shape, bits):
+    layer = compressed(nn.Linear(shape[-1], 24, device=device), sparsity=0.5, bits=bits)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, x.shape[:-1].numel()))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_several_gradients_at_once_equal_them_one_by_one(device, turned):
+    """Vectorised jacobians: ``vmap`` hands the backward tensors without memory of their own."""
+    layer = compressed(nn.Linear(32, 24, device=device), sparsity=0.5, block_size=16)
+    x = torch.randn(3, 40, 32, device=device)
+    x = (x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x).requires_grad_()
+    y, inputs = layer(x), (x, *layer.parameters())
+    grads = torch.randn(2, *y.shape, device=device)
+    together = torch.autograd.grad(y, inputs, grads, is_grads_batched=True, retain_graph=True)
+    for i in range(2):
+        alone = torch.autograd.grad(y, inputs, grads[i], retain_graph=True)
+        for a, b in zip(together, alone, strict=True):
+            assert oracle.relative_error(a[i], b) < 1e-6
+
+
+def test_a_retained_graph_gives_its_gradients_twice(device):
+    layer = compressed(nn.Linear(32, 8, device=device), sparsity=0.5, block_size=8)
+    x = torch.randn(2, 9, 32, device=device, requires_grad=True)
+    loss = layer(x).square().sum()
+    first = torch.autograd.grad(loss, (x, *layer.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, (x, *layer.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_exact_gradients_pass_gradcheck():
+    layer = compressed(nn.Linear(8, 4, dtype=torch.float64), sparsity=0.5, block_size=4)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    layer.weight.requires_grad_(True)
+
+    def of(x: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"bias": bias}, (x,))
+
+    assert torch.autograd.gradcheck(of, (x, layer.bias))
+
+
+def test_sparsity_is_read_at_each_forward_and_zero_is_dense():
+    dense = nn.Linear(33, 7)
+    layer = compressed(dense, sparsity=0.5, block_size=8)
+    x = torch.randn(3, 5, 33)
+    (right,) = torch.autograd.grad(dense(x).sum(), dense.weight)
+    for sparsity in (0.5, 0.0, 0.75):
+        layer.sparsity = sparsity
+        hat = oracle.pruned(x, 8, sparsity).flatten(0, 1)
+        (found,) = torch.autograd.grad(layer(x).sum(), layer.weight)
+        torch.testing.assert_close(found, torch.ones(7, 15) @ hat)
+        assert torch.equal(found, right) == (sparsity == 0)
+    layer.sparsity = 0.0
+    assert kept_bytes(layer, x) == x.nbytes
+
+
+def test_a_weight_may_change_in_place_where_the_input_needs_no_gradient():
+    layer = compressed(nn.Linear(32, 4), sparsity=0.5, block_size=8)
+    y = layer(torch.randn(2, 3, 32))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    y.sum().backward()
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_the_output_of_a_turned_input_may_be_written_to():
+    layer = compressed(nn.Linear(128, 64), sparsity=0.5)
+    x = torch.randn(4, 128, 64).transpose(1, 2).requires_grad_()
+    y = layer(x)
+    expected = y.detach().relu()
+    assert torch.equal(y.relu_(), expected)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (expected > 0).float() @ layer.weight.detach())
+
+
+def test_what_is_not_finite_is_kept_and_spreads_no_further_than_its_block():
+    layer = compressed(nn.Linear(64, 8), sparsity=0.9, bits=2)
+    x = torch.randn(2, 8, 64)
+    x[1, 3, 40] = torch.inf
+    layer(x).sum().backward()
+    assert layer.weight.grad.isnan().any()
+    assert layer.weight.grad[:, :32].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(2, 33, dtype=torch.int64), TypeError, "must be a floating-point tensor .* got torch.int64"),
+        (torch.ones(2, 33, dtype=torch.complex64), TypeError, "floating-point tensor .* got torch.complex64"),
+        (torch.eye(33).to_sparse(), ValueError, r"must be a dense tensor, got layout torch\.sparse_coo\. HINT"),
+        (torch.tensor(1.0), ValueError, "must have at least one dimension.*HINT"),
+        (torch.ones(2, 34), RuntimeError, "shapes cannot be multiplied"),
+        (torch.ones(2, 33, dtype=torch.bfloat16), RuntimeError, "dtype"),
+    ],
+    ids=["int", "complex", "sparse", "scalar", "features", "mixed types"],
+)
+def test_inputs_that_cannot_be_kept_are_refused(x, error, message):
+    with pytest.raises(error, match=message):
+        compressed(nn.Linear(33, 7), sparsity=0.5)(x)
+
+
+def test_a_layer_may_be_built_as_it_is():
+    layer = ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=8)
+    converted = compressed(nn.Linear(33, 7), sparsity=0.5, block_size=8)
+    converted.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 5, 33)
+    grads = [torch.autograd.grad(made(x).sum(), made.weight)[0] for made in (layer, converted)]
+    assert torch.equal(*grads)
+    assert layer.owner is None
+    with pytest.raises(ValueError, match=r"`sparsity` must be in \[0, 1\), got 1"):
+        ActivationPrunedLinear(33, 7, sparsity=1)
+    with pytest.raises(ValueError, match="`block_size` must be at least 8"):
+        ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=4, bits=4)
+
+
+# Conv1D of transformers.
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize("shape", [(7, 65), (3, 5, 65), (2, 3, 5, 65), (65,)], ids=str)
+def test_conv1d(conv1d, shape, scope):
+    dense = conv1d(7, 65)
+    nn.init.normal_(dense.bias)
+    layer = compressed(dense, sparsity=0.5, block_size=8, scope=scope)
+    x = leaf(*shape)
+    grad = torch.randn_like(dense(x))
+    found, exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
+    gradient = dict(zip(("x", *(name for name, _ in dense.named_parameters())), found, strict=True))
+    right = dict(zip(gradient, exact, strict=True))
+    same = {"rtol": 0, "atol": 0} if len(shape) in (2, 3) else {}  # torch adds the bias of others separately
+    torch.testing.assert_close(layer(x), dense(x), **same)
+    torch.testing.assert_close(gradient["x"], right["x"], **same)
+    torch.testing.assert_close(gradient["bias"], right["bias"], **same)
+    hat = oracle.pruned(oracle.as_samples(x.detach(), scope), 8, 0.5).reshape(-1, 65)
+    expected = hat.double().t() @ grad.double().reshape(-1, 7)
+    assert oracle.relative_error(gradient["weight"], expected) < 1e-6
+
+
+def test_conv1d_keeps_the_parameter_itself(conv1d):
+    layer = compressed(conv1d(7, 65), sparsity=0.5, block_size=8)
+    layer(torch.randn(2, 65)).sum().backward()
+    assert layer.weight.grad.stride() == layer.weight.stride()
+    assert kept_bytes(layer, torch.randn(3, 10, 65, requires_grad=True)) == 3 * 45 * 32 + 4 * 3 * (3 + 1)
+    assert "nf=7, nx=65" in repr(layer)
+
+
+def test_dense_functions_of_converted_layers_see_the_same_weight():
+    dense = nn.Linear(33, 7)
+    layer = compressed(dense, sparsity=0.5)
+    x = torch.randn(2, 33)
+    assert torch.equal(F.linear(x, layer.weight, layer.bias), dense(x))
+    assert copy.deepcopy(layer).weight is not layer.weight

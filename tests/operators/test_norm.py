@@ -1,0 +1,359 @@
+"""Normalisation of rows that keeps its input quantized: an exact output, and gradients from what is stored."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.dispatch import LaunchCache, force_backend
+from lightning_actprune.operators import norm as operators
+from lightning_actprune.operators.norm import LLAMA_NORMS, CompressedTimmLayerNorm, NormSetting, norm
+from lightning_actprune.operators.registry import compressed_class, operator_of
+from tests.support import oracle
+from tests.support.compressed import compressed
+from tests.support.saving import saved_tensors
+from tests.support.workload import launches
+
+BITS = (8, 4, 3, 2)
+EPS = 1e-5
+LLAMA = "transformers.models.llama.modeling_llama"
+
+each_kind = pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+
+
+def inputs(device, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``x`` whose mean is not zero, weight and bias."""
+    x = (2 * torch.randn(shape) + 1).to(dtype)
+    parameters = 1 + torch.randn(2, shape[-1])
+    return tuple(t.to(device).requires_grad_() for t in (x, *parameters))
+
+
+def normalized(x: Tensor, weight, bias, centred: bool, bits: int, block_size: int = 32) -> Tensor:
+    shape = x.shape[-1:] if weight is None else weight.shape
+    return norm(x, weight, bias, tuple(shape), NormSetting(centred, False, EPS, block_size, bits), x.dtype)
+
+
+def exact(x: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+    """Return the normalised rows of ``x [R, L]`` and ``rstd [R, 1]`` in fp64 on the CPU."""
+    wide = x.detach().double().cpu()
+    if centred:
+        wide = wide - wide.mean(1, keepdim=True)
+    rstd = (wide.square().mean(1, keepdim=True) + EPS).rsqrt()
+    return wide * rstd, rstd
+
+
+def gradients(grad_y: Tensor, hat: Tensor, rstd: Tensor, weight: Tensor, centred: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of input, weight and bias in fp64, as the module docstring has them."""
+    g = grad_y.double().cpu()
+    along = g * weight.detach().double().cpu()
+    grad_x = along - hat * (along * hat).mean(1, keepdim=True)
+    if centred:
+        grad_x = grad_x - along.mean(1, keepdim=True)
+    return grad_x * rstd, (g * hat).sum(0), g.sum(0)
+
+
+def read(values: Tensor, length: int, block_size: int, bits: int) -> Tensor:
+    """Return the rows that are stored, in fp64."""
+    wide = formats.dequantize(values.cpu(), block_size, bits, torch.float32).double()
+    return wide.view(-1, math.ceil(length / block_size) * block_size)[:, :length]
+
+
+def largest_errors(rows: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return how far each value of ``rows [R, L]`` may be from what is stored of it."""
+    padded = F.pad(rows, (0, -rows.shape[1] % block_size))
+    blocks = padded.view(len(rows), -1, block_size)
+    low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
+    need = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / (2**bits - 1)
+    bounds = (need * 1.125 / 2).expand(blocks.shape)
+    return bounds.reshape(padded.shape)[:, : rows.shape[1]] * (1 + 1e-5) + 1e-6
+
+
+@each_kind
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype"),
+    [((5, 70), 32, torch.float32), ((3, 300), 24, torch.bfloat16), ((9, 8), 32, torch.float16)],
+    ids=str,
+)
+def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, centred, bits, shape, block, dtype):
+    x, weight, bias = inputs(device, *shape, dtype=dtype)
+    with saved_tensors() as saved:
+        y = normalized(x, weight, bias, centred, bits, block)
+    hat, rstd = exact(x, centred)
+    w, b = (t.detach().double().cpu() for t in (weight, bias))
+    assert y.dtype == dtype
+    scale = w.abs() * x.detach().double().cpu().abs().amax(1, keepdim=True) * rstd + b.abs()
+    bound = 8 * torch.finfo(torch.float32).eps * scale + torch.finfo(dtype).eps * (hat * w + b).abs()
+    assert ((y.detach().double().cpu() - (hat * w + b)).abs() <= bound).all()
+    stored, kept_rstd, _ = saved
+    block = min(block, shape[1])
+    near = read(stored, shape[1], block, bits)
+    assert ((near - hat).abs() <= largest_errors(hat, block, bits)).all()
+    assert oracle.relative_error(kept_rstd, rstd[:, 0]) < 1e-6
+    grad_y = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, weight, bias), grad_y)
+    expected = gradients(grad_y, near, rstd, weight, centred)
+    assert [g.dtype for g in found] == [dtype, torch.float32, torch.float32]
+    for actual, right, tolerance in zip(found, expected, (torch.finfo(dtype).eps, 2e-6, 2e-6), strict=True):
+        assert oracle.relative_error(actual, right) <= max(tolerance, 2e-6)
+
+
+@each_kind
+def test_errors_of_the_gradients_are_those_of_the_module_docstring(centred):
+    """Of a random g, and of one with a cosine of 0.6 to the normalised input; ``grad_w`` over 400 rows."""
+    x, weight, bias = inputs("cpu", 400, 768)
+    hat, rstd = exact(x, centred)
+    wide = weight.detach().double()
+    g = torch.randn(400, 768).double() / wide
+    for cosine in (0.0, 0.6):
+        grad_y = ((math.sqrt(1 - cosine**2) * g * wide + cosine * hat) / wide).float()
+        right = gradients(grad_y, hat, rstd, weight, centred)
+        for bits, error in ((8, 0.0055), (4, 0.1), (2, 0.5)):
+            y = normalized(x, weight, bias, centred, bits)
+            found = torch.autograd.grad(y, (x, weight, bias), grad_y)
+            of_input, of_weight, of_bias = (oracle.relative_error(a, b) for a, b in zip(found, right, strict=True))
+            along = math.hypot(cosine, math.sqrt(2 / 768)) / math.sqrt(1 - cosine**2)
+            assert error * along / 2 < of_input < 1.2 * error * along
+            assert of_bias < 1e-5
+            if cosine == 0:  # errors and terms of 400 rows both grow as the root of their number
+                assert of_weight < 1.2 * error
+
+
+def test_the_gradient_of_the_weight_is_unbiased():
+    """Rows that are alike but for their places: the error of the mean shrinks as the root of their number."""
+    row = torch.randn(1, 64)
+    weight = torch.ones(64, requires_grad=True)
+    hat, _ = exact(row, True)
+    errors = []
+    for rows in (16, 4096):
+        y = normalized(row.expand(rows, 64), weight, None, True, 2)
+        (grad,) = torch.autograd.grad(y, weight, torch.full((rows, 64), 1 / rows))
+        errors.append(oracle.relative_error(grad, hat[0]))
+    assert errors[1] < errors[0] / 6
+
+
+def test_only_what_needs_a_gradient_gets_one(device):
+    x, weight, bias = inputs(device, 6, 40)
+    grad_y = torch.randn(6, 40, device=device)
+    full = torch.autograd.grad(normalized(x, weight, bias, True, 4), (x, weight, bias), grad_y)
+    for needed in ((True, False, False), (False, True, False), (True, False, True), (False, True, True)):
+        given = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, weight, bias), needed, strict=True)]
+        normalized(*given, True, 4).backward(grad_y)
+        for tensor, wanted, right in zip(given, needed, full, strict=True):
+            assert torch.equal(tensor.grad, right) if wanted else tensor.grad is None
+
+
+def test_without_parameters(device):
+    x, *_ = inputs(device, 6, 40)
+    y, grad_y = normalized(x, None, None, True, 8), torch.randn(6, 40, device=device)
+    right = F.layer_norm(x, (40,), eps=EPS)
+    torch.testing.assert_close(y, right, rtol=0, atol=3e-6)
+    grads = (torch.autograd.grad(out, x, grad_y)[0] for out in (y, right))
+    assert oracle.relative_error(*grads) < 0.01
+
+
+def test_several_dimensions_and_any_strides(device):
+    base = 2 * torch.randn(4, 6, 10, 21, device=device) + 1
+    weight, bias = (torch.randn(10, 21, device=device, requires_grad=True) for _ in range(2))
+    start = torch.randn(4 * 6 * 10 * 21 + 1, device=device)[1:].view(base.shape)
+    for view in (base, base[:, ::2], base.transpose(0, 1), base[:1].expand(base.shape), start):
+        x = view.detach().requires_grad_()
+        grad_y = torch.randn(21, *x.shape[:-1], device=device).movedim(0, -1)
+        ours, torchs = normalized(x, weight, bias, True, 8), F.layer_norm(x, (10, 21), weight, bias, EPS)
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-5)
+        assert ours.is_contiguous()
+        grads = (torch.autograd.grad(y, (x, weight, bias), grad_y) for y in (ours, torchs))
+        for actual, right in zip(*grads, strict=True):
+            assert actual.shape == right.shape
+            assert oracle.relative_error(actual, right) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0,)], ids=str)
+def test_empty_inputs(device, shape):
+    x = torch.ones(shape, device=device, requires_grad=True)
+    weight = torch.ones(shape[-1], device=device, requires_grad=True)
+    y = normalized(x, weight, None, True, 4)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    assert not weight.grad.any()
+
+
+def test_rounded_values_are_multiplied_in_the_wider_type(device):
+    x, weight, _ = inputs(device, 5, 70, dtype=torch.float16)
+    y = norm(x, weight, None, (70,), NormSetting(False, True, EPS, 32, 8), torch.float32)
+    hat, _ = exact(x, False)
+    near = (hat.to(torch.float16).double() * weight.detach().double().cpu()).float()
+    assert y.dtype == torch.float32
+    assert (y.detach().cpu() == near).double().mean() > 0.95  # others were rounded the other way by an error of fp32
+    y.sum().backward()
+    assert x.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@each_kind
+def test_what_is_not_finite_reaches_the_gradients_of_its_row_alone(device, value, centred):
+    x, weight, bias = inputs(device, 5, 70)
+    with torch.no_grad():
+        x[2, 3] = value
+    y = normalized(x, weight, bias, centred, 4)
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    assert of_x[2].isnan().all()
+    assert of_x[[0, 1, 3, 4]].isfinite().all()
+    assert of_weight[3].isnan()
+
+
+def test_constant_rows_are_zero(device):
+    x = torch.full((3, 64), 5.0, device=device, requires_grad=True)
+    y = normalized(x, None, None, True, 2)
+    y.backward(torch.randn_like(y))
+    assert not y.any()
+    assert x.grad.isfinite().all()
+
+
+def test_what_cannot_be_stored_is_refused():
+    x, weight, bias = inputs("cpu", 5, 70, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored in 4 bits.* HINT"):
+        normalized(x, weight, bias, True, 4)
+    huge = torch.empty(1, 8, requires_grad=True).expand(2**31, 8)
+    with pytest.raises(ValueError, match=r"2147483648 blocks, more than 2\^31 - 1.* HINT: .* than 8"):
+        normalized(huge, None, None, True, 4)
+
+
+def test_one_look_up_forward_and_one_backward(kernel_device, monkeypatch):
+    """The same layout is worked out once; another layout, alignment or backend is another one."""
+    made = []
+
+    def counted(cache: LaunchCache) -> LaunchCache:
+        return LaunchCache(lambda *key: made.append(key) or cache._make(*key))
+
+    for name in ("_launches", "_grad_launches"):
+        monkeypatch.setattr(operators, name, counted(getattr(operators, name)))
+    x, weight, bias = inputs(kernel_device, 6, 40)
+    shifted = torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(6, 40).requires_grad_()
+
+    def step(x: Tensor, grad_y: Tensor) -> int:
+        before = len(made)
+        torch.autograd.grad(normalized(x, weight, bias, True, 4), (x, weight), grad_y)
+        return len(made) - before
+
+    dense = torch.randn(6, 40, device=kernel_device)
+    with force_backend("triton"):
+        assert [step(x, dense), step(x, dense.clone())] == [2, 0]
+        assert step(x, dense.t().contiguous().t()) == 1
+        assert [step(shifted, dense), step(shifted, dense)] == [1, 0]
+    with force_backend("reference"):
+        assert step(x, dense) == 0
+
+
+def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
+    x, weight, bias = inputs(kernel_device, 6, 40)
+    apart = torch.stack([weight.detach()] * 2, 1)[:, 0].requires_grad_()
+    grad = torch.randn_like(x)
+    with force_backend("triton"):
+        y = normalized(x, weight, bias, True, 8)
+        right = torch.autograd.grad(y, (x, weight, bias), grad, retain_graph=True)
+        with launches() as names:
+            found = torch.autograd.grad(y, (x, weight, bias), torch.stack([grad] * 2), is_grads_batched=True)
+            torch.testing.assert_close(normalized(x, apart, bias, True, 8), y)
+    assert names == []
+    for batched, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(batched[1], expected)
+
+
+class LlamaRMSNorm(nn.Module):
+    """A stand-in for transformers' class, by its documented behaviour."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+LlamaRMSNorm.__module__, LlamaRMSNorm.__qualname__ = LLAMA, "LlamaRMSNorm"
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=str)
+def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
+    dense = LlamaRMSNorm(10).to(device)
+    layer = compressed(nn.Sequential(dense), "norm", bits=8)
+    x = torch.randn(3, 10, 4, 10, device=device).permute(order).requires_grad_()
+    y, right = layer(x), dense(x)
+    assert y.stride() == right.stride() == x.stride()
+    torch.testing.assert_close(y, right)
+    grad_y = torch.randn_like(right)
+    grads = (torch.autograd.grad(out, x, grad_y)[0] for out in (y, right))
+    assert oracle.relative_error(*grads) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_one_compiled_graph_keeps_as_many_bytes(make, backend):
+    if backend == "inductor" and make is nn.RMSNorm:
+        pytest.skip("one of the two will do")
+    torch._dynamo.reset()
+    layer = compressed(nn.Sequential(make(96)), "norm", bits=4)
+    x, grad = torch.randn(40, 96, requires_grad=True), torch.randn(40, 96)
+    own, found = {p.data_ptr() for p in layer.parameters()}, []
+    for module in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+        with saved_tensors() as saved:
+            y = module(x)
+        assert sum(t.nbytes for t in saved if t.data_ptr() not in own) == 40 * 3 * 18 + 4 * 40
+        found.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), grad)))
+    for eager, traced in zip(*found, strict=True):
+        # Generated code adds up in another order, after which a code may be the next one.
+        torch.testing.assert_close(eager, traced, rtol=0, atol=0.0 if backend == "aot_eager" else 1e-2)
+
+
+def test_only_exact_classes_are_known():
+    class Other(nn.LayerNorm):
+        pass
+
+    assert compressed_class(Other) is None
+    assert operator_of(Other(8)) == "norm"
+    assert compressed_class(nn.InstanceNorm2d) is None
+
+
+def test_what_torch_refuses_it_refuses_still():
+    layer = compressed(nn.Sequential(nn.LayerNorm(96)), "norm", bits=8)[0]
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        layer(torch.randn(3, 7))
+    for make in (nn.LayerNorm, nn.RMSNorm):
+        layer = compressed(nn.Sequential(make(96)), "norm", bits=8)[0]
+        layer.weight = nn.Parameter(torch.ones(1))
+        with pytest.raises(RuntimeError, match="weight"):
+            layer(torch.randn(4, 96))
+
+
+def test_fast_norm_of_timm_is_left_alone():
+    norms = pytest.importorskip("timm.layers.norm")
+    layer, x = compressed(nn.Sequential(norms.LayerNorm(96)), "norm", bits=8)[0], torch.randn(4, 96, requires_grad=True)
+    assert isinstance(layer, CompressedTimmLayerNorm)
+    layer._fast_norm = True
+    with saved_tensors() as saved:
+        layer(x)
+    assert any(tensor.shape == x.shape for tensor in saved)
+
+
+def test_classes_of_transformers_compute_what_llama_does():
+    """Their forward, read from their source, is that of ``LlamaRMSNorm`` but for annotations."""
+    pytest.importorskip("transformers")
+
+    def forward_of(module: str, name: str) -> list[str]:
+        lines = inspect.getsource(getattr(importlib.import_module(module), name).forward).splitlines()
+        return [line.strip() for line in lines if line.strip() and not line.strip().startswith("def ")]
+
+    right = forward_of(LLAMA, "LlamaRMSNorm")
+    for model, name in LLAMA_NORMS.items():
+        assert forward_of(f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm") == right, model

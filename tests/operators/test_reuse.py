@@ -1,0 +1,348 @@
+"""A linear layer behind a norm or an affine layer keeps nothing of its own: when, and what its gradients are then."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.codec.dispatch import forced_backend
+from lightning_actprune.operators import reuse
+from tests.support import oracle
+from tests.support.compressed import compressed
+from tests.support.measured import kept_bytes
+from tests.support.reuse import (
+    LENGTH,
+    OUTPUTS,
+    READS,
+    SAMPLES,
+    TOKENS,
+    activation,
+    as_known,
+    kept_values,
+    linear,
+    norm_of,
+    own_pack,
+    reuses,
+)
+
+ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """After each test nothing is known of its tensors any more."""
+    before = set(reuse._outputs)
+    yield
+    if set(reuse._outputs) > before:
+        gc.collect()
+    assert set(reuse._outputs) <= before
+
+
+CASES = [
+    ("layer", "rows"),
+    ("layer", "flat"),
+    ("layer-plain", "rows"),
+    ("layer-unshifted", "rows"),
+    ("rms", "rows"),
+    ("affine", "rows"),
+    ("affine", "turned"),
+    ("affine-unshifted", "turned"),
+    ("layer-plain", "turned"),
+]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize(("made", "read"), CASES)
+def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, made, read, autocast):
+    norm, x = norm_of(made, device=device), activation(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        y = norm(x)
+        layer = linear(READS[read](y).shape[-1], device=device)
+        z = layer(READS[read](y))
+        assert reuses(z, y)
+    known, weight, bias = as_known(y, norm)
+    g = torch.randn_like(z)
+    z.backward(g, retain_graph=True)
+    grad_y = g.double().flatten(0, -2).t()
+
+    def product(left, right):
+        return left @ READS[read](right).flatten(0, -2)
+
+    found, expected = layer.weight.grad.double(), product(grad_y, known * weight + bias)
+    # Three values are rounded (what is read, once more when it is scaled or after the product, and the result), and
+    # sums of n in fp32 are off by n + 2 roundings at most; each relative to the sum of magnitudes.
+    terms = SAMPLES * (LENGTH if read == "turned" else TOKENS) + 2
+    unit = 3 * ROUNDED[g.dtype] + terms * ROUNDED[torch.float32]
+    bound = unit * product(grad_y.abs(), (known * weight).abs() + bias.abs())
+    assert ((found - expected).abs() <= bound).all()
+    most = unit * float(grad_y.abs().sum(1).max())
+    torch.testing.assert_close(layer.bias.grad.double(), grad_y.sum(1), rtol=0, atol=most)
+
+
+def test_models_in_16_bits(device):
+    dtype = torch.bfloat16
+    norm, layer = norm_of(device=device, dtype=dtype), linear(device=device, dtype=dtype)
+    y = norm(activation(device, dtype))
+    z = layer(y)
+    assert reuses(z, y)
+    known, weight, bias = as_known(y, norm)
+    g = torch.randn_like(z)
+    z.backward(g)
+    grad_y = g.double().flatten(0, 1).t()
+    expected = grad_y @ (known * weight + bias).flatten(0, 1)
+    magnitude = grad_y.abs() @ ((known * weight).abs() + bias.abs()).flatten(0, 1)
+    assert layer.weight.grad.dtype == dtype
+    assert ((layer.weight.grad.double() - expected).abs() <= 3.1 * ROUNDED[dtype] * magnitude).all()
+
+
+def test_errors_have_no_mean():
+    norm, layer, errors = norm_of(bits=2), linear(), []
+    for _ in range(60):
+        x, g = activation(), torch.randn(SAMPLES, TOKENS, OUTPUTS)
+        y = norm(x)
+        (grad,) = torch.autograd.grad(layer(y), layer.weight, g)
+        errors.append(grad - g.flatten(0, 1).t() @ y.detach().flatten(0, 1))
+    mean, spread = torch.stack(errors).mean(0), torch.stack(errors).std(0) / 60**0.5
+    # 1728 values of standard deviation 1: their mean square is 1 to 6 sqrt(2 / 1728).
+    assert float((mean / spread).square().mean()) == pytest.approx(1, abs=6 * (2 / mean.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("read", READS)
+def test_nothing_but_the_weight_gradient_depends_on_who_keeps_the_input(device, read, autocast):
+    norm, x = norm_of("affine", device=device), activation(device)
+    layer = linear(TOKENS if read == "turned" else LENGTH, device=device)
+    results = []
+    for own in (False, True):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            y = norm(x)
+            seen = READS[read](y)
+            z = layer(seen.clone() if own else seen)
+        assert reuses(z, y) is not own
+        wanted = x, layer.bias, *norm.parameters()
+        results.append([z, *torch.autograd.grad(z, wanted, torch.ones_like(z))])
+    if autocast and device.type == "cpu" and forced_backend() == "triton":  # the interpreter cuts bf16 off
+        assert all(oracle.relative_error(a, b) < 2.0**-7 for a, b in zip(*results, strict=True))
+    else:
+        assert [torch.equal(a, b) for a, b in zip(*results, strict=True)] == [True] * 5
+
+
+def test_several_layers_read_what_one_keeps():
+    norm, x = norm_of(), activation()
+    y = norm(x)
+    outputs = [linear(bias=bias)(y) for bias in (True, False, True)]
+    assert [reuses(z, y) for z in outputs] == [True] * 3
+    packs = [t.untyped_storage()._cdata for z in outputs for t in z.grad_fn.saved_tensors if t is not None]
+    assert len(set(packs)) == 6  # three weights, and values, scale and shift once
+    sum(z.sum() for z in outputs).backward()
+
+
+def test_a_layer_used_twice_adds_up_and_a_graph_gives_its_gradient_twice():
+    norm, layer, x = norm_of(), linear(), activation()
+    z = layer(norm(x))
+    z.sum().backward(retain_graph=True)
+    first = layer.weight.grad.clone()
+    z.sum().backward(retain_graph=True)
+    assert torch.equal(layer.weight.grad, 2 * first)
+    layer(norm(x)).sum().backward()
+    assert torch.equal(layer.weight.grad, 3 * first)
+
+
+def test_frozen_parameters():
+    norm, x = norm_of(), activation()
+    norm.requires_grad_(False)
+    layer = linear()
+    layer.bias.requires_grad_(False)
+    y = norm(x)
+    z = layer(y)
+    assert reuses(z, y)
+    z.sum().backward()
+    assert norm.weight.grad is None
+    assert layer.bias.grad is None
+    assert layer.weight.grad is not None
+    assert x.grad is not None
+    layer.weight.requires_grad_(False)
+    assert kept_bytes(layer, x) == 0
+
+
+def test_without_gradients_nothing_is_known():
+    norm, layer = norm_of(), linear()
+    with torch.no_grad():
+        y = norm(activation())
+    assert id(y) not in reuse._outputs
+    y = norm(torch.empty(0, TOKENS, LENGTH).requires_grad_())
+    layer(y).sum().backward()
+    assert not layer.weight.grad.any()
+
+
+def test_compiled_layers_pack_their_own_and_get_the_same_to_its_errors():
+    norm, layer, x = norm_of(bits=8), linear(bits=8), activation()
+    compiled = torch.compile(nn.Sequential(norm, layer), backend="aot_eager", fullgraph=True)
+    g = torch.randn(SAMPLES, TOKENS, OUTPUTS)
+    (found,) = torch.autograd.grad(compiled(x), layer.weight, g)
+    (expected,) = torch.autograd.grad(layer(norm(x)), layer.weight, g)
+    assert oracle.relative_error(found, expected) < 0.02  # two errors of 0.005
+
+
+def test_gradients_under_vmap():
+    norm, layer, x = norm_of(), linear(), activation()
+    for read in (READS["rows"], READS["turned"]):
+        layer = linear(read(x).shape[-1])
+        z = layer(read(norm(x)))
+        g = torch.randn(2, *z.shape)
+        (found,) = torch.autograd.grad(z, layer.weight, g, is_grads_batched=True, retain_graph=True)
+        expected = [torch.autograd.grad(z, layer.weight, one, retain_graph=True)[0] for one in g]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-4)
+
+
+def held(out: Tensor) -> list[int]:
+    """Return the addresses of the compressed tensors that the graph of ``out`` holds, each for every node."""
+    nodes, found = [out.grad_fn], []
+    for node in nodes:
+        found += [t.data_ptr() for t in getattr(node, "saved_tensors", ()) if t is not None and t.dtype == torch.uint8]
+        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
+    return found
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_projections_of_attention(batch_first):
+    norm, dense = norm_of(bits=4), nn.MultiheadAttention(LENGTH, 4, batch_first=batch_first)
+    attention, x = compressed(dense, bits=2), activation()
+    y = norm(x)
+    out, _ = attention(y, y, y, need_weights=False)
+    found = held(out)
+    assert found.count(kept_values(y).data_ptr()) == 2  # of the norm and of the in-projection
+    assert len(set(found)) == 2  # and what the output projection keeps
+    g = torch.randn_like(out)
+    grads = torch.autograd.grad(out, attention.in_proj_weight, g)
+    exact = torch.autograd.grad(dense(y, y, y, need_weights=False)[0], dense.in_proj_weight, g)
+    assert oracle.relative_error(grads[0], exact[0]) < 0.18  # 4 bits: 0.09 of normal values
+
+
+def other_tensor(norm, x):
+    return norm(x).clone()
+
+
+def some_rows(norm, x):
+    return norm(x)[:, 1:]
+
+
+def modified(norm, x):
+    return norm(x).mul_(2)
+
+
+def modified_through_a_view(norm, x):
+    y = norm(x)
+    y[:, 0].zero_()
+    return y
+
+
+def after_a_change_of_the_scale(norm, x):
+    y = norm(x)
+    with torch.no_grad():
+        norm.weight.mul_(2)
+    return y
+
+
+def after_a_change_of_the_shift(norm, x):
+    y = norm(x)
+    with torch.no_grad():
+        norm.bias.add_(1)
+    return y
+
+
+READ_OTHERWISE = [
+    other_tensor,
+    some_rows,
+    modified,
+    modified_through_a_view,
+    after_a_change_of_the_scale,
+    after_a_change_of_the_shift,
+]
+
+
+@pytest.mark.parametrize("read", READ_OTHERWISE)
+def test_other_tensors_are_packed(read):
+    norm, layer, x = norm_of(bits=8), linear(bits=4), activation()
+    y = read(norm, x)
+    z = layer(y)
+    assert own_pack(z)
+    g = torch.randn_like(z)
+    (grad,) = torch.autograd.grad(z, layer.weight, g)
+    expected = g.flatten(0, 1).t() @ y.detach().flatten(0, 1)
+    assert oracle.relative_error(grad, expected) < 0.15  # 4 bits: 0.09 of normal values
+
+
+SETTINGS = {
+    "fewer bits there": (2, {"bits": 3}, True),
+    "as many bits": (3, {"bits": 3}, True),
+    "more bits there": (8, {"bits": 4}, False),
+    "larger blocks there": (4, {"bits": 3, "block_size": 16}, True),
+    "smaller blocks there": (4, {"bits": 3, "block_size": 64}, False),
+    "dropped blocks": (4, {"bits": 3, "sparsity": 0.5}, True),
+    "values as they are": (4, {"bits": None, "sparsity": 0.5}, True),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own(case):
+    there, asked, packs = SETTINGS[case]
+    y = norm_of(bits=there)(activation())
+    assert own_pack(linear(**asked)(y)) is packs
+
+
+def test_what_computes_in_fp16_packs_its_own():
+    """Values of the input that y makes small, or products before these are scaled, may be too large for fp16."""
+    y = norm_of(dtype=torch.float16)(activation().half())
+    assert own_pack(linear(dtype=torch.float16)(y))
+    y = norm_of()(activation())
+    with torch.autocast("cpu", torch.float16):
+        assert own_pack(linear()(y))
+
+
+@pytest.mark.parametrize("changed", ["output", "weight", "bias"])
+def test_other_memory_by_way_of_data_is_noticed(changed):
+    norm, x = norm_of(), activation()
+    y = norm(x)
+    replaced = {"output": y, "weight": norm.weight, "bias": norm.bias}[changed]
+    replaced.data = torch.ones_like(replaced)
+    assert own_pack(linear()(y))
+
+
+def test_backward_finds_out_that_parameters_were_modified():
+    norm, layer = norm_of(), linear()
+    z = layer(norm(activation()))
+    with torch.no_grad():
+        norm.bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(z.sum(), layer.weight)
+
+
+def test_hooks_that_say_what_is_kept_end_it():
+    norm, layer, x = norm_of(), linear(), activation()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        z = layer(norm(x))
+    assert own_pack(z)
+    z.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["linear layer", "both"])
+def test_an_activation_checkpoint_finds_the_same_when_it_runs_again(reentrant, whole):
+    norm, layer, x = norm_of(bits=8), linear(), activation()
+    z = checkpoint(nn.Sequential(norm, layer), x, use_reentrant=reentrant) if whole else None
+    z = checkpoint(layer, norm(x), use_reentrant=reentrant) if z is None else z
+    g = torch.randn_like(z)
+    z.backward(g)
+    expected = g.flatten(0, 1).t() @ norm(x).detach().flatten(0, 1)
+    assert oracle.relative_error(layer.weight.grad, expected) < 0.5  # 2 bits: 0.44 of normal values, 8 far less
+
+
+def test_layers_whose_parameters_fsdp_gathers_pack_their_own():
+    norm, layer = norm_of(), linear()
+    layer._is_fsdp_managed_module = True  # as `fully_shard` marks them
+    assert own_pack(layer(norm(activation())))

@@ -1,0 +1,356 @@
+"""Layers that scale each feature and keep their input quantized: exact but for the gradient of the factors."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+from lightning_actprune.operators import scale
+from lightning_actprune.operators.norm import scaled
+from lightning_actprune.operators.registry import compressed_class, operator_of
+from lightning_actprune.operators.scale import Affine
+from tests.support import oracle
+from tests.support.affine import FEATURES, MAKERS, TimmLayerScale, TimmResBlock
+from tests.support.compressed import compressed
+from tests.support.saving import saved_tensors
+from tests.support.workload import launches
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def both(layer: nn.Module, bits: int = 8) -> nn.Module:
+    """Return a copy whose layers that scale, whether or not they shift, are compressed."""
+    layer = copy.deepcopy(layer)
+    convert(layer, rules={"type:affine": Keep(bits=bits), "type:scale": Keep(bits=bits), "*": None})
+    return layer
+
+
+def pair(make, device="cpu", bits: int = 8) -> tuple[nn.Module, nn.Module]:
+    """Return a layer with random parameters, dense and converted."""
+    dense = nn.Sequential(make()).to(device)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter)
+    return dense, both(dense, bits)
+
+
+def read(values: Tensor, rows: int, length: int, block_size: int, bits: int) -> Tensor:
+    """Return the rows that are stored, in fp64."""
+    return formats.dequantize(values.cpu(), block_size, bits, torch.float32).double().view(rows, -1)[:, :length]
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_only_the_gradient_of_the_factors_is_off_by_what_is_stored(make, device, dtype, bits):
+    dense, ours = pair(make, device, bits)
+    x = torch.randn(3, 5, FEATURES, device=device).to(dtype)
+    given = [x.clone().requires_grad_() for _ in range(2)]
+    with saved_tensors() as saved:
+        y = ours(given[1])
+    right = dense(given[0])
+    assert y.dtype == right.dtype
+    torch.testing.assert_close(y, right, rtol=3e-7, atol=3e-7)
+    grad_y = torch.randn_like(y)
+    right.backward(grad_y)
+    y.backward(grad_y)
+    torch.testing.assert_close(given[1].grad, given[0].grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    factors, *shifts = tuple(zip(ours.parameters(), dense.parameters(), strict=True))
+    for mine, exact in shifts:
+        torch.testing.assert_close(mine.grad, exact.grad)
+    stored = read(saved[0], 15, FEATURES, 32, bits)
+    near = (grad_y.double().cpu().view(15, FEATURES) * stored).sum(0)
+    torch.testing.assert_close(factors[0].grad.double().cpu().view(-1), near, rtol=1e-5, atol=1e-5)
+    assert [t.dtype for t in saved].count(torch.uint8) == 1
+    assert len(saved) == 2  # and the factors
+
+
+@pytest.mark.parametrize("bits", [8, 3])
+@pytest.mark.parametrize(("shape", "block"), [((3, 5, 70), 32), ((2, 300), 24), ((9, 8), 32)], ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES[:2], (torch.float32,), DTYPES)), ids=str)
+def test_a_scaled_branch_is_added_in_the_same_pass(device, bits, shape, block, dtypes):
+    """All but the gradient of the factors is exact."""
+    made = torch.randn(shape), 1 + torch.randn(shape[-1]), torch.randn(shape)
+    x, weight, residual = (t.to(device, dtype).requires_grad_() for t, dtype in zip(made, dtypes, strict=True))
+    with saved_tensors() as saved:
+        y = scaled(x, weight, None, residual, block, bits)
+    assert y.dtype == torch.float32
+    wide, w, r = (t.detach().double().cpu() for t in (x, weight, residual))
+    # Rounded once or twice: by half a unit of the product, and of the sum.
+    bound = torch.finfo(torch.float32).eps * ((wide * w).abs() + r.abs())
+    assert ((y.detach().double().cpu() - (r + wide * w)).abs() <= bound).all()
+    grad_y = torch.randn_like(y)
+    of_x, of_weight, of_residual = torch.autograd.grad(y, (x, weight, residual), grad_y)
+    assert [g.dtype for g in (of_x, of_weight, of_residual)] == list(dtypes)
+    assert torch.equal(of_residual, grad_y.to(dtypes[2]))
+    g = grad_y.double().cpu()
+    assert ((of_x.double().cpu() - g * w).abs() <= torch.finfo(dtypes[0]).eps * (g * w).abs()).all()
+    rows, length = x.numel() // shape[-1], shape[-1]
+    near = read(saved[0], rows, length, min(block, length), bits)
+    assert oracle.relative_error(of_weight, (g.view(rows, length) * near).sum(0)) < 2e-6
+
+
+def test_one_launch_forward_and_two_backward(kernel_device):
+    x, residual = torch.randn(2, 4, 10, 64, device=kernel_device).requires_grad_().unbind()
+    weight, bias = torch.randn(2, 64, device=kernel_device).requires_grad_().unbind()
+    for added in (None, residual):
+        with force_backend("triton"), launches() as names:
+            y = scaled(x, weight, bias if added is None else None, added, 32, 4)
+            grad_y = torch.randn_like(y)
+            grads = torch.autograd.grad(y, (x, weight) if added is None else (x, weight, residual), grad_y)
+        assert names == ["normalize_kernel", "normalize_grad_kernel", "add_sets_kernel"]
+    assert grads[2].data_ptr() == grad_y.data_ptr()
+
+
+def test_only_what_needs_a_gradient_gets_one(device):
+    given = torch.randn(6, 40, device=device), torch.randn(40, device=device), torch.randn(6, 40, device=device)
+    grad_y = torch.randn(6, 40, device=device)
+    full = [t.clone().requires_grad_() for t in given]
+    scaled(*full[:2], None, full[2], 32, 4).backward(grad_y)
+    for needed in itertools.product((True, False), repeat=3):
+        if any(needed):
+            some = [t.clone().requires_grad_(wanted) for t, wanted in zip(given, needed, strict=True)]
+            scaled(*some[:2], None, some[2], 32, 4).backward(grad_y)
+            for tensor, wanted, right in zip(some, needed, full, strict=True):
+                assert torch.equal(tensor.grad, right.grad) if wanted else tensor.grad is None
+
+
+def test_any_strides(device):
+    """Of branch, residual and gradient, alone and together; tensors may start anywhere."""
+    shape = (4, 6, 33)
+    makers = (
+        lambda: torch.randn(shape, device=device),
+        lambda: torch.randn(4, 33, 6, device=device).transpose(1, 2),
+        lambda: torch.randn(8, 6, 70, device=device)[::2, :, 5:38],
+        lambda: torch.randn(33, device=device).expand(shape),
+    )
+    weight = torch.randn(1, 1, 33, device=device, requires_grad=True)
+    for of_x, of_residual, of_grad in itertools.product(makers, repeat=3):
+        if device.type == "cpu" and of_residual is of_grad:
+            continue  # the interpreter takes long
+        x, residual, grad_y = of_x().requires_grad_(), of_residual().requires_grad_(), of_grad()
+        y = scaled(x, weight, None, residual, 32, 8)
+        torch.testing.assert_close(y, residual + weight * x, rtol=3e-7, atol=3e-7)
+        grads = torch.autograd.grad(y, (x, weight, residual), grad_y)
+        torch.testing.assert_close(grads[0], grad_y * weight.detach())
+        assert grads[1].shape == weight.shape
+        assert torch.equal(grads[2], grad_y)
+
+
+@each_kind
+def test_the_output_lies_in_memory_as_that_of_the_dense_layer(make, device):
+    dense, ours = pair(make, device)
+    base = torch.randn(4, FEATURES, 3, 5, device=device)
+    for x in (
+        base.permute(0, 2, 3, 1),
+        base.permute(2, 0, 3, 1),
+        base.permute(0, 2, 3, 1).contiguous().transpose(0, 1),
+    ):
+        y, right = ours(x), dense(x)
+        assert y.stride() == right.stride()
+        torch.testing.assert_close(y, right, rtol=3e-7, atol=3e-7)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0)], ids=str)
+def test_empty_inputs(device, shape):
+    x, residual = (torch.ones(shape, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(shape[-1], device=device, requires_grad=True)
+    y = scaled(x, weight, None, residual, 32, 4)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == residual.grad.shape == shape
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_place(device, value):
+    x, residual = (torch.randn(5, 70, device=device) for _ in range(2))
+    weight = torch.randn(70, device=device, requires_grad=True)
+    x[2, 3], residual[1, 5] = value, value
+    x.requires_grad_()
+    y = scaled(x, weight, None, residual, 32, 4)
+    assert (~y.isfinite()).nonzero().tolist() == [[1, 5], [2, 3]]
+    of_x, of_weight = torch.autograd.grad(y, (x, weight), torch.randn_like(y))
+    assert of_x.isfinite().all()
+    assert of_weight[:32].isnan().all()  # of the block that cannot be stored
+    assert of_weight[32:].isfinite().all()
+
+
+def test_a_tensor_added_to_itself_scaled(device):
+    x, weight = torch.randn(5, 70, device=device, requires_grad=True), torch.randn(70, device=device)
+    y = scaled(x, weight.requires_grad_(), None, x, 32, 8)
+    (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(grad, (1 + weight.detach()).expand(5, 70))
+
+
+def test_what_the_layers_are():
+    assert [operator_of(make()) for make in MAKERS.values()] == ["affine", "scale", "affine", "scale"]
+    for make in MAKERS.values():
+        dense, ours = pair(make)
+        assert operator_of(ours[0]) == operator_of(dense[0])
+        assert type(ours[0]) is compressed_class(type(dense[0]))
+    assert repr(Affine(8)) == "Affine(8, bias=True)"
+    assert repr(both(nn.Sequential(Affine(8)), 4)[0]) == "CompressedAffine(8, bias=True, bits=4, block_size=32)"
+
+
+def test_scaling_in_place_is_left_to_timm():
+    ours = nn.Sequential(TimmLayerScale(FEATURES, inplace=True), Affine(FEATURES))
+    report = convert(ours, rules={"type:scale": Keep(bits=4), "type:affine": Keep(bits=4)})
+    assert "scales in place, of which torch keeps a copy" in str(report)
+    assert type(ours[0]) is TimmLayerScale
+    later = both(nn.Sequential(TimmLayerScale(FEATURES)))
+    later[0].inplace = True
+    x = torch.randn(2, FEATURES)
+    with torch.no_grad():
+        assert later(x) is x
+
+
+def test_inputs_that_cannot_be_kept_are_left_to_torch():
+    """What torch multiplies all the same: other numbers, values that are expanded, and fewer dimensions."""
+    for make, x in (
+        (MAKERS["affine"], torch.ones(2, FEATURES, dtype=torch.int64)),
+        (MAKERS["affine"], torch.randn(2, 1)),
+        (MAKERS["affine"], torch.randn(())),
+        (MAKERS["timm affine"], torch.randn(2, FEATURES)),
+    ):
+        dense, ours = pair(make)
+        y, right = ours(x), dense(x)
+        assert torch.equal(y, right)
+        found, exact = (torch.autograd.grad(o.sum(), list(m.parameters())) for o, m in ((y, ours), (right, dense)))
+        assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))
+
+
+def test_what_cannot_be_stored_is_refused():
+    _, ours = pair(MAKERS["affine"], bits=4)
+    with pytest.raises(TypeError, match=r"float64 values cannot be stored in 4 bits.* HINT"):
+        ours.double()(torch.randn(2, FEATURES, dtype=torch.float64))
+
+
+def test_the_output_has_the_widest_type():
+    layer = both(nn.Sequential(Affine(FEATURES).bfloat16()))
+    layer[0].bias = nn.Parameter(torch.zeros(FEATURES))
+    assert layer(torch.randn(2, 3, FEATURES, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [MAKERS["affine"], lambda: TimmResBlock(FEATURES)], ids=["affine", "block"])
+def test_one_compiled_graph_keeps_as_many_bytes(make, backend):
+    torch._dynamo.reset()
+    _, ours = pair(make, bits=4)
+    x = torch.randn(3, 5, FEATURES, dtype=torch.bfloat16 if make is MAKERS["affine"] else torch.float32)
+    own, found, kept = {p.data_ptr() for p in ours.parameters()}, [], []
+    for module in (ours, torch.compile(ours, backend=backend, fullgraph=True)):
+        with saved_tensors() as saved:
+            y = module(x)
+        kept.append(sum(t.nbytes for t in saved if t.data_ptr() not in own and t.dtype == torch.uint8))
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+        found.append((y, *torch.autograd.grad(y, list(ours.parameters()), grad)))
+    assert kept[1] == kept[0] > 0
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(eager, traced, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_the_eager_one():
+    ours = pair(MAKERS["affine"], "cuda", 4)[1]
+    x = torch.randn(3, 5, FEATURES, device="cuda")
+    grad_y = torch.randn_like(x)
+
+    def step():
+        return torch.autograd.grad(ours(x), list(ours.parameters()), grad_y)
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(mine, right) for mine, right in zip(captured, expected, strict=True))
+
+
+# timm's blocks.
+
+
+def res_block(device) -> nn.Module:
+    dense = TimmResBlock(70).to(device)
+    for factors in (dense.ls1, dense.ls2):
+        nn.init.normal_(factors)
+    return dense
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_scales_its_branches(device, dtype):
+    """All gradients but those of the factors are as exact as sums in another order."""
+    dense = res_block(device)
+    ours = compressed(nn.Sequential(dense), "scale", bits=8)
+    x = torch.randn(3, 5, 70, device=device, requires_grad=True)
+    grads = []
+    for module in (dense, ours):
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = module(x)
+        grads.append([y, *torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))])
+    eps, names = torch.finfo(dtype).eps, ["y", "x", *dict(dense.named_parameters())]
+    for name, right, found in zip(names, *grads, strict=True):
+        assert found.dtype == right.dtype
+        near = 0.01 if name in ("ls1", "ls2") else 8 * eps  # half a step of 8 standard deviations, over 15 rows
+        assert (found - right).norm() <= near * right.norm(), name
+    with torch.no_grad():
+        assert torch.equal(ours(x), dense(x))
+
+
+class Doubled(nn.Module):
+    """In place of a path that is dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class InFp32(nn.Module):
+    """A branch that computes in fp32 whatever it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float())
+
+
+@pytest.mark.parametrize("path", ["plain", "hook", "module", "wide"])
+def test_a_block_adds_its_branches_on_the_way_if_nothing_is_between(path, kernel_device):
+    dense = res_block(kernel_device)
+    if path == "module":
+        dense.drop_path = Doubled()
+    if path == "wide":
+        dense.linear_tokens, dense.mlp_channels = InFp32(dense.linear_tokens), InFp32(dense.mlp_channels)
+    ours = compressed(nn.Sequential(dense), "scale", bits=8)
+    seen = []
+    if path == "hook":
+        ours[0].drop_path.register_forward_hook(lambda module, args, y: seen.append(y))
+    x = torch.randn(3, 5, 70, device=kernel_device, dtype=torch.float64 if path == "wide" else torch.float32)
+    added = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale, "scaled", lambda *given: added.append(given[3] is not None) or scaled(*given))
+        y = ours(x)
+    right = dense(x)
+    assert added == [path == "plain"] * 2
+    assert len(seen) == (2 if path == "hook" else 0)
+    assert y.dtype == right.dtype
+    torch.testing.assert_close(y, right, rtol=1e-5, atol=1e-5)
+
+
+def test_examples_of_the_docstrings():
+    assert doctest.testmod(scale).failed == 0

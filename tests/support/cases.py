@@ -1,0 +1,462 @@
+"""One table of every module that can be compressed: how to build it, call it, and what it may keep for backward.
+
+The contract suite (``tests/contract``) runs over it, so that a property that holds for all operators is tested once. A
+case names the classes that it covers, as they stand in the tables ``CLASSES`` and ``FOREIGN`` of ``operators/*.py``. A
+class that is a copy of another one (transformers has dozens of the same MLP) is covered by a case of its own with
+``copy_of``: it runs the comparison with the dense module, and nothing else.
+
+Bytes are written out here from the definition of the formats, independently of the package: blocks of 32 values with a
+header of two bytes, codes of ``bits`` bits, and the positions of kept blocks where blocks are dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+from lightning_actprune.operators.attention import RoutedMultiheadAttention
+from lightning_actprune.operators.scale import Affine
+from tests.support import convolutions, oracle
+
+BLOCK = 32
+Key = type[nn.Module] | tuple[str, str]
+
+# How much is kept.
+
+
+def stored(blocks: int, keep: Keep, size: int = BLOCK) -> int:
+    """Bytes of so many blocks of ``size`` values: the codes, filled up to an even number of bytes, and a header."""
+    if keep.bits is None:
+        return blocks * size * 4
+    codes = math.ceil(size * keep.bits / 8)
+    return blocks * (codes + codes % 2 + 2)
+
+
+def rows(count: int, length: int) -> int:
+    """Blocks of ``count`` rows, of which the last block may be cut short."""
+    return count * math.ceil(length / BLOCK)
+
+
+def packed(samples: int, blocks: int, keep: Keep) -> int:
+    """Bytes of ``blocks`` blocks per sample of which a fraction is dropped, with a bit and 1/128 offset for each."""
+    kept = samples * (blocks - math.floor(blocks * keep.sparsity))
+    positions = 4 * samples * (math.ceil(blocks / 32) + math.ceil(blocks / 128))
+    return stored(kept, keep) + (0 if keep.bits and not keep.sparsity else positions)
+
+
+def derivative(values: int, keep: Keep) -> int:
+    """Bytes of the derivative of an activation function: rows of eight codes, and a byte for each 256 values."""
+    return math.ceil(values / 8) * keep.bits + math.ceil(values / 256)
+
+
+def bits_of(values: int, keep: Keep) -> int:
+    """Bytes of one bit a value."""
+    return math.ceil(values / 8)
+
+
+# Cases.
+
+
+def call_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def attend(layer: nn.Module, x: Tensor) -> Tensor:
+    """Call attention of a sequence with itself, without the attention weights."""
+    return layer(x, x, x, need_weights=False)[0]
+
+
+class Holder(nn.Module):
+    """A model of one layer, whose name is ``layer``."""
+
+    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, x)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module that can be compressed.
+
+    Args:
+        covers: The registered classes that this module is made of.
+        make: Builds the dense module.
+        shape: Of the input.
+        operator: What rules call it.
+        announced: ``(keep, dense)``: bytes that are kept of an input of ``shape`` in fp32 where the dense module keeps
+            ``dense`` bytes. Parameters and buffers are not counted.
+        exact: Names of gradients that stay exact; ``"input"`` is that of the input, ``"*"`` are all.
+        call: How the module is called.
+        rounds: Whether the output may differ from that of the dense module by rounding.
+        slack: By how much more than the bound for one stored tensor the gradients may be off, where several are.
+        inside: Whether layers inside, which stay dense, keep tensors of their own.
+        seeded: Whether the forward draws random numbers.
+        wide: Whether inputs in fp64 are taken, since what is kept is exact.
+        dropped: Returns the input without the dropped blocks, for modules that drop blocks of their input.
+        copy_of: The class whose forward this one has word for word.
+    """
+
+    covers: tuple[Key, ...]
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    operator: str
+    announced: Callable[[Keep, int], int]
+    exact: tuple[str, ...] = ()
+    call: Callable[[nn.Module, Tensor], Tensor] = call_layer
+    rounds: bool = False
+    slack: float = 1.0
+    inside: bool = False
+    seeded: bool = False
+    wide: bool = False
+    dropped: Callable[[Tensor, Keep], Tensor] | None = None
+    copy_of: str | None = None
+
+    @property
+    def drops(self) -> bool:
+        """Whether blocks can be dropped."""
+        return self.operator in ("linear", "convolution")
+
+    @property
+    def batch(self) -> int:
+        """The dimension of samples in the input."""
+        return 1 if self.call is attend else 0
+
+    @property
+    def keeps(self) -> dict[str, Keep]:
+        """The ways of keeping that a test of values or bytes goes through."""
+        if not self.drops:
+            return {f"{bits}bit": Keep(bits=bits) for bits in (2, 3, 4, 8)}
+        pruned = {"pruned": Keep(sparsity=0.5), "both": Keep(bits=4, sparsity=0.5)}
+        return pruned | {"2bit": Keep(bits=2), "8bit": Keep(bits=8)}
+
+    @property
+    def keep(self) -> Keep:
+        """The way of keeping where it does not matter."""
+        return Keep(bits=4, sparsity=0.5 if self.drops else 0.0)
+
+    def dense(self, device: torch.device | str = "cpu") -> Holder:
+        """Return the dense model, with parameters that are neither 0 nor 1."""
+        torch.manual_seed(1)
+        layer = self.make()
+        for parameter in layer.parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1.0
+            nn.init.normal_(parameter, std=scale)
+        return Holder(layer, self.call).to(device)
+
+    def compressed(self, dense: Holder, keep: Keep | None = None) -> Holder:
+        """Return a converted copy of ``dense``."""
+        model = copy.deepcopy(dense)
+        convert(model, rules={f"type:{self.operator}": keep or self.keep, "*": None})
+        return model
+
+    def pair(self, keep: Keep | None = None, device: torch.device | str = "cpu") -> tuple[Holder, Holder]:
+        """Return the dense model and a converted copy."""
+        dense = self.dense(device)
+        return dense, self.compressed(dense, keep)
+
+    def input(self, device: torch.device | str = "cpu", shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return an input that needs a gradient, always the same values."""
+        generator = torch.Generator().manual_seed(2)
+        values = torch.randn(self.shape if shape is None else shape, generator=generator)
+        return values.to(device).requires_grad_()
+
+    def is_exact(self, name: str) -> bool:
+        """Return whether the gradient of that name stays exact."""
+        return self.exact == ("*",) or name in self.exact
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return math.prod(shape)
+
+
+def _cut_features(x: Tensor, keep: Keep) -> Tensor:
+    """Drop blocks along the features; all those of a sample compete."""
+    return oracle.pruned(oracle.as_samples(x.detach()), keep.block_size, keep.sparsity).view(x.shape)
+
+
+def _cut_memory(x: Tensor, keep: Keep) -> Tensor:
+    """Drop blocks of an input of a convolution as it lies in memory."""
+    return convolutions.pruned(x, False, keep.block_size, keep.sparsity)
+
+
+FEATURES = (3, 5, 72)
+"""A batch of sequences; the last block of a row is cut short."""
+PIXELS = (4, 24, 5, 3)
+
+# Linear layers and convolutions.
+
+EXACT = "input", "layer.bias"
+LINEAR = {
+    "linear": Case(
+        (nn.Linear,), lambda: nn.Linear(72, 40), FEATURES, "linear",
+        lambda keep, dense: packed(3, 15, keep), EXACT, wide=True, dropped=_cut_features,
+    ),
+    "attention": Case(
+        (nn.MultiheadAttention, RoutedMultiheadAttention, NonDynamicallyQuantizableLinear),
+        lambda: nn.MultiheadAttention(72, 4), (5, 3, 72), "linear",
+        lambda keep, dense: dense - 4 * 15 * 72 + 2 * packed(3, 15, keep),  # the heads are kept by torch
+        ("input", "layer.in_proj_bias", "layer.out_proj.bias"), attend, wide=True, inside=True,
+    ),
+    "conv1d": Case(
+        (nn.Conv1d,), lambda: nn.Conv1d(12, 7, 3, padding=1), (3, 12, 20), "convolution",
+        lambda keep, dense: packed(3, 8, keep), EXACT, wide=True, dropped=_cut_memory,
+    ),
+    "conv2d": Case(
+        (nn.Conv2d,), lambda: nn.Conv2d(24, 7, 3, stride=2), PIXELS, "convolution",
+        lambda keep, dense: packed(4, 12, keep), EXACT, wide=True, dropped=_cut_memory,
+    ),
+    "conv3d": Case(
+        (nn.Conv3d,), lambda: nn.Conv3d(8, 6, (2, 3, 3)), (2, 8, 3, 4, 5), "convolution",
+        lambda keep, dense: packed(2, 15, keep), EXACT, wide=True, dropped=_cut_memory,
+    ),
+}  # fmt: skip
+
+# Activation functions.
+
+
+def activation(make: Callable[[], nn.Module], *covers: Key, exact: bool = False) -> Case:
+    values = _size(FEATURES)
+    bytes_of = bits_of if exact else derivative
+    announced: Callable[[Keep, int], int] = lambda keep, dense: bytes_of(values, keep)  # noqa: E731
+    names = ("*",) if exact else ()
+    return Case(covers, make, FEATURES, "activation", announced, names, wide=exact)
+
+
+ACTIVATIONS = {
+    "gelu": activation(nn.GELU, nn.GELU),
+    "gelu-tanh": activation(lambda: nn.GELU(approximate="tanh"), nn.GELU),
+    "silu": activation(nn.SiLU, nn.SiLU),
+    "mish": activation(nn.Mish, nn.Mish),
+    "tanh": activation(nn.Tanh, nn.Tanh),
+    "elu": activation(lambda: nn.ELU(0.5), nn.ELU),
+    "hardswish": activation(nn.Hardswish, nn.Hardswish),
+    "relu": activation(nn.ReLU, nn.ReLU, exact=True),
+    "relu6": activation(nn.ReLU6, nn.ReLU6, exact=True),
+    "hardtanh": activation(lambda: nn.Hardtanh(-0.5, 2.0), nn.Hardtanh, exact=True),
+    "leaky-relu": activation(lambda: nn.LeakyReLU(0.1), nn.LeakyReLU, exact=True),
+    "hardsigmoid": activation(nn.Hardsigmoid, nn.Hardsigmoid, exact=True),
+    "dropout": Case(
+        (nn.Dropout,), lambda: nn.Dropout(0.3), FEATURES, "activation",
+        lambda keep, dense: bits_of(_size(FEATURES), keep), ("*",), seeded=True, wide=True,
+    ),
+    "glu": Case(
+        (nn.GLU,), nn.GLU, FEATURES, "activation",
+        lambda keep, dense: 2 * stored(rows(15, 36), keep), rounds=True,
+    ),
+}  # fmt: skip
+
+# Norms and scales.
+
+
+def rows_norm(make: Callable[[], nn.Module], *covers: Key, length: int = 72, copy_of: str | None = None) -> Case:
+    count = _size(FEATURES) // length
+    announced: Callable[[Keep, int], int] = lambda keep, dense: stored(rows(count, length), keep) + 4 * count  # noqa: E731
+    return Case(covers, make, FEATURES, "norm", announced, ("layer.bias",), rounds=True, copy_of=copy_of)
+
+
+def channel_norm(
+    make: Callable[[], nn.Module], *covers: Key, sets: int = 24, shape: tuple[int, ...] = PIXELS, acts: bool = False
+) -> Case:
+    """Return a norm of ``sets`` means over channels; one that ``acts`` ends with a dense ReLU that keeps its result."""
+    values = _size(shape)
+
+    def announced(keep: Keep, dense: int) -> int:
+        return stored(math.ceil(values / BLOCK), keep) + 12 * sets + 4 * values * acts
+
+    return Case(covers, make, shape, "norm", announced, ("layer.bias",), rounds=True, slack=1.5, inside=acts)
+
+
+SCALED = Case(
+    (Affine,), lambda: Affine(72), FEATURES, "affine", lambda keep, dense: stored(rows(15, 72), keep), EXACT,
+    rounds=True,
+)  # fmt: skip
+NORMS = {
+    "layer-norm": rows_norm(lambda: nn.LayerNorm(72), nn.LayerNorm),
+    "layer-norm-two": rows_norm(lambda: nn.LayerNorm((5, 72)), nn.LayerNorm, length=360),
+    "rms-norm": rows_norm(lambda: nn.RMSNorm(72), nn.RMSNorm),
+    "rms-norm-plain": rows_norm(lambda: nn.RMSNorm(72, elementwise_affine=False), nn.RMSNorm),
+    "batch-norm-1d": channel_norm(lambda: nn.BatchNorm1d(24), nn.BatchNorm1d, shape=(10, 24)),
+    "batch-norm-2d": channel_norm(lambda: nn.BatchNorm2d(24), nn.BatchNorm2d),
+    "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
+    "group-norm": channel_norm(lambda: nn.GroupNorm(4, 24), nn.GroupNorm, sets=16),
+    "affine": SCALED,
+}
+
+
+# Classes of other packages.
+
+
+def of(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], nn.Module]:
+    """Return what builds a module of another package, or skips the test where that is not installed."""
+
+    def make() -> nn.Module:
+        found = getattr(pytest.importorskip(module), name, None)
+        if found is None:
+            pytest.skip(f"this version of the package has no {name}")
+        made: nn.Module = found(*arguments, **options)
+        return made
+
+    return make
+
+
+def foreign(make_case: Callable[..., Case], module: str, name: str, *arguments: Any, **options: Any) -> Case:
+    """Return the case of one class of another package that is built from ``arguments``."""
+    return make_case(of(module, name, *arguments), (module, name), **options)
+
+
+class Config(SimpleNamespace):
+    """The configuration of a transformers model of any kind: what is not given is ``False``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return False
+
+
+def config(**changed: Any) -> Config:
+    sizes = {
+        "hidden_size": 72,
+        "intermediate_size": 40,
+        "n_shared_experts": 1,
+        "moe_num_shared_experts": 1,
+        "logits_scaling": 1.0,
+    }
+    names = {"hidden_act": "silu", "hidden_activation": "silu"}
+    return Config(**{**sizes, **names, "pretraining_tp": 1, **changed})
+
+
+def gated(make: Callable[[], nn.Module], *covers: Key, copy_of: str | None = None, out: str = "down_proj") -> Case:
+    """Return an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
+
+    def announced(keep: Keep, dense: int) -> int:
+        return 4 * 15 * (72 + 40) + 2 * stored(rows(15, 40), keep)
+
+    exact = f"layer.{out}.weight", f"layer.{out}.bias"
+    return Case(
+        covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True, copy_of=copy_of
+    )  # fmt: skip
+
+
+def res_block(make: Callable[[], nn.Module], *covers: Key) -> Case:
+    """Return timm's block of ResMLP: two branches, of which the ends are scaled."""
+    block = make
+    return Case(
+        covers, block, FEATURES, "scale", lambda keep, dense: dense - 2 * 4 * 15 * 72 + 2 * stored(rows(15, 72), keep),
+        rounds=True, inside=True,
+    )  # fmt: skip
+
+
+def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
+    """Return a block of torchvision's ResNets, of which only the norms are compressed."""
+    norms = 2 if covers[0][1] == "BasicBlock" else 3  # type: ignore[index]
+    channels = (8, 8) if norms == 2 else (8, 8, 32)
+
+    def announced(keep: Keep, dense: int) -> int:
+        """The dense norm keeps its input, of which the convolution before keeps nothing, and two statistics."""
+        pixels, total = 6 * 6 * 4, dense
+        for width in channels:
+            total += stored(math.ceil(width * pixels / BLOCK), keep) + 12 * width - 4 * width * pixels - 8 * width
+        return total
+
+    return Case(
+        covers, make, (6, channels[-1], 6, 4), "norm", announced, (f"layer.bn{norms}.bias",), rounds=True, slack=8.0,
+        inside=True,
+    )  # fmt: skip
+
+
+def conv1d(make: Callable[[], nn.Module], *covers: Key) -> Case:
+    return Case(
+        covers, make, FEATURES, "linear", lambda keep, dense: packed(3, 15, keep), EXACT, wide=True,
+        dropped=_cut_features,
+    )  # fmt: skip
+
+
+def scale(operator: str, make: Callable[[], nn.Module], *covers: Key, names: tuple[str, ...] = ()) -> Case:
+    return Case(
+        covers, make, FEATURES, operator, lambda keep, dense: stored(rows(15, 72), keep), ("input", *names), rounds=True
+    )  # fmt: skip
+
+
+def norm_2d(make: Callable[[], nn.Module], *covers: Key) -> Case:
+    """Return a norm over the channels of each pixel; blocks are cut to them."""
+    return Case(
+        covers, make, PIXELS, "norm", lambda keep, dense: stored(60, keep, 24) + 240, ("layer.bias",), rounds=True
+    )  # fmt: skip
+
+
+TIMM_NORM, TIMM_ACT, MIXER = "timm.layers.norm", "timm.layers.norm_act", "timm.models.mlp_mixer"
+RESNET, HF = "torchvision.models.resnet", "transformers.activations"
+CASES_OF_PACKAGES = {
+    "transformers-conv1d": foreign(conv1d, "transformers.pytorch_utils", "Conv1D", 40, 72),
+    "timm-affine": foreign(functools.partial(scale, "affine"), MIXER, "Affine", 72, names=("layer.beta",)),
+    "timm-layer-scale": foreign(functools.partial(scale, "scale"), "timm.layers.layer_scale", "LayerScale", 72),
+    "timm-res-block": foreign(res_block, MIXER, "ResBlock", 72, 5),
+    "timm-layer-norm": foreign(rows_norm, TIMM_NORM, "LayerNorm", 72),
+    "timm-layer-norm-2d": foreign(norm_2d, TIMM_NORM, "LayerNorm2d", 24),
+    "timm-group-norm": foreign(channel_norm, TIMM_NORM, "GroupNorm", 24, 4, sets=16),
+    "timm-group-norm-1": foreign(channel_norm, TIMM_NORM, "GroupNorm1", 24, sets=4),
+    "timm-batch-norm-act": foreign(channel_norm, TIMM_ACT, "BatchNormAct2d", 24, acts=True),
+    "timm-group-norm-act": foreign(channel_norm, TIMM_ACT, "GroupNormAct", 24, 4, sets=16, acts=True),
+    "timm-glu-mlp": foreign(gated, "timm.layers.mlp", "GluMlp", 72, 80, out="fc2"),
+    "timm-swiglu": foreign(gated, "timm.layers.mlp", "SwiGLU", 72, 40, out="fc2"),
+    "basic-block": foreign(residual, RESNET, "BasicBlock", 8, 8),
+    "bottleneck": foreign(residual, RESNET, "Bottleneck", 32, 8),
+    "llama-norm": foreign(rows_norm, "transformers.models.llama.modeling_llama", "LlamaRMSNorm", 72),
+    "llama-mlp": foreign(gated, "transformers.models.llama.modeling_llama", "LlamaMLP", config()),
+    "phi3-mlp": foreign(gated, "transformers.models.phi3.modeling_phi3", "Phi3MLP", config()),
+    **{
+        f"transformers-{name}": foreign(activation, HF, name)
+        for name in (
+            "GELUActivation", "NewGELUActivation", "AccurateGELUActivation", "GELUTanh", "PytorchGELUTanh",
+            "FastGELUActivation", "QuickGELUActivation", "SiLUActivation", "MishActivation",
+        )
+    },
+}  # fmt: skip
+
+
+def tables(name: str) -> dict[Any, Any]:
+    """Return all tables of that name, ``CLASSES`` or ``FOREIGN``, in ``operators/*.py`` as one."""
+    package = importlib.import_module("lightning_actprune.operators")
+    found: dict[Any, Any] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        found |= getattr(importlib.import_module(f"{package.__name__}.{module.name}"), name, {})
+    return found
+
+
+def copies() -> dict[str, Case]:
+    """Return a case for each class of transformers that is treated as another one for which there is a case."""
+    foreign_classes, covered = tables("FOREIGN"), {key for case in CASES.values() for key in case.covers}
+    made = {}
+    for module, name in foreign_classes.keys() - covered:
+        if not module.startswith("transformers.models"):
+            continue
+        for original, build, argument in (
+            ("llama-norm", rows_norm, 72),
+            ("llama-mlp", gated, config()),
+            ("phi3-mlp", gated, config()),
+        ):
+            if foreign_classes[module, name] is foreign_classes.get(CASES[original].covers[0]):
+                made[f"{module.split('.')[2]}-{name}"] = foreign(build, module, name, argument, copy_of=original)
+    return dict(sorted(made.items()))
+
+
+OWN = {**LINEAR, **ACTIVATIONS, **NORMS}
+"""Cases of torch and of this package."""
+CASES = OWN | CASES_OF_PACKAGES

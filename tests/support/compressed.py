@@ -1,0 +1,30 @@
+"""Converted copies of single layers, and what is left of an input that is compressed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_actprune.codec import packed
+from lightning_actprune.codec.blocks import ALL_BLOCKS
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+
+
+def compressed(module: nn.Module, operator: str = "linear", **settings: Any) -> nn.Module:
+    """Return a copy of ``module`` whose layers of that operator are compressed as ``Keep(**settings)`` says."""
+    model = copy.deepcopy(module)
+    convert(model, rules={f"type:{operator}": Keep(**settings), "*": None})
+    return model
+
+
+def as_kept(rows: Tensor, block_size: int, sparsity: float, bits: int = 0, selection: str = "largest") -> Tensor:
+    """Return ``rows [S, T, L]`` packed and unpacked, where all blocks of a sample compete."""
+    samples, count, length = rows.shape
+    blocks = count * math.ceil(length / block_size)
+    keep = ALL_BLOCKS if bits and not sparsity else blocks - math.floor(blocks * sparsity + 1e-9)
+    stored = packed.pack(rows.contiguous(), block_size, keep, bits, selection)
+    return packed.unpack(*stored, samples * count, length, block_size, bits, rows.dtype).view(rows.shape)

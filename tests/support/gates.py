@@ -1,0 +1,33 @@
+"""What tests of gated products share: an oracle in fp64 from torch's own autograd, and what few bits may be off by."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.activations import ORACLES
+
+
+def oracle(name: str, a: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``z``, q and p in fp64, on the CPU."""
+    wide = [x.detach().double().cpu().requires_grad_() for x in (a, u)]
+    z = ORACLES[name](wide[0]) * wide[1]
+    q, p = torch.autograd.grad(z.sum(), wide)
+    return z.detach(), q, p
+
+
+def largest_error(factor: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return by what each value that is read of ``factor [..., L]`` (fp64) may be off.
+
+    That is half a step of its block: the spread of 31 of 32 steps of the base, or 63 of these to the lowest value,
+    whichever is more, rounded up to a number with three bits of mantissa. Values behind the end of a row are zero. fp32
+    maths adds a few units in the last place of what is there.
+    """
+    length = factor.shape[-1]
+    blocks = F.pad(factor, (0, -length % block_size)).unflatten(-1, (-1, block_size))
+    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    steps = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / (2**bits - 1)
+    largest = torch.maximum(low.abs(), high.abs())
+    bound = (0.5 * 1.125 * (1 + 1e-5) * steps + 2**-20 * largest + 1e-12).expand_as(blocks)
+    return bound.flatten(-2)[..., :length]

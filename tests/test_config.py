@@ -1,0 +1,118 @@
+"""How a tensor is kept: what ``Keep`` takes, what presets say, and which rule counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_actprune import config
+from lightning_actprune.config import PRESETS, Config, Keep, Operator
+from lightning_actprune.convert import convert
+from lightning_actprune.schedules import CubicSchedule
+from tests.support.conversion_models import mlp
+
+WRONG_KEEPS = [
+    ({"bits": 5}, ValueError, "`bits` must be .*5"),
+    ({"bits": 1}, ValueError, "`bits` must be .*1"),
+    ({"bits": "int4"}, (TypeError, ValueError), "`bits` must be .*'int4'"),
+    ({"bits": True}, (TypeError, ValueError), "`bits` must be .*True"),
+    ({"sparsity": 1}, ValueError, r"`sparsity` must be in \[0, 1\), got 1"),
+    ({"sparsity": -0.1}, ValueError, r"`sparsity` must be in \[0, 1\), got -0.1"),
+    ({"sparsity": "0.5"}, TypeError, "`sparsity` must be .*'0.5'"),
+    ({"sparsity": np.array([0.5])}, TypeError, "`sparsity` must be "),
+    ({"block_size": 0}, ValueError, "`block_size` must be a positive int, got 0"),
+    ({"block_size": 2.5}, TypeError, "`block_size` must be a positive int, got 2.5"),
+    ({"block_size": torch.tensor(32)}, TypeError, "`block_size` must be a positive int"),
+    ({"bits": 4, "block_size": 4}, ValueError, "`block_size` must be at least 8 .*got 4"),
+    ({"scope": "batch"}, ValueError, '`scope` must be "sample" or "token", got \'batch\''),
+    ({"selection": "random"}, ValueError, "`selection` must be .*'random'"),
+    ({"max_dropped_energy": 2.0}, ValueError, "`max_dropped_energy` must be .*2.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_KEEPS, ids=[str(case[0]) for case in WRONG_KEEPS])
+def test_wrong_settings_are_named_with_their_value(arguments, error, message):
+    with pytest.raises(error, match=message) as caught:
+        Keep(**arguments)
+    assert "HINT" in str(caught.value)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    keep = Keep(bits=np.int64(4), sparsity=np.float32(0.5), block_size=np.uint8(16))
+    assert keep == Keep(bits=4, sparsity=0.5, block_size=16)
+    assert [type(value) for value in (keep.bits, keep.sparsity, keep.block_size)] == [int, float, int]
+
+
+def test_settings_are_values():
+    keep = Keep(bits=4, sparsity=CubicSchedule(end=0.8))
+    assert pickle.loads(pickle.dumps(keep)) == keep == dataclasses.replace(keep)
+    assert hash(keep) == hash(dataclasses.replace(keep))
+    assert Keep().stored_bits == 0
+    assert keep.stored_bits == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        keep.bits = 2
+
+
+def test_presets_name_operators():
+    assert set(PRESETS) == {"paper", "balanced", "max"}
+    for kept in PRESETS.values():
+        assert set(kept) <= set(get_args(Operator))
+        assert all(isinstance(keep, Keep) for keep in kept.values())
+    assert set(PRESETS["paper"]) == {"linear"}
+    assert PRESETS["paper"]["linear"].bits is None
+    assert set(PRESETS["balanced"]) == set(PRESETS["max"]) >= {"linear", "activation", "norm"}
+
+
+def test_the_first_rule_that_matches_counts_and_then_the_preset():
+    own = Keep(bits=2)
+    made = Config(preset="balanced", rules={"head": None, "blocks.*.fc1": own, "type:norm": Keep(bits=8), "*.q": own})
+    balanced = PRESETS["balanced"]
+    assert made.keep_of(["head"], "linear") is None
+    assert made.keep_of(["blocks.0.fc1"], "linear") == own
+    assert made.keep_of(["blocks.0.norm"], "norm") == Keep(bits=8)
+    assert made.keep_of(["blocks.0.fc2"], "linear") == balanced["linear"]
+    assert made.keep_of(["other", "block.q"], "linear") == own  # a layer may have several names
+
+
+def test_a_sparsity_without_a_preset_is_the_method_of_the_paper():
+    made = Config(sparsity=0.7)
+    assert made.keep_of(["fc"], "linear").sparsity == 0.7
+    assert made.keep_of(["fc"], "linear").bits is None
+    assert made.keep_of(["norm"], "norm") is None
+    assert Config(sparsity=0.7, block_size=16).keep_of(["fc"], "linear").block_size == 16
+    assert Config().keep_of(["fc"], "linear") == PRESETS["balanced"]["linear"]
+
+
+WRONG = [
+    ({"preset": "most"}, ValueError, "`preset` must be .*'most'.*HINT"),
+    ({"sparsity": 1}, ValueError, r"`sparsity` must be in \[0, 1\), got 1.*HINT"),
+    ({"sparsity": np.bool_(True)}, TypeError, "`sparsity` must be .*HINT"),
+    ({"block_size": 0, "sparsity": 0.5}, ValueError, "`block_size` must be a positive int, got 0.*HINT"),
+    ({"rules": 0.5}, TypeError, "`rules` must be .*0.5.*HINT"),
+    ({"rules": {"fc1": 0.5}}, TypeError, r"`rules\['fc1'\]` must be .*0.5.*HINT"),
+    ({"rules": {3: None}}, TypeError, "`rules` must .*3.*HINT"),
+    ({"rules": {"type:lineer": None}}, ValueError, "lineer.*HINT"),
+    ({"rules": {"fc3": None}}, ValueError, "'fc3' matches no .*did you mean 'fc2'.*HINT.*fc1"),
+    ({"rules": {"*": Keep(bits=4), "fc1": Keep(bits=2)}}, ValueError, "'fc1' never counts.*HINT"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), WRONG, ids=[str(case[0]) for case in WRONG])
+def test_wrong_arguments_are_named_and_the_model_untouched(arguments, error, message):
+    model = mlp()
+    with pytest.raises(error, match=f"(?s){message}"):
+        convert(model, **arguments)
+    assert [type(model.fc1), type(model.fc2)] == [nn.Linear, nn.Linear]
+    assert not any("_state" in vars(module) for module in model.modules())
+
+
+def test_examples_of_the_docstrings():
+    doctest = pytest.importorskip("doctest")
+    results = doctest.testmod(config)
+    assert results.failed == 0

@@ -1,0 +1,497 @@
+"""``convert`` and ``revert``: what is chosen, what is skipped and why, whose it is, and what stays as it was.
+
+What a converted layer does, and that reverting leaves nothing, is in ``tests/contract``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from types import MethodType
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, prune
+
+from lightning_actprune import ActivationPrunedLinear
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert, revert
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.scale import Affine
+from tests.support.conversion_models import TwoNames, deep, gradients, mlp
+from tests.support.measured import kept_bytes
+
+ROOT = Path(__file__).parents[1]
+PRUNED = Keep(sparsity=0.5, block_size=8)
+ALL = ["blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head"]
+"""Linear layers of ``deep()``."""
+
+
+def linear_only(keep: Keep = PRUNED) -> dict[str, Keep | None]:
+    return {"type:linear": keep, "*": None}
+
+
+def names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, CompressedLayer)]
+
+
+def state(model: nn.Module) -> dict[str, tuple[type, list[str]]]:
+    return {name: (type(module), list(vars(module))) for name, module in model.named_modules()}
+
+
+# What is chosen.
+
+CHOICES = [
+    ({"type:linear": PRUNED, "*": None}, ALL),
+    ({"blocks.*.fc1": PRUNED, "*": None}, [ALL[0], ALL[2]]),
+    ({"blocks.[!0].fc?": PRUNED, "*": None}, ALL[2:4]),
+    ({"head": None, "type:linear": PRUNED, "*": None}, ALL[:4]),
+    ({"*.fc1": None, "head": None, "type:linear": PRUNED, "*": None}, [ALL[1], ALL[3]]),
+    ({"blocks.0.*": None, "blocks.*.fc?": PRUNED, "*": None}, ALL[2:4]),
+]
+
+
+@pytest.mark.parametrize(("rules", "expected"), CHOICES, ids=[" ".join(case[0]) for case in CHOICES])
+def test_rules_choose_the_layers_and_the_first_that_matches_counts(rules, expected):
+    model = deep()
+    report = convert(model, rules=rules)
+    assert [layer.fqn for layer in report.converted] == names(model) == expected
+    assert revert(model) == expected
+
+
+def test_each_layer_is_kept_as_its_rule_says():
+    keeps = {"blocks.0.fc1": Keep(sparsity=0.1, block_size=16), "*.fc1": Keep(bits=4, scope="token")}
+    keeps |= {"blocks.*.fc2": Keep(sparsity=0.5, selection="swap"), "head": Keep(bits=2), "*": None}
+    model = deep()
+    convert(model, rules=keeps)
+    found = {name: model.get_submodule(name).keep for name in ALL}
+    first, second, third, last = (keep for keep in keeps.values() if keep is not None)
+    assert found == dict(zip(ALL, (first, third, second, third, last), strict=True))
+    for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert {name: twin.get_submodule(name).keep for name in ALL} == found
+
+
+def test_layers_are_compressed_as_if_each_was_converted_by_itself():
+    x, together, apart = torch.randn(3, 5, 65), deep(), deep()
+    apart.load_state_dict(together.state_dict())
+    rules = {"*.fc1": Keep(sparsity=0.25, block_size=8), "*.fc2": PRUNED, "head": Keep(bits=4), "*": None}
+    convert(together, rules=rules)
+    for pattern, keep in rules.items():
+        if keep is not None:
+            convert(apart, rules={pattern: keep, "*": None})
+    expected = gradients(apart, x)
+    assert all(torch.equal(grad, expected[name]) for name, grad in gradients(together, x).items())
+
+
+def test_only_the_gradients_of_converted_weights_change():
+    model, x = mlp(), torch.randn(3, 5, 65)
+    dense = gradients(model, x)
+    convert(model, rules={"fc2": PRUNED, "*": None})
+    found = gradients(model, x)
+    assert [name for name in dense if not torch.equal(dense[name], found[name])] == ["fc2.weight"]
+
+
+@pytest.mark.parametrize("pattern", ["encode", "decode", "dec*"])
+def test_layer_under_two_names_stays_one_and_matches_by_either(pattern):
+    model = TwoNames()
+    report = convert(model, rules={pattern: PRUNED, "*": None})
+    assert [layer.fqn for layer in report.converted] == ["encode"]
+    assert model.encode is model.decode
+    assert type(model.decode) is ActivationPrunedLinear
+    assert revert(model) == ["encode"]
+
+
+def test_an_attention_module_stands_for_its_in_projection():
+    attention = nn.MultiheadAttention(66, 3)
+    model = nn.ModuleDict({"attention": attention, "head": nn.Linear(66, 3)})
+    before, both = state(model), ["attention", "attention.out_proj"]
+    for chosen in (both[:1], both[1:], both):
+        rules = {name: PRUNED if name in chosen else None for name in both}
+        report = convert(model, rules={**rules, "*": None})
+        assert [layer.fqn for layer in report.converted] == chosen
+        assert revert(model) == chosen
+        assert state(model) == before
+
+
+def test_the_model_may_be_a_single_layer():
+    model = nn.Linear(65, 33)
+    x = torch.randn(3, 5, 65)
+    y = model(input=x)
+    assert len(convert(model, rules=linear_only()).converted) == 1
+    assert torch.equal(model(input=x), y)
+    assert len(revert(model)) == 1
+    assert type(model) is nn.Linear
+
+
+# What is not.
+
+
+class TimesTwo(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def own_forward() -> nn.Linear:
+    """A layer whose instance replaces the forward, as accelerate's hooks do."""
+    layer = nn.Linear(65, 33)
+    layer.forward = MethodType(nn.Linear.forward, layer)
+    return layer
+
+
+ODD_LAYERS = {
+    "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(65, 33)), "forward is not known"),
+    "output_projection": (lambda: nn.MultiheadAttention(66, 3).out_proj, "without calling its forward"),
+    "lazy": (lambda: nn.LazyLinear(33), "is not initialised yet"),
+    "subclass": (lambda: TimesTwo(65, 33), "forward is not known"),
+    "built": (lambda: ActivationPrunedLinear(65, 33, sparsity=0.25), "was built as ActivationPrunedLinear"),
+    "complex": (lambda: nn.Linear(65, 33, dtype=torch.complex64), "complex64"),
+    "own_forward": (own_forward, "forward was replaced on the instance"),
+    "attention": (lambda: OwnAttention(66, 3), "forward is not known"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_LAYERS)
+def test_layer_whose_code_is_not_known_is_skipped_with_a_reason(kind):
+    build, reason = ODD_LAYERS[kind]
+    model = nn.ModuleDict({"odd": build(), "plain": nn.Linear(65, 33)})
+    before = state(model["odd"])
+    report = convert(model, rules=linear_only())
+    assert [layer.fqn for layer in report.converted] == ["plain"]
+    assert report.skipped[0].fqn == "odd"
+    assert reason in report.skipped[0].reason
+    assert revert(model) == ["plain"]
+    assert state(model["odd"]) == before
+
+
+def test_scaling_in_place_is_left_to_timm():
+    scale = pytest.importorskip("timm.layers.layer_scale").LayerScale
+    model = nn.Sequential(scale(70, inplace=True), Affine(70))
+    report = convert(model, rules={"*": Keep(bits=4)})
+    assert [layer.fqn for layer in report.converted] == ["1"]
+    assert "in place" in report.skipped[0].reason
+
+
+def test_mask_of_torch_pruning_is_applied_after_conversion():
+    # torch.nn.utils.prune leaves the type alone and recomputes the weight in a forward pre-hook.
+    model, x = mlp(), torch.randn(3, 5, 65)
+    prune.l1_unstructured(model.fc1, "weight", amount=0.5)
+    mask, y = model.fc1.weight_mask, model(x)
+    convert(model, rules=linear_only())
+    assert torch.equal(model(x), y)
+    grad = gradients(model, x)["fc1.weight_orig"]
+    assert torch.equal(grad != 0, mask.bool() & (grad != 0))
+    assert grad.abs().sum() > 0
+
+
+def test_names_are_those_without_wrappers():
+    model = nn.ModuleDict({"block": checkpoint_wrapper(mlp()), "head": nn.Linear(3, 3)})
+    report = convert(model, rules={"block.fc1": PRUNED, "*": None})
+    assert [layer.fqn for layer in report.converted] == ["block.fc1"]
+
+
+def test_nothing_converted_is_an_error_with_every_reason():
+    model = nn.ModuleDict({"twice": TimesTwo(65, 33), "out": nn.Linear(65, 3)})
+    before = state(model)
+    with pytest.raises(ValueError, match="No layer was converted") as caught:
+        convert(model, rules={"out": None, "type:linear": PRUNED, "*": None})
+    assert "twice" in str(caught.value)
+    assert "HINT" in str(caught.value)
+    assert state(model) == before
+
+
+def test_what_is_no_model_is_an_error():
+    for of_no_model in (convert, revert):
+        with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module, got 3 of type int. HINT"):
+            of_no_model(3)
+    with pytest.raises(ValueError, match="HINT"):
+        convert(nn.Sequential(nn.Identity()), rules=linear_only())
+
+
+def test_pattern_that_matches_nothing_is_an_error_that_lists_the_layers():
+    model = deep()
+    before = state(model)
+    with pytest.raises(ValueError, match=r"'block\.\*' matches no .*HINT.*blocks\.0\.fc1"):
+        convert(model, rules={"block.*": PRUNED, "head": PRUNED, "*": None})
+    assert state(model) == before
+
+
+def test_an_error_after_an_earlier_conversion_leaves_that_one():
+    model = mlp()
+    convert(model, rules={"fc1": PRUNED, "*": None})
+    with pytest.raises(ValueError, match="'nothing' matches no"):
+        convert(model, rules={"fc2": PRUNED, "nothing": PRUNED, "*": None})
+    assert names(model) == ["fc1"]
+
+
+# Whose it is.
+
+
+def test_revert_of_one_owner_leaves_the_others():
+    model = mlp()
+    convert(model, rules={"fc1": PRUNED, "*": None})
+    convert(model, rules={"fc2": Keep(bits=4), "*": None})
+    assert revert(model, model.fc2.owner) == ["fc2"]
+    assert (type(model.fc1), type(model.fc2)) == (ActivationPrunedLinear, nn.Linear)
+
+
+@pytest.mark.parametrize("claimed", ["fc1", "fc2"])
+def test_a_layer_is_converted_once(claimed):
+    model = mlp()
+    convert(model, rules={claimed: PRUNED, "*": None})
+    before = state(model)
+    with pytest.raises(ValueError, match=rf"'{claimed}' is already converted by convert\(\) #\w+.*HINT"):
+        convert(model, rules=linear_only(Keep(bits=4)))
+    assert state(model) == before
+    assert model.get_submodule(claimed).keep == PRUNED
+
+
+# What stays as it was.
+
+
+def test_optimizer_built_before_conversion_updates_the_layers():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    convert(model, rules=linear_only())
+    before = copy.deepcopy(model.state_dict())
+    grads = gradients(model, torch.randn(4, 5, 65))
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert grads[name].abs().sum() > 0
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.5 * grads[name])
+
+
+def test_tied_parameters_stay_tied():
+    model = nn.ModuleDict({"embed": nn.Embedding(11, 65), "head": nn.Linear(65, 11, bias=False)})
+    model["head"].weight = model["embed"].weight
+    convert(model, rules=linear_only())
+    assert model["head"].weight is model["embed"].weight
+
+
+def test_training_flags_and_attributes_are_kept():
+    model = deep()
+    model.head.eval()
+    model.head.tag = "mine"
+    flags = [m.training for m in model.modules()]
+    for step in (lambda m: convert(m, rules=linear_only()), revert):
+        step(model)
+        assert [m.training for m in model.modules()] == flags
+        assert model.head.tag == "mine"
+
+
+def test_revert_keeps_a_parametrization_registered_after_conversion():
+    model, x = mlp(), torch.randn(3, 65)
+    convert(model, rules=linear_only())
+    parametrizations.weight_norm(model.fc1)
+    y = model(x)
+    revert(model)
+    assert not isinstance(model.fc1, ActivationPrunedLinear)
+    assert torch.equal(model(x), y)
+
+
+def test_printing_shows_how_layers_are_kept():
+    model = mlp()
+    convert(model, rules=linear_only(Keep(bits=4, sparsity=0.25, block_size=16, scope="token")))
+    [line] = [line for line in repr(model).splitlines() if "(fc2)" in line]
+    assert "ActivationPrunedLinear(in_features=97, out_features=3, bias=True, " in line
+    for shown in ("bits=4", "sparsity=0.25", "block_size=16", "scope='token'"):
+        assert shown in line
+
+
+@pytest.mark.slow
+def test_pickle_after_revert_loads_without_the_package(tmp_path):
+    model = mlp()
+    convert(model, rules=linear_only())
+    torch.save(model, tmp_path / "converted.pt")
+    revert(model)
+    torch.save(model, tmp_path / "reverted.pt")
+    script = """
+import sys
+sys.modules["lightning_actprune"] = None  # every import of it fails
+import torch
+model = torch.load("reverted.pt", weights_only=False)
+print(type(model.fc1) is torch.nn.Linear, model(torch.ones(65)).shape == (3,))
+try:
+    torch.load("converted.pt", weights_only=False)
+except ImportError:
+    print("blocked")
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["True", "True", "blocked"], run.stderr
+
+
+@pytest.mark.slow
+def test_nothing_imports_transformers_and_a_model_without_it_is_converted():
+    script = """
+import sys
+import lightning.pytorch  # what Lightning asks for is not ours
+sys.modules["transformers"] = sys.modules["transformers.pytorch_utils"] = None  # every import of them fails
+from torch import nn
+import lightning_actprune
+print(len(lightning_actprune.convert(nn.Sequential(nn.Linear(64, 64)), sparsity=0.5).converted))
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["1"], run.stderr
+
+
+@pytest.mark.slow
+def test_a_model_of_another_package_is_pickled_converted_and_loads_in_a_fresh_process(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
+    reference = [type(module) for module in model.modules()]
+    converted = convert(model, rules={"*": Keep(bits=8)}).converted
+    assert {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.act", "transformer.ln_f"} <= {c.fqn for c in converted}
+    torch.save(model, tmp_path / "converted.pt")
+    script = """
+import sys
+import torch
+model = torch.load(sys.argv[1], weights_only=False)  # as a spawned worker does
+from lightning_actprune.convert import revert
+print(type(model.transformer.h[0].mlp.c_fc).__name__, len(revert(model)))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "converted.pt")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["CompressedConv1D", str(len(converted))], run.stderr
+    revert(model)
+    assert [type(module) for module in model.modules()] == reference
+
+
+# Everything at once.
+
+EVERY = {"linear": "fc1", "activation": "act", "norm": "norm"}
+
+
+def everything() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(first=Scaled(), second=Scaled(), head=nn.Linear(64, 64)))
+
+
+class Scaled(nn.Module):
+    """A block whose residual branch is scaled by a bare parameter, as in many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.fc1, self.act, self.fc2 = nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)
+        self.gamma = nn.Parameter(torch.full((64,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gamma * self.fc2(self.act(self.fc1(self.norm(x))))
+
+
+def loss_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+
+def test_a_preset_covers_every_operator_and_keeps_a_fraction():
+    dense, x = everything(), torch.randn(64, 32, 64)
+    ours = copy.deepcopy(dense)
+    report = convert(ours, "balanced")
+    kept = {layer.fqn: layer.operator for layer in report.converted}
+    assert kept == {"head": "linear"} | {
+        f"{block}.{name}": operator
+        for block in ("first", "second")
+        for name, operator in (("fc1", "linear"), ("fc2", "linear"), ("act", "activation"), ("norm", "norm"))
+    }
+    assert report.saved is not None
+    assert kept_bytes(ours, x) < 0.3 * kept_bytes(dense, x)
+    for mine, exact in zip(loss_gradients(ours, x), loss_gradients(dense, x), strict=True):
+        assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_an_operator_alone(operator):
+    dense, x = everything(), torch.randn(64, 32, 64)
+    ours = copy.deepcopy(dense)
+    report = convert(ours, rules={f"type:{operator}": Keep(bits=8), "*": None})
+    assert {layer.operator for layer in report.converted} == {operator}
+    assert report.saved is None
+    assert kept_bytes(ours, x) < kept_bytes(dense, x)
+
+
+def test_what_no_rule_covers_is_counted():
+    report = convert(everything(), sparsity=0.5)
+    assert {layer.operator for layer in report.converted} == {"linear"}
+    assert dict(report.uncovered) == {"activation": 2, "norm": 2}
+
+
+def test_a_graph_made_before_reverting_still_runs_backward():
+    model = everything()
+    convert(model)
+    loss = model(torch.randn(4, 32, 64)).sum()
+    revert(model)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(64), Affine(64)], ids=["norm", "affine"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_converted_layers_return_may_be_written_to(norm, compiled):
+    torch.compiler.reset()
+    dense = nn.Sequential(nn.Linear(64, 64), copy.deepcopy(norm), nn.ReLU(inplace=True))
+    ours = copy.deepcopy(dense)
+    convert(ours, rules={"*": Keep(bits=8)})
+    x = torch.randn(4, 16, 64)
+    called = torch.compile(ours, backend="aot_eager") if compiled else ours
+    found = torch.autograd.grad(called(x).square().mean(), list(ours.parameters()))
+    for mine, exact in zip(found, loss_gradients(dense, x), strict=True):
+        assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
+
+
+def test_copies_are_reverted_without_a_trace():
+    model = everything()
+    before = {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
+    for _ in range(2):
+        convert(model)
+        model = copy.deepcopy(model)
+        revert(model)
+    assert {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()} == before
+
+
+def test_reverting_a_wrapper_takes_the_hooks_off_what_it_wraps():
+    inner = everything()
+    before = state(inner)
+    convert(inner)
+    revert(nn.Sequential(inner))
+    assert state(inner) == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in inner.modules())
+
+
+def test_what_is_saved_is_claimed_once():
+    model = everything()
+    convert(model, rules={"type:saved": Keep(bits=8), "head": Keep(bits=4), "*": None})
+    with pytest.raises(ValueError, match=r"already kept compressed by .*HINT"):
+        convert(model, rules={"type:saved": Keep(bits=4), "first.fc1": Keep(bits=4), "*": None})
+
+
+# What is reported.
+
+
+def test_rows_are_flat_and_plain():
+    model = nn.Sequential(
+        OrderedDict(norm=nn.LayerNorm(64), fc1=nn.Linear(64, 64), act=nn.GELU(), fc2=nn.Linear(64, 8))
+    )
+    report = convert(model, rules={"fc2": None, "fc1": Keep(sparsity=0.5), "act": Keep(bits=4), "norm": None})
+    rows = report.to_rows()
+    assert all(list(row) == list(rows[0]) for row in rows)
+    assert all(type(value) in (str, int, float, bool, type(None)) for row in rows for value in row.values())
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    by_name = {row["fqn"]: row for row in rows}
+    assert {name: row["converted"] for name, row in by_name.items()} == {
+        "norm": False, "fc1": True, "act": True, "fc2": False,
+    }  # fmt: skip
+    assert (by_name["fc1"]["sparsity"], by_name["fc1"]["in_features"], by_name["fc1"]["bits"]) == (0.5, 64, None)
+    assert (by_name["act"]["operator"], by_name["act"]["bits"], by_name["act"]["sparsity"]) == ("activation", 4, 0.0)
+    assert "'fc2'" in by_name["fc2"]["reason"]
+    assert "fc2 (Linear): " in report.describe_skipped()

@@ -1,0 +1,295 @@
+"""Compressed models in training: sharded and tensor-parallel, with scaled losses in fp16, compiled, in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from lightning_actprune import ActivationPrunedLinear, convert, revert
+from lightning_actprune.config import Keep
+from tests.support.conversion_models import gradients, mlp
+
+# In one process of a group.
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of one CPU process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_fully_shard_before_conversion_trains_like_the_unsharded_pruned_model(mesh, replicated: bool):
+    if replicated:  # shards in every group of processes
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicated", "sharded"))
+    plain, x = mlp(), torch.randn(3, 5, 65)
+    sharded = fully_shard(copy.deepcopy(plain), mesh=mesh)
+    dense = gradients(plain, x)
+    for model in (plain, sharded):
+        report = convert(model, sparsity=0.6, block_size=8)
+        assert [layer.fqn for layer in report.converted] == ["fc1", "fc2"]
+    for _ in range(2):
+        expected, found = gradients(plain, x), gradients(sharded, x)
+        for name, grad in found.items():
+            assert isinstance(grad, DTensor)
+            torch.testing.assert_close(grad.full_tensor(), expected[name])
+        for model in (plain, sharded):
+            torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    assert not torch.allclose(gradients(plain, x)["fc1.weight"], dense["fc1.weight"], rtol=0.1)
+    for (name, p), q in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(q.full_tensor(), p.detach(), msg=lambda text, name=name: f"{name}: {text}")
+    assert revert(sharded) == ["fc1", "fc2"]
+    assert isinstance(sharded, FSDPModule)
+
+
+def test_fully_sharded_leaf_is_skipped_by_its_type(mesh):
+    model = mlp()
+    fully_shard(model.fc1, mesh=mesh)
+    report = convert(model, sparsity=0.6)
+    assert [layer.fqn for layer in report.converted] == ["fc2"]
+    assert [(layer.fqn, layer.kind) for layer in report.skipped] == [("fc1", "FSDPLinear")]
+
+
+def test_tensor_parallel_layer_is_skipped(mesh):
+    model = parallelize_module(mlp(), mesh, {"fc1": ColwiseParallel()})
+    report = convert(model, sparsity=0.6)
+    assert [layer.fqn for layer in report.converted] == ["fc2"]
+    assert [layer.fqn for layer in report.skipped] == ["fc1"]
+    assert "tensor-parallel DTensor" in report.skipped[0].reason
+    assert type(model.fc1) is nn.Linear
+
+
+def test_tensor_parallel_layer_in_a_fully_sharded_model_is_skipped(mesh):
+    grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(mlp(), grid["tensor"], {"fc1": ColwiseParallel()})
+    report = convert(fully_shard(model, mesh=grid["data"]), sparsity=0.6)
+    assert [layer.fqn for layer in report.converted] == ["fc2"]
+    assert "tensor-parallel DTensor" in report.skipped[0].reason
+
+
+def test_revert_keeps_a_layer_sharded_after_conversion(mesh):
+    model, x = mlp(), torch.randn(3, 65)
+    convert(model, sparsity=0.6)
+    fully_shard(model.fc1, mesh=mesh)
+    y = model(x)
+    assert revert(model) == ["fc1", "fc2"]
+    assert not isinstance(model.fc1, ActivationPrunedLinear)
+    assert isinstance(model.fc1, FSDPModule)
+    assert torch.equal(model(x), y)
+
+
+class Flattened(FullyShardedDataParallel):
+    """What the wrapper leaves of a model between steps, without a process group: parts of one vector as parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self._fsdp_wrapped_module = model
+        for module in model.modules():
+            module._is_fsdp_managed_module = True
+        for parameter in model.parameters():
+            parameter.data = parameter.detach().flatten()[:7]
+
+
+def test_layers_whose_weights_were_flattened_before_conversion_are_skipped():
+    """They would be converted without their sizes; one that was converted before is as it was."""
+    model, keep = mlp(), Keep(sparsity=0.5, block_size=8)
+    convert(model, rules={"fc1": keep, "*": None})
+    with pytest.raises(ValueError, match=r"(?s)No layer was converted.*0\.fc2.*flattens its weight"):
+        convert(nn.Sequential(Flattened(model)), rules={"0.fc1": None, "type:linear": keep, "*": None})
+    assert revert(model) == ["fc1"]
+    assert type(model.fc1) is nn.Linear
+
+
+def test_what_was_partitioned_before_conversion_is_skipped():
+    model = mlp()
+    model.fc1.weight.ds_id = 0  # as deepspeed.zero.Init leaves it: empty until the layer is called
+    model.fc1.weight.data = torch.empty(0)
+    report = convert(model, sparsity=0.6)
+    assert [(layer.fqn, "was partitioned by DeepSpeed" in layer.reason) for layer in report.skipped] == [("fc1", True)]
+
+
+# In one process.
+
+
+def test_model_compiled_before_conversion_recompiles_once():
+    model, x = mlp(), torch.randn(3, 5, 65)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    dense = gradients(compiled, x)["_orig_mod.fc1.weight"]
+    assert counter.frame_count == 1
+    convert(compiled, sparsity=0.6, block_size=8)
+    pruned = [gradients(compiled, x)["_orig_mod.fc1.weight"] for _ in range(2)]
+    assert counter.frame_count == 2
+    torch.testing.assert_close(pruned[1], gradients(model, x)["fc1.weight"])
+    assert not torch.allclose(pruned[1], dense, rtol=0.1)
+
+
+def test_converted_model_runs_on_the_meta_device():
+    with torch.device("meta"):
+        model, x = mlp(), torch.empty(3, 5, 65)
+    convert(model, sparsity=0.6, block_size=8)
+    y = model(x)
+    assert (y.shape, y.device.type) == ((3, 5, 3), "meta")
+    y.sum().backward()
+    assert model.fc1.weight.grad.shape == (97, 65)
+
+
+def test_plain_training_loop_lowers_the_loss():
+    x = torch.randn(128, 65)
+    target = torch.sin(x[:, :3] * 2)
+    model = mlp()
+    convert(model, sparsity=0.5, block_size=8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss = F.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# With scaled losses in fp16. Decisions are compared where an overflow shows in the gradients that are exact: a
+# compressed layer sums the gradients of its weight and bias in fp32, so what overflows in such a sum alone, in fp16,
+# overflows in the dense layer only.
+
+SPARSITY, BLOCK = 0.9, 16
+
+
+def tanh_mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+@dataclass
+class Run:
+    """What a few steps of training did.
+
+    Args:
+        scales: Scale before each step, and after the last.
+        skipped: Whether the step left every parameter as it was.
+        finite: Whether all parameters were finite after the step.
+    """
+
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+
+
+def train(
+    model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor], steps: int, scale: float, lr: float = 1e-3
+) -> Run:
+    """Train with dynamic scaling, under autocast to fp16."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    optimizer, run = torch.optim.Adam(model.parameters(), lr=lr), Run()
+    for step in range(steps):
+        before = copy.deepcopy(model.state_dict())
+        run.scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = model.state_dict()
+        run.skipped.append(all(torch.equal(before[name], after[name]) for name in before))
+        run.finite.append(all(bool(torch.isfinite(value).all()) for value in after.values()))
+    run.scales.append(scaler.get_scale())
+    return run
+
+
+def dense_and_pruned(model: nn.Module, *args: object, **options: float) -> tuple[Run, Run, nn.Module]:
+    pruned = copy.deepcopy(model)
+    convert(pruned, sparsity=SPARSITY, block_size=BLOCK)
+    return train(model, *args, **options), train(pruned, *args, **options), pruned
+
+
+def test_decisions_are_the_dense_ones_with_overflows_injected_everywhere():
+    x, y = torch.randn(8, 4, 10, 64), torch.randint(4, (8, 4))
+    x[1, 2, 3, 5] = math.inf
+    x[6, 0, 9, 63] = math.nan
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            out = model(x[step])
+        if step == 3:
+            out.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), math.inf))
+        if step == 4:
+            out.register_hook(lambda grad: grad * math.nan)
+        return nn.functional.cross_entropy(out.float().mean(1), y[step])
+
+    dense, pruned, model = dense_and_pruned(tanh_mlp(), loss_of, 8, 1024.0)
+    assert dense.skipped == [step in (1, 3, 4, 6) for step in range(8)]
+    assert pruned == dense
+    assert all(pruned.finite)
+    assert [b / a for a, b in pairwise(pruned.scales)] == [
+        0.5 if skipped else 1.0 for skipped in pruned.skipped
+    ]  # never three good steps in a row, so that it does not grow
+    assert all(isinstance(layer, ActivationPrunedLinear) for layer in model[::2])
+
+
+def test_a_scale_that_is_too_high_comes_down_step_by_step_and_grows_again():
+    """One row: sums have one summand, and every gradient is at most that of the output."""
+    x = torch.rand(1, 64)
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return model(x).float().mean()
+
+    dense, pruned, _ = dense_and_pruned(tanh_mlp(), loss_of, 14, 2.0**21, lr=1e-6)
+    assert pruned == dense
+    # d loss / d output is a quarter of the scale, and 2^16 is no fp16 any more.
+    assert pruned.scales[:5] == [2.0**21, 2.0**20, 2.0**19, 2.0**18, 2.0**17]
+    assert pruned.skipped == [scale >= 2.0**18 for scale in pruned.scales[:-1]]
+    assert pruned.skipped.count(True) > 4  # it grows, overflows and comes down again
+    assert all(pruned.finite)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [(0, 0, 0), (1, 7, 31), (2, 9, 63), (3, 4, 16)])
+def test_only_a_kept_block_can_show_an_input_that_is_not_finite(value: float, place: tuple[int, int, int]):
+    """Its row has no gradient, so that 0 times the value is the only trace, and its block is zero but for it."""
+    x = torch.randn(4, 10, 64)
+    sample, row, column = place
+    x[sample, row, column // BLOCK * BLOCK : (column // BLOCK + 1) * BLOCK] = 0
+    x[place] = value
+    weight = torch.ones(4, 10, 1)
+    weight[sample, row] = 0
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            out = model(x if step == 1 else torch.ones_like(x))
+        return (out.float().nan_to_num(0, 0, 0) * weight).sum()
+
+    dense, pruned, _ = dense_and_pruned(nn.Sequential(nn.Linear(64, 8, bias=False)), loss_of, 3, 16.0)
+    assert pruned == dense
+    assert pruned.skipped == [False, True, False]
+    assert pruned.scales == [16.0, 16.0, 8.0, 8.0]
+
+
+def test_weights_in_fp16():
+    x = torch.randn(4, 10, 64, dtype=torch.float16)
+    model = nn.Sequential(nn.Linear(64, 8)).half()
+    convert(model, sparsity=SPARSITY, block_size=BLOCK)
+    grads = []
+    for value in (1.0, math.inf, 1.0):
+        model.zero_grad()
+        x[1, 2, 3] = value
+        model(x).float().nan_to_num(0, 0, 0).sum().backward()
+        grads.append(model[0].weight.grad.clone())
+    assert [bool(torch.isfinite(grad).all()) for grad in grads] == [True, False, True]
+    assert torch.equal(grads[0], grads[2])
