@@ -1,0 +1,99 @@
+"""Transformers' ``Conv1D`` is measured as other linear layers are: what is announced is what is kept."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert, revert
+from tests.support.conv1d import block
+
+
+def linear_layers(**settings: object) -> dict[str, Keep | None]:
+    return {"type:linear": Keep(sparsity=0.6, block_size=16, **settings), "*": None}
+
+
+def measure(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> MemoryReport:
+    with SavedTensorMeter(model, (args, kwargs)) as meter:
+        model(*args, **kwargs)
+    return meter.report()
+
+
+@pytest.mark.parametrize("scope", ["sample", "token"])
+@pytest.mark.parametrize("shape", [(7, 65), (3, 5, 65), (2, 3, 5, 65)], ids=str)
+def test_what_is_announced_is_what_is_kept(conv1d, shape, scope):
+    model, x = block(conv1d), torch.randn(shape, requires_grad=True)
+    dense = measure(model, x)
+    convert(model, rules=linear_layers(scope=scope))
+    pruned = measure(model, x)
+    assert [row.fqn for row in pruned.rows] == ["c_fc", "c_proj"]
+    assert [row.dense_bytes for row in pruned.rows] == [x.nbytes, x.nbytes // 65 * 97]
+    assert [row.dense_bytes for row in pruned.rows] == [row.stored_bytes for row in dense.rows]
+    assert all(row.stored_bytes == row.accounted_bytes for row in pruned.rows)
+    assert pruned.dense_bytes + pruned.other_bytes == dense.total_bytes
+    assert dense.total_bytes - pruned.total_bytes == pruned.saved_bytes > 0
+
+
+def test_a_dense_conv1d_retains_the_input_of_its_sister(conv1d):
+    class Sisters(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = conv1d(65, 65), conv1d(65, 65)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2
+            return self.q(x) * self.k(x)
+
+    model, x = Sisters(), torch.randn(3, 5, 65)
+    report = convert(model, rules={"k": None, **linear_layers()})
+    with RetentionProbe(model, x) as probe:
+        model(x)
+    (row,) = probe.apply(report)
+    assert (row.fqn, row.reason) == ("q", "its input is kept for backward by 'k' (a layer that is dense)")
+    revert(model)
+    convert(model, rules=linear_layers())
+    assert [row.stored_bytes > 0 for row in measure(model, x).rows] == [True, False]  # one pack for both
+
+
+def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    config = transformers.GPT2Config(**sizes, **drop, use_cache=False)
+    tokens = torch.randint(99, (3, 32))
+    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_gpt2_saves_what_is_announced_and_changes_no_other_gradient(autocast):
+    model, batch = gpt2()
+    dense = copy.deepcopy(model)
+    report = convert(model, rules=linear_layers())
+    names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    layers = [f"transformer.h.{i}.{name}" for i in (0, 1) for name in names]
+    assert [layer.fqn for layer in report.converted] == [*layers, "lm_head"]
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with context, RetentionProbe(model, batch) as probe:
+        model(**batch)
+    retained = {layer.fqn: layer.reason for layer in probe.apply(report)}
+    assert all("attn.c_proj" in fqn and "scaled_dot_product" in reason for fqn, reason in retained.items())
+    with context:
+        plain, found = measure(dense, **batch), measure(model, **batch)
+    assert [row.fqn for row in found.rows if row.sparsity] == [layer.fqn for layer in report.converted]
+    assert all(row.stored_bytes == row.accounted_bytes for row in found.rows)
+    assert found.dense_bytes + found.other_bytes == plain.total_bytes
+    assert plain.total_bytes - found.total_bytes == found.saved_bytes > 0
+    losses = [net(**batch).loss for net in (dense, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    weights = {f"{layer.fqn}.weight" for layer in report.converted} | {"transformer.wte.weight"}  # tied to the head
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad) == (name not in weights), name
+        assert ours.grad.stride() == theirs.grad.stride()
