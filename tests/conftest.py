@@ -17,6 +17,10 @@ if not torch.cuda.is_available():
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import conv1d as conv1d_module
 
+# Two workers share two cores, and a pool of threads does not survive the fork of tests with several processes: the
+# children would wait for threads that they do not have.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
