@@ -72,6 +72,8 @@ from torch import Tensor
 
 MASK = 0xFFFFFFFF
 PLACE = 0x85EBCA6B
+SIGNED_PLACE = PLACE - 2**32
+"""The same modulo 2^32, but a number of 32 bits with a sign: a compiler multiplies indices in 32 bits."""
 MIX = (16, 0x7FEB352D, 15, 0x846CA68B)
 DITHER_BITS = 19
 """Bits of a code and of its dither together: with the half and a scale of 4 bits, a product has the 24 of fp32."""
@@ -153,7 +155,7 @@ def dither(headers: Tensor, block_size: int, bits: int) -> Tensor:
     ``headers`` are their 16-bit numbers ``H [nnz, 1]``, not negative, in the order of their places.
     """
     kept, places = DITHER_BITS - bits, torch.arange(len(headers), device=headers.device)
-    h = mix(((headers.flatten().long() << 16) + places * PLACE) & MASK) >> (32 - kept)
+    h = mix(((headers.flatten().long() << 16) + places * SIGNED_PLACE) & MASK) >> (32 - kept)
     turned = _reversed(torch.arange(block_size, device=headers.device), kept)
     # The lower halves of numbers of 64 bits: a view of another width is one of memory.
     h, turned = (numbers.view(torch.int32)[::2] for numbers in (h, turned))

@@ -297,7 +297,7 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
 def dither(count: int, bits: int, device: torch.device) -> Tensor:
     """Return the fp32 numbers ``u [count]`` of codes of so many bits; ``count`` is a multiple of ``ROW``."""
     rows, kept = torch.arange(count // ROW, device=device), 22 - bits
-    h = formats.mix(rows * formats.PLACE & formats.MASK) >> (32 - kept)
+    h = formats.mix(rows * formats.SIGNED_PLACE & formats.MASK) >> (32 - kept)
     e = torch.arange(ROW, dtype=torch.int32, device=device)
     turned = (e & 1) << (kept - 1) | (e >> 1 & 1) << (kept - 2) | (e >> 2) << (kept - 3)
     # The lower halves of numbers of 64 bits. A view of another width is one of memory: a compiler that fuses all of
@@ -341,7 +341,8 @@ def inverse_order(order: list[int]) -> list[int]:
 
 def activate(x: Tensor, stored: StoredDerivative, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return ``f(x)`` in ``dtype``, laid out as torch lays it out, and what is stored, in plain torch."""
-    y = ACTIVATIONS[stored.function].forward(x.to(dtype), *stored.parameters).to(dtype)
+    y = ACTIVATIONS[stored.function].forward(x if x.dtype == dtype else x.to(dtype), *stored.parameters)
+    y = y if y.dtype == dtype else y.to(dtype)
     return y, encode(x.permute(memory_order(y.stride())).reshape(-1), stored)
 
 

@@ -154,7 +154,7 @@ class NormFunction(torch.autograd.Function):
         if setting.keeps_layout and not x.is_contiguous():
             laid_out = torch.empty_like(x, dtype=dtype)
             if laid_out.stride() != y.stride():
-                return laid_out.copy_(y)
+                y = laid_out.copy_(y)
         if eager and len(shape) == 1:
             reuse.remember(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
         return y

@@ -86,7 +86,7 @@ def remember(y: Tensor, values: Tensor, weight: Tensor | None, bias: Tensor | No
     """Let linear layers find that ``y = x^ weight + bias``, of which ``values`` keep x^; of plain eager mode alone.
 
     Args:
-        y: ``[..., L]``, contiguous, in no more than 32 bits, no view.
+        y: ``[..., L]``, without gaps, in no more than 32 bits, no view.
         values: The bytes of all blocks of x^, ``[R, L]``.
         weight: ``L`` values or ``None``.
         bias: ``L`` values or ``None``.
@@ -107,8 +107,7 @@ def remember_copy(copy: Tensor, x: Tensor) -> None:
     found = _known(x) if _outputs else None
     if found is None or found.order != "alike" or found.dtype != x.dtype or len(found.shape) != 3:
         return
-    samples, rows, length = found.shape
-    if x.shape != (rows, samples, length) or x.stride() != _swapped(found.shape, 0, 1) or not _is_current(found, x):
+    if not _is_swapped(x, found, 0, 1) or not _is_current(found, x):
         return
     versions = *_state(copy), *found.versions[2:]
     _outputs[id(copy)] = found._replace(y=_reference(copy), order="samples_second", versions=versions)
@@ -241,17 +240,19 @@ def _state(x: Tensor | None) -> tuple[int, int]:
 
 def _order(x: Tensor, found: _Output) -> Order | None:
     """Return how the rows of ``x``, a view, lie in what it is a view of; ``None`` if it shows anything else."""
-    shape = found.shape
-    if found.order != "alike" or x.dtype != found.dtype or x.numel() != shape.numel():
+    y = found.y()
+    if y is None or found.order != "alike" or x.dtype != found.dtype or x.numel() != y.numel():
         return None
-    if x.shape[-1] == shape[-1] and x.is_contiguous():
+    if x.shape[-1] == y.shape[-1] and x.is_contiguous() and y.is_contiguous():
         return "alike"
-    turned = len(shape) == 3 and x.shape == (shape[0], shape[2], shape[1]) and x.stride() == _swapped(shape, 1, 2)
-    return "turned" if turned else None
+    return "turned" if y.dim() == 3 and _is_swapped(x, found, 1, 2) else None
 
 
-def _swapped(shape: torch.Size, first: int, second: int) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of three dimensions with two of them swapped."""
-    strides = [shape[1] * shape[2], shape[2], 1]
-    strides[first], strides[second] = strides[second], strides[first]
-    return tuple(strides)
+def _is_swapped(x: Tensor, found: _Output, first: int, second: int) -> bool:
+    """Return whether ``x`` is a view of what is known, of three dimensions, with two of them swapped."""
+    y = found.y()
+    if y is None:
+        return False
+    order = [0, 1, 2]
+    order[first], order[second] = second, first
+    return x.shape == tuple([y.shape[dim] for dim in order]) and x.stride() == tuple([y.stride(dim) for dim in order])

@@ -83,6 +83,22 @@ def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, made
     torch.testing.assert_close(layer.bias.grad.double(), grad_y.sum(1), rtol=0, atol=most)
 
 
+@pytest.mark.parametrize("read", ["rows", "turned"])
+def test_an_output_that_lies_as_its_input_does(device, read):
+    """An affine layer keeps the layout of its input: of a map of patches, the tokens of a channel lie side by side."""
+    norm, x, grads = norm_of("affine", device=device), activation(device), []
+    layer = linear(READS[read](x).shape[-1], device=device)
+    for given in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
+        y = norm(given)
+        assert y.stride() == given.stride()
+        z = layer(READS[read](y))
+        assert reuses(z, y)
+        g = torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        grads.append(torch.autograd.grad(z, [layer.weight, layer.bias, given], g))
+    for contiguous, turned in zip(*grads, strict=True):
+        torch.testing.assert_close(contiguous, turned, rtol=1e-5, atol=1e-5)
+
+
 def test_models_in_16_bits(device):
     dtype = torch.bfloat16
     norm, layer = norm_of(device=device, dtype=dtype), linear(device=device, dtype=dtype)
