@@ -101,7 +101,7 @@ class Activation(NamedTuple):
 
 
 class StoredDerivative(NamedTuple):
-    """What is stored of a function's derivative.
+    """What is stored of a function's derivative, with methods for properties: compilers before torch 2.9 see no others.
 
     Args:
         function: Name in ``ACTIVATIONS``.
@@ -113,38 +113,33 @@ class StoredDerivative(NamedTuple):
     parameters: tuple[float, ...]
     bits: int
 
-    @property
     def exact(self) -> bool:
         """Whether it is one bit."""
         return ACTIVATIONS[self.function].exact
 
-    @property
     def planes(self) -> tuple[int, ...]:
         """The bits of each plane of codes, lowest first."""
-        return ONE_BIT if self.exact else formats.PLANES[self.bits]
+        return ONE_BIT if self.exact() else formats.PLANES[self.bits]
 
-    @property
     def bounds(self) -> Pair:
         """Least and largest derivative."""
         return ACTIVATIONS[self.function].bounds(*self.parameters)
 
-    @property
     def start_and_step(self) -> Pair:
         """What code 0 stands for, and the distance of two codes, as fp32."""
-        low, high = self.bounds
+        low, high = self.bounds()
         most, margin = 2**self.bits - 1, 2.0**-12  # a global would be a compiler's symbol
         step = _rounded((high - low) * (1 + 2 * margin) / most)
         return _rounded(low - step * most * margin), step
 
-    @property
     def shift(self) -> float:
         """What is added to ``step (q + 2^v + 1 - u)``, as fp32."""
-        start, step = self.start_and_step
+        start, step = self.start_and_step()
         return _rounded(start - step * (2**self.bits + 0.5))
 
     def stored_bytes(self, count: int) -> int:
         """Return the bytes of ``count`` values."""
-        return -(-count // ROW) * sum(self.planes) + (0 if self.exact else -(-count // RUN))
+        return -(-count // ROW) * sum(self.planes()) + (0 if self.exact() else -(-count // RUN))
 
     def function_constants(self) -> tuple[object, ...]:
         """Return what kernels know of the function at compile time: its name and two parameters."""
@@ -152,13 +147,13 @@ class StoredDerivative(NamedTuple):
 
     def forward_constants(self) -> tuple[object, ...]:
         """Return the compile-time constants of the forward kernel."""
-        start, step = (0.0, 1.0) if self.exact else self.start_and_step
-        return *self.function_constants(), start + step / 2, _rounded(1 / step), *(*self.planes, 0)[:2], self.exact
+        start, step = (0.0, 1.0) if self.exact() else self.start_and_step()
+        return *self.function_constants(), start + step / 2, _rounded(1 / step), *(*self.planes(), 0)[:2], self.exact()
 
     def backward_constants(self) -> tuple[object, ...]:
         """Return the compile-time constants of the backward kernel."""
-        factors = self.bounds[::-1] if self.exact else (self.start_and_step[1], self.shift)
-        return *factors, *(*self.planes, 0)[:2], self.exact
+        factors = self.bounds()[::-1] if self.exact() else (self.start_and_step()[1], self.shift())
+        return *factors, *(*self.planes(), 0)[:2], self.exact()
 
 
 class StoredMask(NamedTuple):
@@ -166,17 +161,14 @@ class StoredMask(NamedTuple):
 
     factor: float
 
-    @property
     def exact(self) -> bool:
         """Whether it is one bit."""
         return True
 
-    @property
     def planes(self) -> tuple[int, ...]:
         """The bits of each plane."""
         return ONE_BIT
 
-    @property
     def bounds(self) -> Pair:
         """By what values are multiplied."""
         return 0.0, self.factor
@@ -258,14 +250,14 @@ def encode(x: Tensor, stored: StoredDerivative) -> Tensor:
     """Return what is stored of ``f'(x)``, of ``x [N]`` in the order of memory, as ``uint8 [bytes]``."""
     rows = F.pad(x if x.dtype == torch.float64 else x.float(), (0, -x.shape[0] % ROW))
     derivative = ACTIVATIONS[stored.function].derivative(rows, *stored.parameters)
-    if stored.exact:
+    if stored.exact():
         return _join_planes(derivative.to(torch.uint8), ONE_BIT)
-    start, step = stored.start_and_step
+    start, step = stored.start_and_step()
     finite = derivative.isfinite()
     u = dither(derivative.shape[0], stored.bits, x.device)
     codes = ((torch.where(finite, derivative, start) - start) / step + u).floor().to(torch.uint8)
     runs = F.pad(~finite, (0, -finite.shape[0] % RUN)).view(-1, RUN).any(1)
-    return torch.cat([_join_planes(codes, stored.planes), runs.to(torch.uint8)])
+    return torch.cat([_join_planes(codes, stored.planes()), runs.to(torch.uint8)])
 
 
 def encode_mask(mask: Tensor) -> Tensor:
@@ -278,18 +270,18 @@ def multiply(grad: Tensor, codes: Tensor, stored: StoredDerivative | StoredMask,
     count = grad.shape[0]
     rows, start, place = -(-count // ROW), 0, 0
     q = torch.zeros((), dtype=torch.int32, device=grad.device)
-    for bits in stored.planes:
+    for bits in stored.planes():
         plane = codes[start : start + rows * bits].view(rows, bits)
         q = q + (formats.split(plane, bits, ROW).flatten()[:count] << place)
         start, place = start + rows * bits, place + bits
-    if isinstance(stored, StoredMask) or stored.exact:
-        low, high = stored.bounds
+    if isinstance(stored, StoredMask) or stored.exact():
+        low, high = stored.bounds()
         wide = grad if grad.dtype == torch.float64 else grad.float()
         lower = wide * low if low else torch.zeros_like(wide)
         return torch.where(q == 1, wide * high, lower).to(dtype)
     # Exact in fp64: product and sum are rounded once, as by the fused multiply-add of a kernel.
     z = (q + (2**stored.bits + 1)).double() - dither(rows * ROW, stored.bits, grad.device)[:count].double()
-    derivative = (z * stored.start_and_step[1] + stored.shift).float()
+    derivative = (z * stored.start_and_step()[1] + stored.shift()).float()
     lost = codes[start:, None].expand(-1, RUN).reshape(-1)[:count] != 0
     return (torch.where(lost, torch.nan, derivative) * grad.float()).to(dtype)
 
@@ -518,7 +510,7 @@ def compressed_activation(
         in_place: Write ``f(x)`` to ``x``.
         widens: Whether autocast on a GPU makes the output fp32; by default as torch's function of that name.
     """
-    check_input(x, stored, stored.exact)
+    check_input(x, stored, stored.exact())
     dtype = activated_dtype(x, stored, widens)
     if not in_place:
         return cast(Tensor, _apply(x, stored, dtype, False))

@@ -200,7 +200,7 @@ def factors(a: Tensor, u: Tensor, function: StoredDerivative) -> tuple[Tensor, T
     known, wide = ACTIVATIONS[function.function], a.float()
     derivative = known.derivative(wide, *function.parameters)
     if known.exact:
-        low, high = function.bounds
+        low, high = function.bounds()
         derivative = torch.where(derivative, high, low)
     return known.forward(wide, *function.parameters), u.float() * derivative
 
@@ -219,7 +219,7 @@ def _forward_launch(
         return None
     from lightning_actprune.kernels.gated import gate_launch
 
-    constants = *function.function_constants(), *function.bounds, function.exact
+    constants = *function.function_constants(), *function.bounds(), function.exact()
     wanted = stored.for_a, stored.for_u
     return gate_launch(shape, (stride_a, stride_u), constants, wanted, stored.block_size, stored.bits)
 

@@ -19,7 +19,7 @@ def specimens() -> list[Specimen]:
     found = []
     for function, bits in CASES:
         stored = StoredDerivative(function, PARAMETERS.get(function, ()), bits)
-        label = f"{function}_{'bit' if stored.exact else f'int{bits}'}"
+        label = f"{function}_{'bit' if stored.exact() else f'int{bits}'}"
         for value in ("bf16", "fp32") if (function, bits) in WIDE else ("bf16",):
             found.append(specimen(f"activate_{label}", activation.activate_kernel, stored, value))
             if function in ("gelu", "relu"):

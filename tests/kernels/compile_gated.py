@@ -18,7 +18,7 @@ SINGLE = [(1, 0), (0, 1)]
 def function_constants(stored: StoredDerivative, wanted: tuple[int, int]) -> dict[str, object]:
     """Return what ``gate_kernel`` knows at compile time of a function."""
     names = "FUNCTION", "P", "Q", "LOWER", "HIGHER", "EXACT", "FOR_A", "FOR_U"
-    return dict(zip(names, (*stored.function_constants(), *stored.bounds, stored.exact, *wanted), strict=True))
+    return dict(zip(names, (*stored.function_constants(), *stored.bounds(), stored.exact(), *wanted), strict=True))
 
 
 def specimens() -> list[Specimen]:

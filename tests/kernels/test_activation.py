@@ -50,7 +50,7 @@ def check(x: torch.Tensor, name: str, bits: int) -> None:
     expected = multiply(grad.cpu(), codes.cpu(), stored, torch.float32)
     assert torch.equal(found.cpu(), rounded(expected, dtype, x.device))
     read = multiply(torch.ones(len(x)), codes.cpu(), stored, torch.float32)
-    bound = 1e-7 if stored.exact else stored.start_and_step[1] * (0.5 + 1e-3)
+    bound = 1e-7 if stored.exact() else stored.start_and_step()[1] * (0.5 + 1e-3)
     assert (read - derivative).abs().max() <= bound
     differing = (codes.cpu() != encode(x.cpu(), stored)).float().mean()
     assert differing <= 2e-3
@@ -102,7 +102,7 @@ def test_a_wider_output_from_the_same_pass(kernel_device):
     assert y.dtype == torch.float32
     torch.testing.assert_close(y.double().cpu(), oracle("gelu_tanh", x)[0], rtol=1e-6, atol=1e-7)
     assert found.dtype == torch.bfloat16
-    assert (found.double().cpu() - oracle("gelu_tanh", x)[1]).abs().max() <= stored.start_and_step[1] * 0.5 + 2**-7
+    assert (found.double().cpu() - oracle("gelu_tanh", x)[1]).abs().max() <= stored.start_and_step()[1] * 0.5 + 2**-7
 
 
 def test_unaligned_and_in_place(kernel_device):

@@ -43,7 +43,7 @@ def read(x: torch.Tensor, stored: StoredDerivative) -> torch.Tensor:
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_bounds_are_bounds_and_reached(name):
     _, derivative = oracle(name, torch.linspace(-40, 40, 400_001, dtype=torch.float64))
-    low, high = stored_of(name).bounds
+    low, high = stored_of(name).bounds()
     assert low - 1e-7 <= derivative.min() <= low + 1e-5
     assert high - 1e-5 <= derivative.max() <= high + 1e-7
 
@@ -52,7 +52,7 @@ def test_bounds_are_bounds_and_reached(name):
 @each_smooth
 def test_an_error_is_at_most_half_a_step_and_uniform(name, bits):
     x, stored = inputs(20_003), stored_of(name, bits)
-    _, step = stored.start_and_step
+    _, step = stored.start_and_step()
     error = (read(x, stored) - oracle(name, x)[1]) / step
     assert error.abs().max() <= 0.5 + 1e-3  # roundings of fp32 in a step of 1/255 of the range
     # Neighbours have evenly spread dithers, so that the mean varies less than of independent ones.
@@ -66,7 +66,7 @@ def test_an_error_is_at_most_half_a_step_and_uniform(name, bits):
 def test_equal_values_are_unbiased_over_positions(name, bits, value):
     """Also in the tails, where the derivative is exactly zero or one."""
     x, stored = torch.full((8 * 4096,), value), stored_of(name, bits)
-    error = (read(x, stored) - oracle(name, x)[1]) / stored.start_and_step[1]
+    error = (read(x, stored) - oracle(name, x)[1]) / stored.start_and_step()[1]
     assert abs(error.mean()) <= 4 * math.sqrt(1 / 12 / len(x))
     columns = error.view(-1, 64).mean(0)  # what sums over rows of 64 features see
     assert columns.abs().max() <= 5 * math.sqrt(1 / 12 / (len(x) // 64))
@@ -108,7 +108,7 @@ def test_bytes(count):
 def test_codes_lie_as_documented():
     """Codes of int4 by hand, from the dithers and the definition."""
     stored, x = stored_of("gelu"), inputs(20)
-    start, step = stored.start_and_step
+    start, step = stored.start_and_step()
     u = dither(24, 4, x.device)[:20]
     codes = ((oracle("gelu", x)[1] - start) / step + u).floor().int().tolist()
     found = encode(x, stored).tolist()
@@ -177,7 +177,7 @@ def test_output_gradient_and_saved_bytes(device, name):
     right, derivative = oracle(name, x)
     torch.testing.assert_close(y.detach().double().cpu(), right, rtol=1e-5, atol=1e-5)
     found = gradient(x, y, torch.ones_like(y)).double().cpu()
-    bound = 1e-7 if stored.exact else stored.start_and_step[1] * (0.5 + 1e-3)
+    bound = 1e-7 if stored.exact() else stored.start_and_step()[1] * (0.5 + 1e-3)
     assert (found - derivative).abs().max() <= bound
     assert saved_bytes(lambda: activation(x, name, *stored.parameters)) == stored.stored_bytes(1003)
 
