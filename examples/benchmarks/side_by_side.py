@@ -175,14 +175,16 @@ def compare_hosts(trees: dict[str, str], rounds: int = 40) -> list[dict[str, Any
 def compare(trees: dict[str, str], models: list[str], rounds: int, out: Path) -> None:
     """Measure all cases and write them as they come."""
     from examples.benchmarks import turns
+    from examples.benchmarks.common import environment, write_records
 
-    records = compare_hosts(trees)
-    out.write_text(json.dumps(records, indent=1))
+    facts = environment()
+    records = [{**record, **facts} for record in compare_hosts(trees)]
+    write_records(out, records)
     for name in models:
         commands = [[sys.executable, __file__, "--case", side, trees[side], name, method] for side, method in METHODS]
         for (side, method), found in zip(METHODS, turns.take_turns(commands, rounds), strict=True):
-            records.append({"model": name, "side": side, "method": method, **found})
-        out.write_text(json.dumps(records, indent=1))
+            records.append({"model": name, "side": side, "method": method, **found, **facts})
+        write_records(out, records)
     for record in records:
         print(json.dumps(record))
 
