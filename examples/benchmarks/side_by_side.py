@@ -202,11 +202,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.case:
         side, tree, name, method = arguments.case
-        sys.path.insert(0, tree)
+        sys.path[0] = tree  # in place of this folder, whose modules bear names of packages that others look for
         serve_step(side, name, method)
     elif arguments.host:
         side, tree = arguments.host
-        sys.path.insert(0, tree)
+        sys.path[0] = tree
         serve_host(side)
     else:
         sys.path.insert(0, arguments.new)
