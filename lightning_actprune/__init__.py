@@ -10,13 +10,14 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 from lightning_actprune import functional as functional
 from lightning_actprune.analysis.sensitivity import measure_sensitivity
 from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
-from lightning_actprune.config import Keep
+from lightning_actprune.config import PRESETS, Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "ActivationMemoryMonitor",
     "ActivationPrunedLinear",
     "ActivationPruning",

@@ -56,10 +56,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
     console = Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    console.print(Text(verdict(found)), end="\n\n")
     for table in _tables(found):
         console.print(table)
         console.print()
     return 0
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """Return in a sentence whether kernels run here, and where."""
+    names = {f"cuda:{gpu['index']}": gpu["name"] for gpu in found["gpus"]}
+    running = dict.fromkeys(row["device"] for row in found["kernels"] if row["backend"] == "triton")
+    if running:
+        return f"Kernels run on {', '.join(f'{device} ({names[device]})' for device in running)}."
+    reasons = dict.fromkeys(reason for row in found["kernels"] if row["device"] != "cpu" for reason in row["reasons"])
+    why = next(iter(reasons), None) or found["gpu_trouble"] or "there is no GPU that they take"
+    return (
+        f"No kernels run here: {why}. All works with plain PyTorch and saves as much memory, but a step may take "
+        "several times as long."
+    )
 
 
 def _tables(found: dict[str, Any]) -> Iterator[Table]:

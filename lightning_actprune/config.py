@@ -54,9 +54,10 @@ TYPE = "type:"
 def check_model(value: Any, name: str = "model") -> nn.Module:
     """Return ``value`` if it is a module."""
     if not isinstance(value, nn.Module):
+        shown = "" if isinstance(value, Mapping) else f"{value!r} "  # a state_dict would print all its tensors
         raise TypeError(
-            f"`{name}` must be a torch.nn.Module, got {value!r} of type {type(value).__name__}. HINT: pass the network "
-            "or the LightningModule, not its class, its layers or its weights."
+            f"`{name}` must be a torch.nn.Module, got {shown}of type {type(value).__name__}. HINT: pass the network "
+            "or the LightningModule, not its class, its layers or its weights (a state_dict)."
         )
     return value
 

@@ -16,7 +16,7 @@ import torch
 
 import lightning_actprune
 from lightning_actprune import __main__ as module
-from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, OPTIONAL, environment, main
+from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, OPTIONAL, environment, main, verdict
 from lightning_actprune.codec import dispatch
 
 GIB = 2**30
@@ -78,6 +78,7 @@ def test_gpus_and_what_runs_on_them(gpus):
 def test_it_reads_well(gpus, capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Kernels run on cuda:1 (New)."
     assert max(map(len, lines)) <= 120
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
     assert ["lightning_actprune", lightning_actprune.__version__] in cells
@@ -103,6 +104,14 @@ def test_versions_and_optional_packages(monkeypatch):
     assert found["versions"]["torch"] == torch.__version__
     assert (found["versions"]["triton"], found["versions"]["lightning"]) == ("3.9", None)
     assert found["optional"] == dict.fromkeys(OPTIONAL) | {"wandb": "0.1"}
+
+
+def test_the_verdict_without_kernels_says_why(gpus, monkeypatch):
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
+    dispatch._automatic.cache_clear()
+    assert verdict(environment()).startswith("No kernels run here: compute capability 7.5 is below 8.0.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verdict(environment()).startswith("No kernels run here: torch sees no GPU.")
 
 
 def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):

@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_actprune.callbacks.advice import warn_of_idle, warn_of_optimizers, warn_of_surroundings
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
 from lightning_actprune.callbacks.display import conversion_summary, decision_summary, show
 from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
@@ -102,6 +103,13 @@ class ActivationPruning(pl.Callback):
         self.verbose = check_verbose(verbose)
         self._progress = SparsityProgress(total_steps)
         self.total_steps = self._progress.total_steps
+        if total_steps is not None and not any(
+            isinstance(keep.sparsity, SparsitySchedule) for keep in self._config.keeps
+        ):
+            raise MisconfigurationException(
+                f"`total_steps` is the length of a schedule, and no sparsity is one, got {total_steps!r}. HINT: leave "
+                "it out, or let the sparsity follow a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
+            )
         self._owner = new_owner(f"ActivationPruning(rules={self._patterns})")
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
@@ -169,6 +177,9 @@ class ActivationPruning(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._progress.start(trainer)
+        warn_of_surroundings(trainer, pl_module.device)
+        warn_of_optimizers(trainer, self.total_steps, self._progress.horizon)
+        warn_of_idle(self.converted, self._progress.last)
         self._restore(pl_module)
         self._progress.follow(trainer)
         self._probe.ask(self._report, self._progress.highest)
