@@ -233,7 +233,13 @@ def headline(steps: Records, trainings: Records) -> str:
         change, what = study.difference_of("max+others", [r for r in trainings if r["task"] == task])
         trained += [f"{title}: {what}"] if what else []
         rows.append([f"{title}, batch {dense['batch']}", *cells, change or "not measured"])
-    header = ["model", *_beside("activations"), *_beside("peak memory"), *_beside("step time")[1:], "accuracy, ours"]
+    header = [
+        "model",
+        *_beside("activations"),
+        *_beside("peak memory"),
+        *_beside("step time")[1:],
+        "accuracy of a smaller model",
+    ]
     text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained))
     return markdown(header, rows) + "\n\n" + text
 
