@@ -1,5 +1,7 @@
-"""What the pages in docs/ say is run: their Python, their commands, their links."""
+"""What the pages in docs/ say is run: their Python, their configuration, their commands, their links."""
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -58,6 +60,99 @@ def test_out_of_memory(tmp_path, monkeypatch, recwarn):
     assert names["monitor"].report.total_bytes < 0.5 * names["pruned"]
     assert names["data"].batch_size == 32
     assert not [w for w in recwarn if "inside an activation checkpoint" in str(w.message)]
+
+
+def test_index(tmp_path, monkeypatch):
+    names = run("index.md", tmp_path, monkeypatch)
+    assert {row["fqn"] for row in names["layers"]} <= {"mlp.0", "mlp.1", "mlp.2", "mlp.3"}
+    assert {row["fqn"] for row in names["conversion"]} == {"mlp.0", "mlp.1", "mlp.2", "mlp.3"}
+    assert {"forward", "backward"} <= {row["phase"] for row in names["moments"]}
+
+
+def test_rules(tmp_path, monkeypatch):
+    names = run("rules.md", tmp_path, monkeypatch)
+    assert names["ruled"]["mlp.1"] == config.Keep(bits=4, sparsity=0.3, block_size=16)
+    assert isinstance(names["ruled"]["mlp.3"].sparsity, schedules.StepSchedule)
+    assert "mlp.0" not in names["ruled"]  # the norm, which a rule keeps dense
+    assert names["scheduled"] == ["mlp.3"]
+    assert set(names["rules"]) == {"0", "2"}
+    assert_plain(names["model"])
+
+
+def test_arguments_are_all_in_the_tables():
+    text = (ROOT / "docs" / "rules.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    taken = [
+        name for taker in (lightning_actprune.ActivationPruning.__init__, config.Keep) for name in parameters(taker)
+    ]
+    assert rows == set(taken)
+
+
+def parameters(taker):
+    return [name for name in inspect.signature(taker).parameters if name != "self"]
+
+
+def test_memory(tmp_path, monkeypatch):
+    names = run("memory.md", tmp_path, monkeypatch)
+    assert len(names["epochs"]) == 1
+    assert next(row for row in names["conversion"] if row["fqn"] == "mlp.1")["reason"]
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"layers.png", "epochs.png", "step.png"}
+
+
+def yaml_blocks():
+    return [yaml.safe_load(text) for text in code_blocks((ROOT / "docs" / "rules.md").read_text(), "yaml")]
+
+
+def test_yaml_for_the_command_line_makes_the_callbacks():
+    made = []
+    for callback in yaml_blocks()[0]["trainer"]["callbacks"]:
+        package, name = callback["class_path"].split(".")
+        assert package == "lightning_actprune"
+        made.append(getattr(lightning_actprune, name)(**callback.get("init_args", {})))
+    pruning, monitor = made
+    assert (pruning.preset, list(pruning.rules)) == ("max", ["head", "blocks.0.*", "blocks.*.fc2"])
+    assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
+
+
+def instantiated(entry):
+    """Return what Hydra's ``instantiate`` makes of a configuration: inner objects first, each by its ``_target_``."""
+    if isinstance(entry, list):
+        return [instantiated(each) for each in entry]
+    if not isinstance(entry, dict):
+        return entry
+    arguments = {name: instantiated(value) for name, value in entry.items() if name != "_target_"}
+    if "_target_" not in entry:
+        return arguments
+    module, _, name = entry["_target_"].rpartition(".")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def test_yaml_for_hydra_makes_the_callbacks():
+    made = instantiated(yaml_blocks()[1])["callbacks"]
+    pruning, monitor = made["activation_pruning"], made["activation_memory_monitor"]
+    assert type(pruning) is lightning_actprune.ActivationPruning
+    assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
+    assert repr(pruning.sparsity) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
+    assert (pruning.block_size, pruning.rules) == (32, {"model.head": "dense"})
+
+
+def test_every_page_is_in_the_navigation_and_every_public_name_in_the_reference():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = re.findall(r"[\w/]+\.md", str(site["nav"]))
+    assert sorted(listed) == [page.name for page in PAGES]
+    reference = (ROOT / "docs" / "api.md").read_text()
+    for name in lightning_actprune.__all__:
+        assert re.search(rf"::: lightning_actprune\.{name}$|members: .*\b{name}\b", reference, re.MULTILINE), name
+    for name in re.findall(r"^::: (\S+)", reference, re.MULTILINE):
+        assert_exists(name)
+
+
+def assert_exists(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_migration(tmp_path, monkeypatch):

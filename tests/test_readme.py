@@ -1,86 +1,60 @@
-"""What the README says is run: its Python, its commands, its tables."""
+"""What the README says is run: its Python, its commands; its figures are those of the records."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
-import yaml
+from torch import nn
 
-import lightning_actprune
 from examples.benchmarks import tables
+from tests.support.helpers import assert_plain
 from tests.support.markdown import code_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PROSE = " ".join(re.sub(r"```.*?```", "", README, flags=re.DOTALL).split())
 
 
 def blocks(language):
     return code_blocks(README, language)
 
 
-def test_python_blocks_run_in_order_and_print_the_shown_table(tmp_path, monkeypatch, capfd):
+def test_it_is_short():
+    assert len(README.splitlines()) <= 200
+
+
+def test_the_first_screen_has_the_line_to_add_and_what_it_saves():
+    line, *_ = blocks("python")
+    assert line == 'trainer = L.Trainer(callbacks=[ActivationPruning("max"), ActivationMemoryMonitor()])\n'
+    head = README[: README.index("<!-- end table -->")].splitlines()
+    assert len(head) < 30
+    assert sum(row.startswith("| ") and "MiB" in row for row in head) == 5
+
+
+def test_python_blocks_run_in_order_and_restore_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    line, quickstart, plain, rules = blocks("python")
     namespace = {"__name__": "readme"}
-    first, *others = blocks("python")
-    exec(compile(first, "README.md", "exec"), namespace)
-    out, err = capfd.readouterr()
-    printed = {" ".join(line.split()) for line in (out + err).splitlines()}
-    shown = [" ".join(line.split()) for line in blocks("text")[0].splitlines() if "│" in line]
-    assert len(shown) == 4
-    memory = [" ".join(line.split()) for line in blocks("text")[2].splitlines() if line[0] not in "┏┡└├"]
-    assert len(memory) == 15
-    for line in shown + memory:
-        assert line in printed
-    for block in others:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert [layer.fqn for layer in namespace["pruning"].converted] == ["mlp.3"]
-    assert type(namespace["model"][0]).__name__ == "Linear"
-
-
-def test_the_shown_retained_layer_is_found_in_the_network_with_a_relu(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    code = blocks("python")[0]
-    assert "nn.GELU()" in code
-    exec(compile(code.replace("nn.GELU()", "nn.ReLU()"), "README.md", "exec"), {"__name__": "readme"})
-    text = "".join(capfd.readouterr())
-    printed = {" ".join(line.split()) for line in text.splitlines()}
-    shown = [" ".join(line.split()) for line in blocks("text")[1].splitlines() if line[0] not in "┏┡└"]
-    assert len(shown) == 5
-    assert " ".join(shown[:2]) in " ".join(text.split())  # lines break where the console of the progress bar ends
-    for line in shown[2:]:
-        assert line in printed
-
-
-def test_yaml_block_names_importable_classes():
-    text = blocks("yaml")[0]
-    for callback in yaml.safe_load(text)["trainer"]["callbacks"]:
-        made = getattr(lightning_actprune, callback["class_path"].split(".")[-1])(**callback.get("init_args", {}))
-        assert made is not None
-
-
-def instantiated(config):
-    """Return what Hydra's ``instantiate`` makes of a configuration: inner objects first, each by its ``_target_``."""
-    if isinstance(config, list):
-        return [instantiated(entry) for entry in config]
-    if not isinstance(config, dict):
-        return config
-    arguments = {name: instantiated(value) for name, value in config.items() if name != "_target_"}
-    if "_target_" not in config:
-        return arguments
-    module, _, name = config["_target_"].rpartition(".")
-    return getattr(importlib.import_module(module), name)(**arguments)
-
-
-def test_hydra_block_makes_the_callbacks():
-    made = instantiated(yaml.safe_load(blocks("yaml")[1]))["callbacks"]
-    pruning, monitor = made["activation_pruning"], made["activation_memory_monitor"]
-    assert type(pruning) is lightning_actprune.ActivationPruning
-    assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
-    assert repr(pruning.sparsity) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
-    assert (pruning.block_size, pruning.rules) == (32, {"model.head": "dense"})
+    exec(compile(quickstart, "README.md", "exec"), namespace)
+    model, pruning, monitor = (namespace[name] for name in ("model", "pruning", "monitor"))
+    assert pruning.preset == "max"
+    assert {"mlp.0", "mlp.1", "mlp.2", "mlp.3"} == {layer.fqn for layer in (*pruning.converted, *pruning.skipped)}
+    assert {layer.operator for layer in pruning.converted} == {"norm", "linear", "activation"}
+    assert monitor.report.saved_fraction > 0.5
+    assert_plain(model)
+    exec(compile(plain, "README.md", "exec"), namespace)
+    assert {layer.fqn for layer in namespace["report"].converted} == {"0", "1", "2", "3"}
+    assert [type(layer) for layer in namespace["network"]] == [nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear]
+    assert namespace["network"][1].weight.grad is not None
+    exec(compile(rules, "README.md", "exec"), namespace)
+    kept = {layer.fqn: layer.keep.bits for layer in namespace["pruning"].converted}
+    assert (kept["mlp.0"], kept["mlp.1"]) == (8, 4)
+    assert "mlp.3" not in kept
+    assert_plain(model)
+    exec(compile(line, "README.md", "exec"), namespace)
+    assert [type(callback) for callback in namespace["trainer"].callbacks[:2]] == [type(pruning), type(monitor)]
 
 
 def test_ci_runs_exactly_the_test_command():
@@ -96,11 +70,59 @@ def test_commands_name_files_that_exist():
 
 
 def test_pictures_exist():
-    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README)
+    assert pictures
+    for path in pictures:
         assert (ROOT / path).is_file()
+
+
+def test_links_to_headings_lead_somewhere():
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in README.splitlines()}
+    links = re.findall(r"\]\(#([^)]+)\)", README)
+    assert links
+    assert set(links) <= headings
 
 
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_tables_are_generated_from_the_committed_figures(name):
-    assert f"<!-- table: {name} -->" in README
-    assert tables.rendered(README) == README
+    pages = tables.pages()
+    (path,) = (path for path, text in pages.items() if f"<!-- table: {name} -->" in text)
+    assert tables.rendered(pages)[path] == pages[path]
+
+
+def test_figures_in_the_text_are_those_of_the_records():
+    steps = tables.load("others")
+    found = {(r["model"], r["method"]): r["ms_median"] for r in steps if r["mode"] == "eager"}
+    changes = [round(100 * found[model, "max, others"] / found[model, "dense"] - 100, 4) for model in tables.HEADLINE]
+    assert f"between {-min(changes):.0f} % less and {max(changes):.0f} % more time" in PROSE
+
+    sizes = {(r["model"], r["method"]): r["batch"] for r in tables.load("batch_size")}
+    vit, resmlp = (
+        [sizes[model, method] / sizes[model, "dense"] for method in ("max, others", "checkpoint")]
+        for model in ("vit_base_patch16_224", "resmlp_12_224")
+    )
+    assert f"{vit[0]:.1f} times for a ViT-B/16 and {resmlp[0]:.1f} times for a ResMLP-12" in PROSE
+    assert f"{vit[1]:.1f} and {resmlp[1]:.1f} times" in PROSE
+
+    trainings = tables.load("accuracy")
+    task = lambda name: [r for r in trainings if r["task"] == name]  # noqa: E731
+    loss, _ = tables.study.difference_of("max+others", task("gpt"))
+    worst, _ = tables.study.difference_of("paper", task("resnet"))
+    assert f"adds {loss.split()[0][1:]} to the loss of the GPT" in PROSE
+    assert f"loses up to {worst.split()[0][1:]} points" in PROSE
+    assert all(
+        abs(float(change.split()[0])) <= float(change.split()[2])
+        for change, _ in (tables.study.difference_of("max+others", task(name)) for name in ("resmlp", "vit", "resnet"))
+    )
+
+
+def test_badges_say_what_the_package_needs():
+    project = (ROOT / "pyproject.toml").read_text()
+    badges = (ROOT / "docs" / "badges.svg").read_text()
+    for name, bound in (("Python", 'requires-python = "'), ("PyTorch", '"torch'), ("Lightning", '"lightning')):
+        least = re.search(rf"^ *{bound}>=([0-9.]+)", project, re.MULTILINE)[1]
+        assert f"{name} {least}+" in badges
+        assert f"{name} {least}+" in README
+        assert f">{least}+</text>" in badges
+    assert 'license = "Apache-2.0"' in project
+    assert "licence Apache-2.0" in badges

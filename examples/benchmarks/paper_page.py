@@ -9,7 +9,7 @@ from examples.benchmarks.summaries import Records, groups
 from examples.benchmarks.tables import markdown
 
 PAPER_DENSE_MIB = 1599.2
-"""Dense total of the paper's Table III, as the README quotes it."""
+"""Dense total of the paper's Table III, as ``docs/benchmarks.md`` quotes it."""
 ACTIVATIONS = "activations: "
 
 TEXT = """\

@@ -1,4 +1,4 @@
-"""What the records say, as titled tables: printed by the benchmarks, written into the README by ``tables.py``."""
+"""What the records say, as titled tables: printed by the benchmarks, written into the pages by ``tables.py``."""
 
 from __future__ import annotations
 

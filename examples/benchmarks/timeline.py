@@ -36,7 +36,8 @@ from lightning_actprune.analysis.pictures import Panel, series_picture
 
 MODELS = ("resmlp_12_224", "vit_base_patch16_224")
 METHODS = ("dense", "checkpoint", "pruned")
-DRAWN = ("dense", "pruned")
+TITLES = {"dense": "dense", "checkpoint": "checkpointing", "pruned": 'preset "paper"'}
+"""What the methods are called in pictures; those of ``SETTINGS`` are the paper's."""
 DOCS = RESULTS.parents[2] / "docs"
 POINTS = 200
 HOLDERS = 12
@@ -123,15 +124,16 @@ def picture_path(name: str) -> Path:
 
 
 def draw(records: list[dict[str, Any]]) -> list[Path]:
-    """Draw dense beside pruned, one picture per model, and return the files."""
+    """Draw the methods beside each other, one picture per model, and return the files."""
     paths = []
     for name in dict.fromkeys(record["model"] for record in records):
         panels = {}
         for record in records:
-            if record["model"] == name and record["method"] in DRAWN:
+            if record["model"] == name:
+                title = TITLES[record["method"]]
                 series = {kind: [value * MIB for value in line] for kind, line in record["series_mib"].items()}
                 peaks = series.pop("in use")
-                panels[f"{name}, {record['method']}"] = Panel(series, record["phases"], peaks)
+                panels[f"{name}, {title}"] = Panel(series, record["phases"], peaks)
         paths.append(picture_path(name))
         series_picture(panels).savefig(paths[-1], dpi=120, metadata={"Software": None})
     return paths

@@ -20,6 +20,7 @@ from examples.benchmarks import (
     tables,
     tune_formats,
 )
+from tests.examples.study_records import study_record
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py", "elapsed_s": 61.2}
 CASES = [[2, 4, 64, 128], [8, 16, 32, 64]]
@@ -93,16 +94,58 @@ def test_readme_table_has_sparsities_across(records):
     assert "| weight gradient | s = 0.6 | s = 0.9 |" in text
     assert "| bfloat16, b = 16 | 1.06 (0.75) | - |" in text
     assert "took 61 s" in text
-    assert "](docs/kernels_float32.png)" in text
+    assert "](kernels_float32.png)" in text
     merged = [*records, {**records[0], "command": "python another.py"}]
     assert "took" not in tables.kernels(merged)
 
 
 def test_sections_without_figures_are_left_alone(tmp_path):
-    readme = tables.README.read_text()
-    assert tables.rendered(readme, results=tmp_path) == readme
-    with pytest.raises(ValueError, match="no markers for the table 'memory'"):
-        tables.rendered("", results=tmp_path)
+    pages = tables.pages()
+    assert tables.rendered(pages, results=tmp_path) == pages
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("", "0 markers for the table 'memory'"),
+        ("{0}\n{0}", "2 markers for"),
+        ("{0}<!-- table: new -->", "table 'new'"),
+    ],
+)
+def test_each_table_has_one_place(tmp_path, changed, message):
+    pages = tables.pages()
+    path = next(path for path, text in pages.items() if "<!-- table: memory -->" in text)
+    with pytest.raises(ValueError, match=message):
+        tables.rendered(
+            {**pages, path: changed.format(pages[path]) or pages[path].replace("table: memory", "-")}, tmp_path
+        )
+
+
+def test_check_says_which_page_is_not_what_the_figures_say(monkeypatch, capsys):
+    pages = tables.pages()
+    monkeypatch.setattr("sys.argv", ["tables.py", "--check"])
+    assert tables.main() == 0
+    monkeypatch.setattr(
+        tables, "pages", lambda: {**pages, tables.README: pages[tables.README].replace("8273 MiB", "1 MiB")}
+    )
+    assert tables.main() == 1
+    assert capsys.readouterr().err == "README.md is not what the figures say.\n"
+
+
+def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
+    step = {"mode": "eager", "batch": 8, "gpu": "GPU", "activations_mib": 100.4, "peak_mib": 200.0, "ms_median": 10.0}
+    steps = [{**step, "model": model, "method": "dense"} for model in tables.HEADLINE]
+    for model in tables.HEADLINE:
+        steps.append({**step, "model": model, "method": "checkpoint", "activations_mib": 10.0, "ms_median": 13.0})
+        steps.append({**step, "model": model, "method": "max, others", "peak_mib": 90.0, "ms_median": 10.04})
+    others = {"others": "activation:int3,affine:int3,norm:int4,rest:int8,scale:int2", "max_dropped_energy": 0.2}
+    runs = [("dense",), 0, 70.0], [("dense",), 1, 72.0], [("pruned", 0.5, 32, "int2"), 0, 69.5]
+    trainings = [study_record(*run, task="vit", **(others if run[0] != ("dense",) else {})) for run in runs]
+    rows = tables.headline(steps, trainings).splitlines()[2:7]
+    assert (
+        rows[0] == "| ViT-B/16, batch 8 | 100 MiB | -90 % | 0 % | 200 MiB | 0 % | -55 % | +30 % | 0 % | -0.50 points |"
+    )
+    assert all(row.endswith("| not measured |") for row in rows[1:])
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

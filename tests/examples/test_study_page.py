@@ -106,9 +106,9 @@ def test_command_writes_page_and_pictures(monkeypatch, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_readme_shows_presets_once_records_are_there(tmp_path):
-    readme = tables.README.read_text()
-    assert tables.rendered(readme, tmp_path) == readme
+def test_pages_show_presets_once_records_are_there(tmp_path):
+    pages = tables.pages()
+    assert tables.rendered(pages, tmp_path) == pages
     (tmp_path / "accuracy.json").write_text(json.dumps(trained(DENSE, [70.0, 72.0])))
     step = {
         "model": "net",
@@ -122,7 +122,7 @@ def test_readme_shows_presets_once_records_are_there(tmp_path):
     step |= {"peak_mib": 800.0, "ms_median": 10.0, "host_ms": 4.0}
     step |= {"gpu": "GPU", "torch": "2", "triton": "3", "command": "measured"}
     (tmp_path / "presets.json").write_text(json.dumps([step]))
-    text = tables.rendered(readme, tmp_path)
+    text = "\n".join(tables.rendered(pages, tmp_path).values())
     assert "| dense | - | - | - | 16.00 | 71.00 ± 1.41 |" in text
     assert "| net, batch 8 | dense | - | 400 | 800 | 10.00 | 4.0 |" in text
     assert "`measured`" in text

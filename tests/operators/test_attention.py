@@ -407,7 +407,7 @@ COMPILED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
-# Else the compiler takes what it finds inside torch.nn's own transformer layers for constants (see the README).
+# Else the compiler takes what it finds inside torch.nn's own transformer layers for constants (see docs/compile.md).
 @torch._dynamo.config.patch(force_nn_module_property_static_shapes=False)
 def test_schedule_compiles_twice_and_equals_eager(name: str):
     torch._dynamo.reset()
