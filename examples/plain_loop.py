@@ -3,8 +3,9 @@
     python examples/plain_loop.py
 
 `convert` before the loop, `revert` after it, also after an exception. Two probes look at the first forward.
-`RetentionProbe` finds the layers whose input something else keeps anyway, and turns them back. `EnergyProbe` finds those
-where dropped blocks would lose much, and lets them drop none. A Trainer with `ActivationPruning` does that by itself.
+`RetentionProbe` finds the layers whose input something else keeps anyway, and turns them back. `EnergyProbe` finds
+those where dropped blocks would lose much, and lets them drop none. A Trainer with `ActivationPruning` does that by
+itself.
 """
 
 from __future__ import annotations
