@@ -2,11 +2,12 @@
 
     python examples/cli.py fit --config examples/configs/digits.yaml
     python examples/cli.py fit --config examples/configs/digits.yaml --trainer.max_epochs 5 --model.lr 0.003
-    python examples/cli.py fit --config examples/configs/digits.yaml --trainer.callbacks.sparsity 0.8
-    python examples/cli.py fit --config examples/configs/digits_schedule.yaml
+    python examples/cli.py fit --config examples/configs/digits.yaml --trainer.callbacks.preset balanced
+    python examples/cli.py fit --config examples/configs/digits_paper.yaml
     python examples/cli.py fit --config examples/configs/imagenet.yaml --data.root PATH
     python examples/cli.py test --config examples/configs/digits.yaml --ckpt_path PATH
 
+All but one configuration train with the preset that saves most, `max`; `digits_paper.yaml` has the method of the paper.
 The callbacks are listed in the YAML file by class path. On the command line `--trainer.callbacks.NAME` changes an
 argument of the last of them, which is therefore `ActivationPruning`; their order does not matter otherwise. Image
 size, channels and number of classes of the model follow the data set. Each run writes its whole configuration to

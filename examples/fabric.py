@@ -4,13 +4,14 @@
 
 As in a plain loop, `convert` before the training and `revert` after it, also after an exception; Fabric's precision,
 strategy and devices stay what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of
-layers are the model's own.
+layers are the model's own. What the probes in the first step find is said in `plain_loop.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -22,25 +23,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.data import ImageData
 from examples.models import build_model
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 
 
 def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
     """Train `net` with pruned activations and return its losses; it is the plain model again afterwards."""
-    report, losses = convert(net, sparsity=0.6, block_size=32), []
+    report, losses = convert(net, "max"), []
     try:
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-3))
         loader = fabric.setup_dataloaders(data.train_dataloader())
-        for _ in range(epochs):
+        for epoch in range(1, epochs + 1):
+            before, start = len(losses), time.perf_counter()
             for images, labels in loader:
-                with nullcontext() if losses else RetentionProbe(net, images) as probe:  # around the first forward
+                with ExitStack() as probes:
+                    if not losses:  # around the first forward
+                        retention = probes.enter_context(RetentionProbe(net, images))
+                        energy = probes.enter_context(EnergyProbe(net))
                     loss = nn.functional.cross_entropy(model(images), labels)
-                for layer in probe.apply(report) if probe else ():
-                    fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                if not losses:
+                    for layer in retention.apply(report):
+                        fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                    energy.apply(report)
                 optimizer.zero_grad()
                 fabric.backward(loss)
                 optimizer.step()
                 losses.append(loss.item())
+            of_epoch = losses[before:]
+            mean, seconds = sum(of_epoch) / len(of_epoch), time.perf_counter() - start
+            fabric.print(f"Epoch {epoch} of {epochs}: mean loss {mean:.3f}, {seconds:.1f} s.", flush=True)
     finally:
         revert(net)
     return losses

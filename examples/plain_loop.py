@@ -2,15 +2,17 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also after an exception. In the first step `RetentionProbe` finds the
-layers whose input something else keeps anyway, and turns them back: a Trainer with `ActivationPruning` does that by
+`convert` before the loop, `revert` after it, also after an exception. Two probes look at the first forward.
+`RetentionProbe` finds the layers whose input something else keeps anyway, and turns them back. `EnergyProbe` finds
+those where dropped blocks would lose much, and lets them drop none. A Trainer with `ActivationPruning` does that by
 itself.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -21,25 +23,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import ImageData
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 
 
 def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.device) -> list[float]:
     """Train `model` with pruned activations and return its losses; it is the plain model again afterwards."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # before or after `convert`: parameters stay the same
-    report, losses = convert(model, sparsity=0.6, block_size=32), []
+    report, losses = convert(model, "max"), []
     try:
-        for _ in range(epochs):
+        for epoch in range(1, epochs + 1):
+            before, start = len(losses), time.perf_counter()
             for images, labels in loader:
                 images, labels = images.to(device), labels.to(device)
-                with nullcontext() if losses else RetentionProbe(model, images) as probe:  # around the first forward
+                with ExitStack() as probes:
+                    if not losses:  # around the first forward
+                        retention = probes.enter_context(RetentionProbe(model, images))
+                        energy = probes.enter_context(EnergyProbe(model))
                     loss = nn.functional.cross_entropy(model(images), labels)
-                for layer in probe.apply(report) if probe else ():
-                    print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                if not losses:
+                    for layer in retention.apply(report):
+                        print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
+                    energy.apply(report)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
+            of_epoch = losses[before:]
+            mean, seconds = sum(of_epoch) / len(of_epoch), time.perf_counter() - start
+            print(f"Epoch {epoch} of {epochs}: mean loss {mean:.3f}, {seconds:.1f} s.", flush=True)
     finally:
         revert(model)
     return losses

@@ -59,11 +59,19 @@ def test_a_printed_config_holds_the_file_and_is_a_config(name, capsys, tmp_path)
     assert printed(capsys, again) == whole
 
 
+def test_configs_use_the_preset_that_saves_most_and_one_the_paper():
+    made = {path.name: arguments(yaml.safe_load(path.read_text())) for path in CONFIGS.glob("*.yaml")}
+    paper = made.pop("digits_paper.yaml")
+    assert (paper["preset"], "CubicSchedule" in paper["sparsity"]["class_path"]) == ("paper", True)
+    assert made.keys() == {"cifar10.yaml", "digits.yaml", "imagenet.yaml"}
+    assert all((given["preset"], "sparsity" in given) == ("max", False) for given in made.values())
+
+
 def test_options_change_the_config(capsys):
     options = "--trainer.callbacks.sparsity=0.8", "--trainer.callbacks.rules={'*head': dense}", "--model.lr=0.003"
     whole = printed(capsys, CONFIGS / "digits.yaml", *options)
     made = arguments(whole)
-    assert (made["sparsity"], made["block_size"], made["rules"]) == (0.8, 32, {"*head": "dense"})
+    assert (made["preset"], made["sparsity"], made["rules"]) == ("max", 0.8, {"*head": "dense"})
     assert whole["model"]["lr"] == 0.003
     schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.5"
     made = arguments(printed(capsys, CONFIGS / "digits.yaml", *schedule))["sparsity"]
@@ -79,25 +87,30 @@ def test_an_unknown_option_is_an_error(capsys):
 
 
 def test_the_saved_config_reproduces_the_run(fitted, tmp_path):
-    changed = "--trainer.callbacks.sparsity.init_args.end=0.6", "--model.lr=0.003"
-    cli.main(["fit", "--config", str(CONFIGS / "digits_schedule.yaml"), *QUICK.split(), *changed])
-    saved = tmp_path / "runs" / "digits_schedule" / "version_0" / "config.yaml"
-    assert arguments(yaml.safe_load(saved.read_text()))["sparsity"]["init_args"]["end"] == 0.6
+    changed = "--trainer.callbacks.sparsity.init_args.end=0.7", "--model.lr=0.003"
+    cli.main(["fit", "--config", str(CONFIGS / "digits_paper.yaml"), *QUICK.split(), *changed])
+    saved = tmp_path / "runs" / "digits_paper" / "version_0" / "config.yaml"
+    assert arguments(yaml.safe_load(saved.read_text()))["sparsity"]["init_args"]["end"] == 0.7
     cli.main(["fit", "--config", str(saved)])
     first, second = fitted
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
     (pruning,) = (c for c in second.trainer.callbacks if isinstance(c, ActivationPruning))
     assert isinstance(pruning.sparsity, CubicSchedule)
-    assert (pruning.sparsity.end, pruning.sparsity.warmup, second.hparams.lr) == (0.6, 0.1, 0.003)
+    assert (pruning.sparsity.end, pruning.sparsity.warmup, second.hparams.lr) == (0.7, 0.1, 0.003)
 
 
-@pytest.mark.parametrize("name", ["digits.yaml", "digits_schedule.yaml"])
+@pytest.mark.parametrize("name", ["digits.yaml", "digits_paper.yaml"])
 def test_a_fast_dev_run_of_a_config(fitted, name: str):
     cli.main(["fit", "--config", str(CONFIGS / name), "--trainer.accelerator=cpu", "--trainer.fast_dev_run=true"])
     (made,) = fitted
     (pruning,) = (c for c in made.trainer.callbacks if isinstance(c, ActivationPruning))
-    assert (made.trainer.global_step, len(pruning.report.converted) > 0) == (1, True)
+    operators = {layer.operator for layer in pruning.report.converted}
+    assert made.trainer.global_step == 1
+    if name == "digits.yaml":
+        assert operators == {"linear", "activation", "affine", "scale"}
+    else:
+        assert operators == {"linear"}
 
 
 @pytest.mark.parametrize("model", ["resmlp_s12", "vit_8x384"])

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,24 +170,126 @@ def _threads():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("_threads")
-def test_train_compares_dense_and_pruned(capsys):
-    options = "--epochs 1 --limit-batches 3 --accelerator cpu --precision 32-true --sparsity 0.75"
-    dense, pruned = train.main(options.split())
-    assert (dense["method"], pruned["method"]) == ("dense", "pruned")
-    assert dense["layers"] == []
-    assert dense["stored_bytes"] == dense["dense_bytes"]
-    assert pruned["dense_bytes"] == pytest.approx(dense["dense_bytes"], rel=0.02)
-    assert pruned["stored_bytes"] < 0.8 * dense["stored_bytes"]
-    assert {layer["fqn"] for layer in pruned["layers"]} >= {f"model.blocks.{i}.fc{j}" for i in range(3) for j in (1, 2)}
-    # fc1's input: 64 images of 16 tokens of 128 floats, of whose blocks a quarter is stored, plus its positions.
-    fc1 = next(layer for layer in pruned["layers"] if layer["fqn"] == "model.blocks.0.fc1")
-    assert fc1["dense_bytes"] == 64 * 16 * 128 * 4
-    assert 0.25 < fc1["stored_bytes"] / fc1["dense_bytes"] < 0.26
-    table = capsys.readouterr().out
-    assert "Accuracy and activation memory per step" in table
-    assert "pruned layers" in table
-    assert "    blocks.2.fc2" in table
+QUICK = ["--epochs=1", "--limit-batches=3", "--accelerator=cpu", "--precision=32-true"]
+MIB = 2**20
+
+
+@pytest.fixture
+def begun(monkeypatch, _threads):
+    """The labels of the batches of each training, and the sum of its first weights, in order."""
+    found, step, start = [], ImageClassifier.training_step, ImageClassifier.on_train_start
+
+    def began(self):
+        found.append([sum(p.double().abs().sum().item() for p in self.parameters())])
+        return start(self)
+
+    def stepped(self, batch, batch_idx):
+        found[-1].append(batch[1].tolist())
+        return step(self, batch, batch_idx)
+
+    monkeypatch.setattr(ImageClassifier, "on_train_start", began)
+    monkeypatch.setattr(ImageClassifier, "training_step", stepped)
+    return found
+
+
+def test_train_compares_four_methods_in_one_table(capsys, begun):
+    results = {result["method"]: result for result in train.main(QUICK)}
+    assert list(results) == ["dense", "paper", "max", "checkpoint"]
+    assert len(begun) == 4
+    assert all(one == begun[0] for one in begun)  # the same weights, and the same batches in the same order
+    assert len(begun[0]) == 1 + 3
+    kept = {method: result["activation_bytes"] for method, result in results.items()}
+    assert 0.75 * kept["dense"] < kept["paper"] < 0.85 * kept["dense"]
+    assert kept["max"] < 0.1 * kept["dense"]
+    # Blocks let go of all but their inputs, 64 images of 16 tokens of 128 floats.
+    assert 3 * 64 * 16 * 128 * 4 < kept["checkpoint"] < 0.1 * kept["dense"]
+    assert results["checkpoint"]["test_acc"] == results["dense"]["test_acc"]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    for row, (method, result) in zip(rows, results.items(), strict=True):
+        cells = [cell.strip() for cell in row.strip("│").split("│")]
+        share = f"{result['activation_bytes'] / kept['dense']:.0%}"
+        assert cells[:3] == [method, f"{result['test_acc']:.2%}", f"{kept[method] / MIB:.2f} ({share})"]
+        assert cells[3:] == ["-", f"{result['seconds']:.1f}"]  # no peak without a GPU
+
+
+def test_the_table_shows_the_peak_that_a_gpu_tells():
+    row = {"method": "max", "test_acc": 0.5, "activation_bytes": 3 * MIB, "peak_bytes": 7 * MIB // 2, "seconds": 1.0}
+    args = train.parse(["--preset", "max", "--accelerator", "cpu"])
+    args.on_cpu = False
+    table = train.tabulate([row], args)
+    assert [list(column.cells) for column in table.columns] == [["max"], ["50.00%"], ["3.00"], ["3.50"], ["1.0"]]
+    assert table.caption is None
+    args.on_cpu = True
+    assert "No kernels run on the CPU" in train.tabulate([row], args).caption
+
+
+def test_activations_are_counted_to_the_byte(begun):
+    dense, paper = train.main([*QUICK, "--preset", "paper", "--sparsity", "0.75"])
+    # Inputs of fc1, fc2 and the head, in fp32; the others have fewer than 64 features, or are the batch itself. Of the
+    # blocks a quarter is stored, plus its positions.
+    inputs = 64 * 4 * (3 * 16 * (128 + 512) + 128)
+    assert 0.74 < (dense["activation_bytes"] - paper["activation_bytes"]) / inputs < 0.75
+
+
+def test_rules_reach_the_presets(capsys, begun):
+    kept = [
+        train.main([*QUICK, "--preset", "max", "--rules", rules])[1]["activation_bytes"]
+        for rules in ('{"*.fc2": {"bits": 4}}', "'*.fc2': dense")
+    ]
+    inputs = 64 * 4 * 3 * 16 * 512
+    # Four bits and the headers of the blocks, half a bit a value, of 32.
+    assert (kept[1] - kept[0]) / inputs == pytest.approx(1 - 4.5 / 32, abs=0.02)
+    assert "rules of the presets: {'*.fc2': 'dense'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [["--preset", "balanced", "max"], ["--methods", "dense", "balanced", "max"]])
+def test_presets_are_run_besides_dense(given):
+    assert train.parse(given).methods == ["dense", "balanced", "max"]
+    assert train.parse(["--methods", "max", "dense", "max"]).methods == ["max", "dense"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("--sparsity 1", r"--sparsity: `sparsity` must be in \[0, 1\), got 1\.0\. HINT: "),
+        ("--sparsity nan", r"--sparsity: `sparsity` must be in \[0, 1\), got nan\. HINT: "),
+        ("--sparsity half", r"--sparsity: must be a number, got 'half'\. HINT: "),
+        ("--sparsity 0.5 --methods dense checkpoint", r"--sparsity: .* only dense, checkpoint .*0\.5\. HINT: "),
+        ("--block-size 0", r"--block-size: must be a whole number >= 1, got '0'\. HINT: "),
+        ("--block-size 4", r"--block-size: `block_size` must be at least 8 with bits=2, got 4\. HINT: "),
+        ("--epochs 0", r"--epochs: must be a whole number >= 1, got '0'\. HINT: "),
+        ("--epochs 1.5", r"--epochs: must be a whole number >= 1, got '1\.5'\. HINT: "),
+        ("--batch-size 0", r"--batch-size: must be a whole number >= 1, got '0'\. HINT: "),
+        ("--limit-batches 0", r"--limit-batches: must be a whole number >= 1, got '0'\. HINT: "),
+        ("--num-workers -1", r"--num-workers: must be a whole number >= 0, got '-1'\. HINT: "),
+        ("--threads 0", r"--threads: must be a whole number >= 1, got '0'\. HINT: "),
+        ("--seed -1", r"--seed: must be a whole number >= 0, got '-1'\. HINT: "),
+        ("--seed 4294967296", r"--seed: must be below 2\*\*32, got 4294967296\. HINT: "),
+        ("--lr 0", r"--lr: must be a number > 0, got '0'\. HINT: "),
+        ("--lr inf", r"--lr: must be a number > 0, got 'inf'\. HINT: "),
+        ("--patch-size 3", r"--image-size, --patch-size: `image_size` must be a multiple .* got 8 and 3\. HINT: "),
+        ("--rules [1]", r"--rules: must be a mapping in YAML or JSON, got '\[1\]'\. HINT: "),
+        ("--rules {*head:dense}", r"--rules: must be a mapping in YAML or JSON, got '{\*head:dense}'\. HINT: "),
+        ('--rules {"*.fc1":{"bits":5}}', r"--rules: .*`bits` must be 2, 3, 4, 8 or None, got 5\. HINT: "),
+        ('--rules {"*.fc3":"dense"}', r"--rules, --preset: `rules` pattern '\*\.fc3' matches no layer"),
+        ('--rules {"*.fc1":"dense"} --methods dense', r"--rules: .* only dense would be trained, got .*HINT: "),
+        ("--preset maxi", r"--preset: invalid choice: 'maxi' \(choose from .*paper.*balanced.*max"),
+        ("--preset max --methods dense", r"--methods: not allowed with argument --preset"),
+        ("--precision 64-true", r"--precision: invalid choice: '64-true' \(choose from .*32-true"),
+        ("--accelerator abacus", r"--accelerator, --precision: .*Got 'abacus' and .*HINT: --accelerator cpu"),
+        ("--dataset folder --root nowhere", r"--root: `root` must be a folder with .*, got 'nowhere' .*HINT: "),
+        ("--dataset cifar10 --no-download --root nowhere", r"--root: .*Looked in 'nowhere'\. HINT: .*--no-download"),
+    ],
+)
+def test_a_bad_argument_ends_train_before_any_training(given, says, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train", lambda *_: pytest.fail("a training began"))
+    with pytest.raises(SystemExit) as done:
+        train.main(given.split())
+    assert done.value.code == 2
+    shown = capsys.readouterr()
+    assert re.search(r"error: argument " + says, shown.err)
+    assert "Training" not in shown.out
 
 
 def test_command_line_trains_from_yaml(tmp_path):

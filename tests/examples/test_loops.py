@@ -1,5 +1,6 @@
 """The examples without a Trainer: they learn, find the layer that reads the batch, and leave a plain model behind."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,37 +10,52 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from examples import fabric, plain_loop
+from lightning_actprune import ActivationPrunedLinear
 from tests.support.helpers import assert_plain, pruned_layers
 
 
 def watch(monkeypatch, module):
-    """Note, at every forward, which layers of the model that ``module.train`` gets are pruned."""
-    seen, train = [], module.train
+    """Note, at every forward, which layers of the model that ``module.train`` gets are pruned, and how."""
+    seen, kept, train = [], [], module.train
 
     def watched(*args):
         (model,) = (argument for argument in args if isinstance(argument, nn.Module))
         model.register_forward_pre_hook(lambda *_: seen.append(pruned_layers(model)))
+        model.register_forward_pre_hook(lambda *_: kept.append(sparsities_and_bits(model)))
         return train(*args)
 
     monkeypatch.setattr(module, "train", watched)
-    return seen
+    return seen, kept
+
+
+def sparsities_and_bits(model):
+    return [(m.sparsity, m.keep.bits) for m in model.modules() if isinstance(m, ActivationPrunedLinear)]
 
 
 def test_plain_loop(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    seen = watch(monkeypatch, plain_loop)
-    model, losses = plain_loop.main(epochs=1)
-    assert seen == [["1", "3", "5"]] + [["3", "5"]] * 22  # 1437 images
+    seen, kept = watch(monkeypatch, plain_loop)
+    model, losses = plain_loop.main(epochs=2)
+    assert seen == [["1", "3", "5"]] + [["3", "5"]] * 45  # 1437 images, twice
     assert_plain(model)
     assert losses[-1] < 0.5 * losses[0]
-    assert "Layer 1 stays dense: its input is part of the batch." in capsys.readouterr().out
+    # The preset `max`: two bits, and no dropped blocks where the first batch shows that they hold much of the input.
+    assert (kept[0], kept[1], kept[-1]) == ([(0.5, 2)] * 3, [(0.0, 2)] * 2, [(0.0, 2)] * 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Layer 1 stays dense: its input is part of the batch."
+    for epoch, line in enumerate(lines[1:3], 1):
+        mean = sum(losses[23 * (epoch - 1) : 23 * epoch]) / 23
+        assert re.fullmatch(rf"Epoch {epoch} of 2: mean loss {mean:.3f}, \d+\.\d s\.", line)
+    assert lines[3:] == [f"Loss {losses[0]:.3f} at first, {losses[-1]:.3f} in the end."]
 
 
-def test_fabric(monkeypatch):
-    seen = watch(monkeypatch, fabric)
+def test_fabric(monkeypatch, capsys):
+    seen, kept = watch(monkeypatch, fabric)
     model, losses = fabric.main(epochs=1, accelerator="cpu", precision="bf16-mixed")
     names = [f"blocks.{block}.{layer}" for block in range(3) for layer in ("fc1", "fc2")]
     assert seen == [[*names, "head"]] * 23
+    assert (kept[0], kept[1]) == ([(0.5, 2)] * 7, [(0.0, 2)] * 7)
+    assert f"Epoch 1 of 1: mean loss {sum(losses) / 23:.3f}, " in capsys.readouterr().out
     assert_plain(model)
     assert losses[-1] < losses[0]
 
