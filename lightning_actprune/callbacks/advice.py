@@ -19,8 +19,9 @@ def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
     dtype = torch.float64 if str(trainer.precision) == "64-true" else torch.float32
     reasons = kernel_refusals(dtype, device, Keep.block_size, 1)
     if reasons:
+        shown = "; ".join(reason.partition(" (")[0] for reason in reasons)
         rank_zero_warn(
-            f"The kernels of ActivationPruning do not run here ({'; '.join(reason.partition(' (')[0] for reason in reasons)}), so plain PyTorch does their "
+            f"The kernels of ActivationPruning do not run here ({shown}), so plain PyTorch does their "
             "work: as much memory is saved, but a step may take several times as long. HINT: train on an NVIDIA GPU of "
             "compute capability 8.0 or newer, in float32, bfloat16 or float16."
         )
