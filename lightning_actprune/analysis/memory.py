@@ -304,6 +304,7 @@ class LayerFootprint:
         stored_bytes: Bytes of the distinct storages it did keep, its parameters aside; none behind a norm that keeps
             its output quantized, which does for both.
         accounted_bytes: The same by formula, from shapes and settings alone.
+        bits: Bits of a value that is kept, ``None`` if values are kept as they are.
     """
 
     fqn: str
@@ -313,13 +314,14 @@ class LayerFootprint:
     dense_bytes: int = 0
     stored_bytes: int = 0
     accounted_bytes: int = 0
+    bits: int | None = None
 
     @property
     def saved_bytes(self) -> int:
         """Bytes saved; negative if the input is kept elsewhere anyway."""
         return self.dense_bytes - self.stored_bytes
 
-    def to_dict(self) -> dict[str, str | float]:
+    def to_dict(self) -> dict[str, str | float | None]:
         """Return everything as numbers and strings."""
         return asdict(self) | {"saved_bytes": self.saved_bytes}
 
@@ -385,7 +387,7 @@ class MemoryReport:
         peak = None if self.step is None else self.step.peak_bytes
         return {**{name: getattr(self, name) for name in names}, "peak_bytes": peak}
 
-    def to_rows(self) -> list[dict[str, str | float]]:
+    def to_rows(self) -> list[dict[str, str | float | None]]:
         """Return the layers as flat rows: ``pandas.DataFrame(report.to_rows())`` is a table."""
         return [row.to_dict() for row in self.rows]
 
@@ -479,6 +481,7 @@ def _add(row: LayerFootprint, call: LayerCall, stored: int, elsewhere: set[Any],
     """
     row.calls += 1
     row.sparsity = max(row.sparsity, call.sparsity)
+    row.bits = (call.blocks.bits or None) if call.packs and call.blocks is not None else row.bits
     row.stored_bytes += stored
     if not call.packs:
         row.dense_bytes += stored

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
@@ -17,10 +18,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.analysis.memory import PHASES, LayerFootprint, MemoryReport, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
-from lightning_actprune.codec.blocks import BlockGeometry
-from lightning_actprune.config import Keep, Operator, drops_blocks
+from lightning_actprune.config import Keep, Operator
 from lightning_actprune.report import ConversionReport, LayerReport
 
+_Row = TypeVar("_Row", LayerReport, LayerFootprint)
+
+_PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
+"""A number in the name of a layer, but for the last part: of ``blocks.0.fc1``, not of ``net.0``."""
 MAX_ROWS = 40
 """Rows of a table that are shown before the rest is summed up in one."""
 MIB = 2**20
@@ -32,8 +36,6 @@ _NAMES: dict[Operator, str] = {
     "affine": "affine layer",
     "scale": "layer scale",
 }
-_TYPICAL_ROWS = 4096
-"""Rows of an input for which the expected saving is stated; it barely depends on their number."""
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
 _FRACTIONS = {0.5: "half", 1.0: "all"}
@@ -102,8 +104,18 @@ def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return rows[:cut], rows[cut:]
 
 
-def conversion_summary(report: ConversionReport, last: Mapping[str, float], value_bytes: int) -> RenderableType:
-    """Return how each layer is kept, with the saving to expect at the ``last`` sparsity of each that drops blocks."""
+def corresponding(rows: Iterable[_Row], key: Callable[[_Row], Any]) -> list[tuple[str, list[_Row]]]:
+    """Return the rows of layers at corresponding places that have the same ``key``, under a name for all of them."""
+    groups: dict[Any, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault((_PLACE.sub("*", row.fqn), key(row)), []).append(row)
+    return [
+        (found[0].fqn if len(found) == 1 else f"{name} ({len(found)})", found) for (name, _), found in groups.items()
+    ]
+
+
+def conversion_summary(report: ConversionReport, last: Mapping[str, float]) -> RenderableType:
+    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
     counts = Counter(layer.operator for layer in report.converted)
     named = [counted(counts[operator], name) for operator, name in _NAMES.items() if counts[operator]]
     text = f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."
@@ -113,15 +125,27 @@ def conversion_summary(report: ConversionReport, last: Mapping[str, float], valu
         text += f" What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}."
     if not report.layers:
         return text
-    made = table("Layers", "Layer", "Class ", "Kept ", "Saved of input")
+    made = table("Layers", "Layer", "Class ", "Kept ")
     for layers in (report.converted, report.skipped):
-        shown, rest = shortened(layers)
-        for layer in shown:
-            made.add_row(*_cells(layer, last.get(layer.fqn, layer.sparsity), value_bytes))
-        if rest:
-            made.add_row(f"... and {len(rest)} more")
+        _add_layers(made, layers, last)
         made.add_section()
     return Group(text, made)
+
+
+def _add_layers(made: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
+    """Add a row for the layers at corresponding places that are of one class and kept alike."""
+
+    def cells(layer: LayerReport) -> tuple[str, str]:
+        """Return the class of a layer and how it is kept."""
+        if layer.keep is None:
+            return layer.kind, f"dense: {layer.reason}"
+        return layer.kind, kept_text(layer.keep, layer.sparsity, last.get(layer.fqn, layer.sparsity))
+
+    shown, rest = shortened(corresponding(layers, cells))
+    for name, alike in shown:
+        made.add_row(name, *cells(alike[0]))
+    if rest:
+        made.add_row(f"... and {sum(len(alike) for _, alike in rest)} more")
 
 
 def kept_text(keep: Keep, first: float, last: float) -> str:
@@ -152,11 +176,7 @@ def decision_summary(decision: Decision, report: ConversionReport) -> Iterator[R
             f"{left} {'is' if left == 1 else 'are'} converted."
         )
         made = table("Layers that stay dense", "Layer", "Class ", "Kept ")
-        shown, rest = shortened(decision.retained)
-        for layer in shown:
-            made.add_row(*_cells(layer, 0.0, 0)[:3])
-        if rest:
-            made.add_row(f"... and {len(rest)} more")
+        _add_layers(made, decision.retained, {})
         yield Group(text, made)
     if decision.spread:
         made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
@@ -185,30 +205,15 @@ def _noun(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
 
 
-def _cells(layer: LayerReport, last: float, value_bytes: int) -> tuple[str, str, str, str]:
-    """Return the name of a layer, its class, how it is kept, and what that saves of its input, if blocks count."""
-    if layer.keep is None:
-        return layer.fqn, layer.kind, f"dense: {layer.reason}", ""
-    saved = percent(_expected_saving(layer, layer.keep, last, value_bytes)) if drops_blocks([layer.operator]) else ""
-    return layer.fqn, layer.kind, kept_text(layer.keep, layer.sparsity, last), saved
-
-
-def _expected_saving(layer: LayerReport, keep: Keep, sparsity: float, value_bytes: int) -> float:
-    shape = (_TYPICAL_ROWS, 1) if keep.scope == "token" else (1, _TYPICAL_ROWS)
-    # Convolutions cut a sample into rows of one block.
-    row = keep.block_size if layer.operator == "convolution" and keep.scope == "sample" else layer.in_features or 1
-    geometry = BlockGeometry.of(*shape, row, keep.block_size, sparsity)
-    return 1 - geometry.stored_bytes(value_bytes, keep.stored_bits) / geometry.dense_bytes(value_bytes)
-
-
 def memory_table(report: MemoryReport, epoch: int) -> Table:
     """Return what each linear layer and each other pruned layer keeps, and the totals."""
-    made = table(f"Kept for backward, epoch {epoch}", "Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved")
-    shown, rest = shortened(report.rows)
-    for row in shown:
-        made.add_row(row.fqn, f"{row.sparsity:.2f}", *_byte_cells(row))
+    made = table(f"Kept for backward, epoch {epoch}", "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
+    shown, rest = shortened(corresponding(report.rows, _kept))
+    for name, rows in shown:
+        made.add_row(name, _kept(rows[0]), *_byte_cells(MemoryReport(rows)))
     if rest:
-        made.add_row(f"... and {len(rest)} more", "", *_byte_cells(MemoryReport(list(rest))))
+        left = [row for _, rows in rest for row in rows]
+        made.add_row(f"... and {len(left)} more", "", *_byte_cells(MemoryReport(left)))
     if report.weight_copy_bytes:
         made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
     made.add_section()
@@ -219,6 +224,12 @@ def memory_table(report: MemoryReport, epoch: int) -> Table:
     if report.measured_peak_bytes is not None:
         made.add_row("Measured peak of the step", "", "", mib(report.measured_peak_bytes), "")
     return made
+
+
+def _kept(row: LayerFootprint) -> str:
+    if not row.bits and not row.sparsity:
+        return "whole"
+    return kept_text(Keep(bits=row.bits), row.sparsity, row.sparsity)
 
 
 def peak_text(step: StepMemory) -> str:

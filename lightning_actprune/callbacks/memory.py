@@ -41,11 +41,12 @@ class ActivationMemoryMonitor(pl.Callback):
     forward, and the bytes in use over the step, for which the peak statistics of the device are reset again and again
     in the measured step of an epoch.
 
-    Printed are, once an epoch, what each layer keeps and in which part of the step the peak lies: forward,
-    backward or optimizer step, and what it would be with fewer activations. Once a fit there is also who keeps what
-    at the end of the forward, by module and operator, packed or not, and what the bytes in use consist of
-    at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without
-    CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
+    Printed are, once a fit, what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row, and in
+    which part of the step the peak lies: forward, backward or optimizer step, and what it would be with fewer
+    activations; also who keeps what at the end of the forward, by module and operator, packed or not, and what the
+    bytes in use consist of at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a
+    ``StepMemory``. Without CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors,
+    no temporary ones.
 
     Logged at the end of each epoch, as means over the ranks, to every logger and ``callback_metrics`` (so that
     ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them):
@@ -70,9 +71,9 @@ class ActivationMemoryMonitor(pl.Callback):
             ``max_steps`` is reached before (of a loader that does not know its length, none is then, and a fit without
             any says so); the next one if it is skipped, that is, if ``training_step`` returns ``None``. The first
             batches also pay for what is set up lazily.
-        verbose: What is printed: nothing (``False`` or 0), the tables of the first epoch (1), or a table in the end of
-            each epoch (``True`` or 2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging
-            does not depend on it.
+        verbose: What is printed: nothing (``False`` or 0), the tables of the first epoch (1, the default), or a table
+            in the end of each epoch, too (``True`` or 2). The progress bar shows ``actprune/saved_frac`` unless it is
+            nothing; logging does not depend on it.
         log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
             and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. Where the model logs ``"step"``, which Lightning
             takes for the x-axis of the totals, layers and pictures stay at the step of the training.
@@ -92,7 +93,7 @@ class ActivationMemoryMonitor(pl.Callback):
     """
 
     def __init__(
-        self, measure_batch: int = 3, verbose: Verbosity = True, *, log_layers: bool = False, log_figures: bool = False
+        self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False, log_figures: bool = False
     ) -> None:
         super().__init__()
         hint = "3 lets the first batches warm up."

@@ -170,9 +170,8 @@ class ActivationPruning(pl.Callback):
             self._convert(pl_module)  # layers made in LightningModule.setup
         checked(check_conversion, pl_module, self._report, self._config)
         if self.verbose:
-            value_bytes = 2 if "16" in str(trainer.precision) else 4
             decided = decision_summary(Decision([], self.spread), self._report)  # in trials
-            show(trainer, conversion_summary(self._report, self._progress.last, value_bytes), *decided)
+            show(trainer, conversion_summary(self._report, self._progress.last), *decided)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

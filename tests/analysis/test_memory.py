@@ -296,6 +296,7 @@ def test_report_to_dict_is_made_of_primitives():
         "dense_bytes": 300,
         "stored_bytes": 100,
         "accounted_bytes": 100,
+        "bits": None,
         "saved_bytes": 200,
     }
 

@@ -47,8 +47,10 @@ def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
 
 def test_table_text():
     rows = [
-        LayerFootprint("a", "ActivationPrunedLinear", 0.6, 1, 10 * MIB, 4 * MIB, 4 * MIB),
+        LayerFootprint("a.0.fc", "ActivationPrunedLinear", 0.6, 1, 6 * MIB, 3 * MIB, 3 * MIB, bits=4),
         LayerFootprint("b", "ActivationPrunedLinear", 0.6, 1, 0, MIB, MIB),
+        LayerFootprint("a.1.fc", "ActivationPrunedLinear", 0.6, 1, 4 * MIB, MIB, MIB, bits=4),
+        LayerFootprint("a.2.fc", "ActivationPrunedLinear", 0.0, 1, 0, 0, 0, bits=4),
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
     report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB, 8 * MIB)
@@ -57,10 +59,11 @@ def test_table_text():
     cells = [[cell.strip() for cell in line] for line in rules]
     assert lines[0].strip() == "Kept for backward, epoch 7"
     assert cells == [
-        ["Layer", "Sparsity", "Dense MiB", "Stored MiB", "Saved"],
-        ["a", "0.60", "10.00", "4.00", "60.0 %"],
-        ["b", "0.60", "0.00", "1.00", "kept anyway"],
-        ["c", "0.00", "2.00", "2.00", "0.0 %"],
+        ["Layer", "Kept", "Dense MiB", "Stored MiB", "Saved"],
+        ["a.*.fc (2)", "4 bits, drops 60 %", "10.00", "4.00", "60.0 %"],
+        ["b", "values as they are, drops 60 %", "0.00", "1.00", "kept anyway"],
+        ["a.2.fc", "4 bits", "0.00", "0.00", "-"],
+        ["c", "whole", "2.00", "2.00", "0.0 %"],
         ["16-bit weight copies", "", "8.00", "0.00", "100.0 %"],
         ["These layers", "", "20.00", "7.00", "65.0 %"],
         ["Other saved tensors", "", "", "3.00", ""],

@@ -294,10 +294,10 @@ def test_the_summary_says_once_how_each_layer_is_kept(bar, capsys, caplog):
         trainer(*callbacks, enable_progress_bar=bar is not None).fit(Net())
     text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
     assert text.count("2 linear layers and 2 activation functions converted, 1 dense") == 1
-    assert "body.0 │ Linear │ values as they are, drops 50 % │ 49." in text  # less the positions
-    assert "body.1 │ GELU │ 3 bits │ │" in text
+    assert "body.0 │ Linear │ values as they are, drops 50 % │" in text
+    assert "body.1 │ GELU │ 3 bits │" in text
     assert "body.2 │ Linear │ 2 bits, drops 0 to 50 % │" in text
-    assert "head │ Linear │ dense: the rule 'head' keeps it dense │ │" in text
+    assert "head │ Linear │ dense: the rule 'head' keeps it dense │" in text
 
 
 def test_the_summary_counts_what_is_not_covered_and_what_else_is_kept(caplog):
@@ -320,6 +320,18 @@ def test_a_long_summary_is_cut(caplog):
     assert "... and 23 more" in caplog.text
     assert "extra.36" in caplog.text
     assert "extra.37" not in caplog.text
+
+
+def test_layers_at_corresponding_places_are_one_row_of_the_summary(caplog):
+    class Deep(Net):
+        def make(self) -> None:
+            super().make()
+            self.extra = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
+
+    caplog.set_level("INFO")
+    trainer(ActivationPruning(sparsity=0.6, rules={"extra.7.*": Keep(bits=4)}), max_steps=1).fit(Deep())
+    assert "extra.*.0 (59) │ Linear │ values as they are, drops 60 % │" in " ".join(caplog.text.split())
+    assert "extra.7.0 │ Linear │ 4 bits │" in " ".join(caplog.text.split())
 
 
 @pytest.mark.parametrize(("verbose", "level"), [(False, 0), (0, 0), (1, 1), (np.int64(1), 1), (2, 2), (True, 2)])
