@@ -2,6 +2,8 @@
 
 A function of this package keeps less than it reads. What follows from that is the same for every operator:
 
+- **Where torch does it all** is asked first (``may_compress``): without gradients, where somebody else than autograd
+  looks on, and of what is sparse or nested.
 - **Plain eager mode or not** is asked once a pass, of the first argument, and handed to the function as its last one,
   ``eager``: there kernels may run and memory be shared by its address. Anywhere else (a compiler, a transform, a
   dispatch mode) the plain-torch form runs, which these see through.
@@ -11,6 +13,7 @@ the
   derivative of what it returns would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes that lead to
   ``inputs``, and what would lead from such a gradient to the function's input was not kept. It would leave these terms
   out and say nothing.
+- **What a function returns is no view to autograd** (``no_view``), which would let nobody write to it in place.
 - **Saved-tensor hooks of this package need not see what is saved** here, since it is small already: they would cost the
   host time for each tensor, forward and backward. So those hooks are taken off the stack while the function is applied.
   Hooks that somebody else has opened, inside ours or around them, see everything.
@@ -25,10 +28,32 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from lightning_actprune.codec.dispatch import in_plain_eager_mode
+from lightning_actprune.codec.private import (
+    are_functorch_transforms_active,
+    is_exporting,
+    is_tracing,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+    unsafe_view,
+)
 
-_autograd: Any = torch._C._autograd
+
+def may_compress(x: Tensor) -> bool:
+    """Return whether what backward needs of ``x`` may be kept in another form than by torch; if not, torch does it all.
+
+    That is where autograd records gradients, and nobody else does: a ``torch.func`` transform asks an operator for more
+    than its backward, and what is traced or exported is to know nothing of this package. Nor are there blocks in what
+    is sparse or nested.
+    """
+    if not torch.is_grad_enabled() or x.layout != torch.strided or x.is_nested:
+        return False
+    if is_compiling():
+        return not is_exporting()
+    return not (are_functorch_transforms_active() or is_tracing())
 
 
 class SavedTensorHooks(Protocol):
@@ -38,30 +63,23 @@ class SavedTensorHooks(Protocol):
     alone: bool
     """Whether there are no hooks around these, which have to see everything."""
 
-    def settle(self) -> None:
-        """Store now what was put off until more is known about the operation that saved it."""
-
 
 class _Open(threading.local):
-    hooks: SavedTensorHooks | None = None
+    def __init__(self) -> None:
+        self.hooks: list[SavedTensorHooks] = []
 
 
 _open = _Open()
 
 
-def open_hooks(hooks: SavedTensorHooks | None) -> SavedTensorHooks | None:
-    """Let functions of this thread not be seen by ``hooks``, which are on the stack, and return who was there before.
-
-    With ``None``, all hooks see them.
-    """
-    before, _open.hooks = _open.hooks, hooks
-    return before
+def open_hooks(hooks: SavedTensorHooks) -> None:
+    """Let functions of this thread not be seen by ``hooks``, which are on the stack now."""
+    _open.hooks.append(hooks)
 
 
-def settle_open_hooks() -> None:
-    """Let the hooks of this thread store now what they have put off: for somebody who watches when it is stored."""
-    if _open.hooks is not None:
-        _open.hooks.settle()
+def close_hooks(hooks: SavedTensorHooks) -> None:
+    """Undo ``open_hooks``, in whatever order: hooks of one module are called in the order in which they were added."""
+    _open.hooks.remove(hooks)
 
 
 def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -83,7 +101,7 @@ def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..
             count, grad = len(ctx.needs_input_grad), grads[0]
             if grad is None:  # of an output on which nothing depends
                 return (None,) * count
-            if torch.compiler.is_compiling():  # which refuses second derivatives by itself
+            if is_compiling():  # which refuses second derivatives by itself
                 with torch.no_grad():
                     found = compute(ctx, False, *grads)
             elif torch.is_grad_enabled():
@@ -95,6 +113,17 @@ def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..
         return backward
 
     return decorated
+
+
+def no_view(y: Tensor) -> Tensor:
+    """Return ``y``, which its function alone holds, as a tensor of the same memory that is no view to autograd.
+
+    Of a view that a function returns, autograd lets nobody write to it or to a part of it (``y += x``, an in-place
+    ReLU), and many of torch's own functions return one: ``F.linear`` of three dimensions that are contiguous.
+    """
+    if is_compiling():
+        return unsafe_view(y, y.shape)
+    return y.data if y._is_view() else y  # a tenth of the time that the operator takes
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -115,17 +144,16 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     def apply(x: Tensor, *arguments: Any) -> Any:
         if not in_plain_eager_mode(x):
             return traced_apply(x, *arguments, False)
-        hooks = _open.hooks
-        if hooks is None:
+        if not _open.hooks:
             return eager_apply(x, *arguments, True)
-        hooks.settle()
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        hooks = _open.hooks[-1]
+        top = top_saved_tensors_hooks(False)
         if not hooks.alone or top is None or top[0] is not hooks.pair[0]:
             return eager_apply(x, *arguments, True)
-        _autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
         try:
             return eager_apply(x, *arguments, True)
         finally:
-            _autograd._push_saved_tensors_default_hooks(*hooks.pair)
+            push_saved_tensors_hooks(*hooks.pair)
 
     return apply

@@ -28,11 +28,15 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.compiler import is_compiling
 
 from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, along_tokens
+from lightning_actprune.codec.private import (
+    are_functorch_transforms_active,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    len_torch_dispatch_stack,
+)
 
 Backend = Literal["triton", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,9 +57,9 @@ def in_plain_eager_mode(x: Tensor) -> bool:
     """
     if is_compiling() or type(x) is not Tensor or x.is_meta or x.is_neg():
         return False
-    if _are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
+    if are_functorch_transforms_active() or is_functorch_wrapped_tensor(x) or is_legacy_batchedtensor(x):
         return False
-    return _len_torch_dispatch_stack() == 0
+    return len_torch_dispatch_stack() == 0
 
 
 @functools.cache

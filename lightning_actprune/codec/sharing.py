@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_actprune.codec.private import fix_weakref, raw_stream
+
 _NO_STREAM = 0, False
 
 
@@ -65,15 +67,16 @@ def place_of(x: Tensor) -> tuple[int, bool]:
     """Return the number of the stream on which work for ``x`` is queued now, and whether it is being recorded."""
     if not x.is_cuda:
         return _NO_STREAM
-    # The number behind torch.cuda.current_stream(), which takes 2 us to wrap it.
-    return torch._C._cuda_getCurrentRawStream(x.device.index), torch.cuda.is_current_stream_capturing()
+    return raw_stream(x.device.index), torch.cuda.is_current_stream_capturing()
 
 
 def live(reference: weakref.ref[Tensor]) -> Tensor | None:
     """Return the tensor of a weak reference, ``None`` if it is gone; autograd may have let go of its Python object."""
+    if fix_weakref is None:
+        return None
     tensor = reference()
     if tensor is not None:
-        tensor._fix_weakref()  # type: ignore[attr-defined]
+        fix_weakref(tensor)
     return tensor
 
 

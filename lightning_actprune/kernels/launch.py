@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -45,30 +46,32 @@ class Launch:
         if self._run is not None:
             self._run(tensors)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._scalars, **self._options)
-        if not INTERPRETED:
-            stream = functools.partial(triton.runtime.driver.active.get_current_stream, tensors[0].device.index)
-            fixed = (compiled.function, compiled.packed_metadata, None, None, None)  # no profiling hooks
-            self._run = runner(compiled.run, self._grid, stream, fixed, self._scalars)  # last: a thread may wait for it
+        compiled = self._by_triton(tensors)
+        if not INTERPRETED:  # in the end: a thread may wait for it
+            self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
+
+    def _by_triton(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self._kernel[self._grid](*tensors, *self._scalars, **self._options)
 
 
 def runner(
-    launcher: Any, grid: tuple[int, ...], stream: Callable[[], int], fixed: tuple[Any, ...], scalars: tuple[Any, ...]
-) -> Callable[[tuple[Tensor, ...]], None]:
-    """Return ``run(tensors)``: Triton's launcher of one kernel with all but the tensors filled in.
+    compiled: Any, device: int, grid: tuple[int, ...], scalars: tuple[Any, ...]
+) -> Callable[[tuple[Tensor, ...]], None] | None:
+    """Return ``run(tensors)``: a compiled kernel's launcher with all but the tensors filled in.
 
     It gets addresses, since it would ask each tensor for its own and the driver whether it is one. A launcher in Python
     that ends in one call of a native function, its ``launch`` (Triton 3.4 to 3.9), is spared: what it passes on is
     recorded once, and the native function called with that: a ResMLP-S12 step then kept a slow host busy for 25.5 ms
-    instead of 30.6 (step_8294153.json, step_34ba7b9.json).
+    instead of 30.6 (step_8294153.json, step_34ba7b9.json). Any other is left to Triton: ``None``.
     """
-    native = _native_call(launcher, grid, fixed)
+    try:
+        stream = functools.partial(triton.runtime.driver.active.get_current_stream, device)
+        fixed = (compiled.function, compiled.packed_metadata, None, None, None)  # no profiling hooks
+        native = _native_call(compiled.run, grid, fixed)
+    except AttributeError:
+        return None
     if native is None:
-
-        def run(tensors: tuple[Tensor, ...]) -> None:
-            launcher(*grid, stream(), *fixed, *[tensor.data_ptr() for tensor in tensors], *scalars)
-
-        return run
+        return None
     launch, before, after, in_tuple = native
 
     def run_flat(tensors: tuple[Tensor, ...]) -> None:
@@ -80,16 +83,26 @@ def runner(
     return run_tuple if in_tuple else run_flat
 
 
+_FIRST = "gridX", "gridY", "gridZ", "stream", "function"
+_KNOWN = (
+    (*_FIRST, "*args"),
+    (*_FIRST, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "*args"),
+)
+"""Parameters of the launchers that are known; in the first, ``args`` begins with what the second one names."""
+
+
 def _native_call(
     launcher: Any, grid: tuple[int, ...], fixed: tuple[Any, ...]
 ) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...], bool] | None:
     """Return a launcher's native function and what it gets before and after the stream.
 
     The last entry says whether the kernel's arguments follow in one tuple. ``None`` for a launcher that does more than
-    to pass its arguments on (memory for the kernel, a sanitizer), or in a way not known here.
+    to pass its arguments on (memory for the kernel, a sanitizer), takes others than are known, or is none of Python's.
     """
     scratch = [getattr(launcher, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
     if not callable(getattr(launcher, "launch", None)) or any(scratch) or getattr(launcher, "gsan_enabled", False):
+        return None
+    if tuple(map(str, inspect.signature(launcher).parameters.values())) not in _KNOWN:
         return None
     recorder, calls = copy.copy(launcher), []
     recorder.launch = lambda *arguments: calls.append(arguments)

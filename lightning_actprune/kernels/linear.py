@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -87,7 +87,7 @@ def machine(device: torch.device) -> Machine:
     """Return the limits of ``device``; for the CPU's interpreter, few multiprocessors."""
     if device.type != "cuda":
         return Machine(4, 232448, 9)
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # of which not all versions of torch declare everything
     return Machine(found.multi_processor_count, found.shared_memory_per_block_optin, found.major)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import may_keep_memory
+from lightning_actprune.codec.private import raw_stream
 from lightning_actprune.kernels.launch import Launch, multiprocessors
 
 COLS = 64
@@ -130,7 +131,7 @@ def _zeroed_counters(x: Tensor, groups: int) -> Tensor:
     """Return at least ``groups`` counters for the current stream, new ones where none may be kept."""
     if not may_keep_memory(x):
         return torch.zeros(groups, dtype=torch.int32, device=x.device)
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
+    stream = raw_stream(x.device.index) if x.is_cuda else 0
     counters = _counters.get((x.device, stream))
     if counters is None or counters.numel() < groups:
         counters = torch.zeros(max(COUNTERS, triton.next_power_of_2(groups)), dtype=torch.int32, device=x.device)

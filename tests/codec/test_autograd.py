@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, no_view, once_differentiable
 
 modes: list[tuple[str, bool]] = []
 """What the function below was told, where and whether it is plain eager mode."""
@@ -90,6 +91,41 @@ def test_compilers_trace_it_in_one_graph():
     grads = torch.autograd.grad(compiled(x, w).sum(), (x, w))
     assert modes == []
     torch.testing.assert_close(grads, (w.detach(), 2 * x.detach()))
+
+
+class Rows(torch.autograd.Function):
+    """Twice the values of ``x``, as rows: a view where they are made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eager: bool) -> Tensor:
+        ctx.shape = x.shape
+        y = (2 * x).view(-1, x.shape[-1])
+        if not torch.compiler.is_compiling():
+            addresses.append(y.data_ptr())
+        return no_view(y)
+
+    @staticmethod
+    @once_differentiable("rows")
+    def backward(ctx: Any, eager: bool, grad: Tensor) -> tuple[Tensor]:
+        return (2 * grad.reshape(ctx.shape),)
+
+
+rows_of = applied(Rows)
+addresses: list[int] = []
+
+
+@pytest.mark.parametrize("mode", ["plain", "watched", "compiled"])
+def test_a_result_may_be_written_to_and_is_no_copy(mode):
+    x = torch.randn(2, 4, 3, requires_grad=True)
+    call = torch.compile(rows_of, backend="aot_eager", fullgraph=True) if mode == "compiled" else rows_of
+    with Watched() if mode == "watched" else nullcontext():
+        y = call(x)
+    assert mode == "compiled" or y.data_ptr() == addresses[-1]
+    y[:, 0] *= 3
+    y.relu_()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    right = 2 * torch.tensor([3, 1, 1]) * (x > 0)
+    assert torch.equal(grad, right)
 
 
 def test_where_nothing_depends_on_the_output_gradients_stay_undefined():

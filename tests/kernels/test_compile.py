@@ -79,13 +79,13 @@ def test_nothing_spills(compiled):
             assert r["local"] == 0, r
 
 
-def test_selection_does_not_spill(request, compiled, target):
-    if Version("3.9") <= TRITON and target not in (80, 89):
-        request.applymarker(pytest.mark.xfail(reason="this Triton spills 16 to 136 bytes a thread of 64 keys"))
+def test_selection_hardly_spills(compiled, target):
+    # To fit one program more onto a multiprocessor, ptxas spills up to 24 bytes of its own accord; the newer one that
+    # comes with Triton 3.8 up to 136 of the 256 bytes of keys that a thread holds.
+    allowed = 136 if Version("3.8") <= TRITON and target >= 90 else 24
     for r in compiled:
         if r["kernel"] in HOLD_KEYS:
-            # To fit one program more onto a multiprocessor, ptxas spills up to 24 bytes of its own accord.
-            assert r["stack"] <= 24, r
+            assert r["stack"] <= allowed, r
             assert r["local"] == 0, r
 
 

@@ -34,10 +34,11 @@ def test_every_kernel_compiles_and_nothing_spills(compiled):
     for r in compiled:
         assert r["smem"] <= SHARED_MEMORY[r["target"]], r
         # A frame of 8 bytes holds no spilled value, see test_compile; Triton 3.4 spills up to ten of the longest rows,
-        # 3.9 on sm_120 six of unaligned ones and, with registers to spare, four of the affine forward.
+        # 3.8 and newer, for the targets that came last, six of unaligned ones and, with registers to spare, four of the
+        # affine forward.
         few = Version("3.6") > TRITON and r["kernel"] == "normalize_grad_4_b32_8192"
         odd = {"normalize_grad_4_b24_100": 24, "normalize_4_b32_384": 16}
-        odd = odd if Version("3.9") <= TRITON and r["target"] == 120 else {}
+        odd = odd if Version("3.8") <= TRITON and r["target"] >= 100 else {}
         assert r["stack"] <= (40 if few else odd.get(r["kernel"], 8)), r
         assert r["local"] == 0, r
 

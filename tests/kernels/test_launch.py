@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +11,8 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
 
-from lightning_actprune.kernels.launch import runner
+from lightning_actprune.kernels import launch
+from lightning_actprune.kernels.launch import Launch, runner
 
 GRID, STREAM, SCALARS = (3, 2, 1), 12345, (7, False, 64)
 FIXED = ("function", (1, 2), None, None, None)
@@ -24,15 +26,19 @@ class Flat:
     def __init__(self):
         self.launch = mock.Mock()
 
-    def __call__(self, x, y, z, stream, function, *rest):
-        self.launch(x, y, z, stream, function, True, False, None, *rest)
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, function, True, False, None, *args)
 
 
 class Packed(Flat):
     """Passes them in one tuple, behind other things."""
 
-    def __call__(self, x, y, z, stream, function, metadata, enter, leave, more, *rest):
-        self.launch(x, y, z, stream, function, True, metadata, enter, leave, more, {"signature": 1}, rest)
+    def __call__(
+        self, gridX, gridY, gridZ, stream, function, kernel_metadata, launch_metadata, launch_enter_hook,
+        launch_exit_hook, *args,
+    ):  # fmt: skip
+        more = kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook
+        self.launch(gridX, gridY, gridZ, stream, function, True, *more, {"signature": 1}, args)
 
 
 class Scratch(Flat):
@@ -40,23 +46,30 @@ class Scratch(Flat):
 
     global_scratch_size = 128
 
-    def __call__(self, x, y, z, stream, function, *rest):
-        self.launch(x, y, z, stream, function, object(), *rest)
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, function, object(), *args)
 
 
 class Twice(Flat):
     """Calls the native function more than once."""
 
-    def __call__(self, *arguments):
-        self.launch(*arguments)
-        self.launch(*arguments)
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, function, *args)
+        self.launch(gridX, gridY, gridZ, stream, function, *args)
 
 
 class Wrapped(Flat):
     """Passes the arguments on in another form."""
 
-    def __call__(self, x, y, z, stream, *rest):
-        self.launch(x, y, z, stream, [*rest])
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, [*args])
+
+
+class OneMore(Flat):
+    """Takes another argument before the kernel's, which it passes on as if it were one of these."""
+
+    def __call__(self, gridX, gridY, gridZ, stream, cluster, function, *args):
+        self.launch(gridX, gridY, gridZ, stream, cluster, function, *args)
 
 
 def triton_launcher():
@@ -70,16 +83,22 @@ def triton_launcher():
     return launcher
 
 
+def compiled(launcher):
+    return SimpleNamespace(run=launcher, function=FIXED[0], packed_metadata=FIXED[1])
+
+
 @pytest.fixture(autouse=True)
 def driver(monkeypatch):
-    """Triton's launcher asks for the driver, which needs a GPU, and has nothing to ask it."""
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace()))
+    """Triton's launcher asks for the driver, which needs a GPU, and has nothing to ask it but for the stream."""
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
+    return active
 
 
 @pytest.mark.parametrize("make", [Flat, Packed, triton_launcher])
 def test_native_function_gets_what_the_launcher_would_pass(make):
     launcher, tensors = make(), (torch.ones(3), torch.ones(5))
-    run = runner(launcher, GRID, lambda: STREAM, FIXED, SCALARS)
+    run = runner(compiled(launcher), 0, GRID, SCALARS)
     assert not launcher.launch.called
     launcher(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
     with mock.patch.object(type(launcher), "__call__", side_effect=AssertionError("the launcher itself was called")):
@@ -88,24 +107,42 @@ def test_native_function_gets_what_the_launcher_would_pass(make):
     assert actual == expected
 
 
-@pytest.mark.parametrize("make", [Scratch, Twice, Wrapped])
-def test_launchers_that_do_more_are_called(make):
-    launcher, tensors = make(), (torch.ones(3), torch.ones(5))
-    run = runner(launcher, GRID, lambda: STREAM, FIXED, SCALARS)
-    with mock.patch.object(type(launcher), "__call__") as call:
-        run(tensors)
-    call.assert_called_once_with(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
+@pytest.mark.parametrize("make", [Scratch, Twice, Wrapped, OneMore, lambda: mock.Mock(spec=[])])
+def test_launchers_that_do_more_or_are_not_known_are_left_to_triton(make):
+    assert runner(compiled(make()), 0, GRID, SCALARS) is None
 
 
-def test_stream_is_asked_for_at_each_launch():
+@pytest.mark.parametrize("missing", ["run", "function", "packed_metadata", "get_current_stream"])
+def test_what_triton_has_under_other_names_is_left_to_it(missing, driver):
+    kernel = compiled(Flat())
+    delattr(driver if missing == "get_current_stream" else kernel, missing)
+    assert runner(kernel, 0, GRID, SCALARS) is None
+
+
+def test_stream_is_asked_for_at_each_launch(driver):
     launcher, streams = Flat(), iter([1, 2])
-    run = runner(launcher, GRID, lambda: next(streams), FIXED, SCALARS)
+    driver.get_current_stream = lambda device: next(streams)
+    run = runner(compiled(launcher), 0, GRID, SCALARS)
     run(())
     run(())
     assert [call.args[3] for call in launcher.launch.call_args_list] == [1, 2]
 
 
-def test_launcher_of_any_other_kind_is_called():
-    launcher = mock.Mock(spec=[])
-    runner(launcher, GRID, lambda: STREAM, FIXED, SCALARS)((torch.ones(2),))
-    assert launcher.call_args.args[:4] == (*GRID, STREAM)
+@pytest.mark.parametrize(("make", "by_triton"), [(Flat, 1), (Wrapped, 3)])
+def test_triton_launches_the_first_time_or_always(make, by_triton, monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    launcher, calls, x = make(), [], torch.ones(3)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: calls.append((grid, arguments, options)) or compiled(launcher)
+
+    own = Launch(Kernel(), (3,), 7, num_warps=4)
+    for _ in range(3):
+        own(x)
+    assert calls == by_triton * [((3, 1, 1), (x, 7), {"num_warps": 4})]
+    assert launcher.launch.call_count == 3 - by_triton
+
+
+def test_launcher_of_this_triton_is_known():
+    assert tuple(map(str, inspect.signature(triton_launcher()).parameters.values())) in launch._KNOWN

@@ -1,0 +1,346 @@
+"""All that this package uses of torch without a public name, and what happens in a torch that has it no more.
+
+Every such name is looked up here, once, when the package is imported. One that is gone has a stand-in, which takes
+longer, or assumes what is safe to assume; or a feature is gone with it, and says so. Nothing is computed wrongly. In
+``torch._C`` unless said otherwise:
+
+====================================== ================================= ==============================================
+Name                                   Says                              Without it
+====================================== ================================= ==============================================
+``_are_functorch_transforms_active``   whether ``vmap``, ``grad`` and    the stack of transforms is asked; with no
+                                       the like run                      such name either nothing is compressed
+                                                                         (warning)
+``_functorch``'s two ``is_...tensor``  whether a tensor is one of theirs whether it has no memory
+``_len_torch_dispatch_stack``          whether dispatch modes are open   torch's list of them is asked; without that,
+                                                                         no kernel runs: plain torch, slower
+``_python_dispatch._get_current_...``  their names                       a fit is not warned of them
+  (``torch.utils``)
+``_DisableTorchDispatch``              hides one product from them       they see a product of empty matrices
+``_is_tracing``                        whether ``torch.jit`` traces      ``torch.jit.is_tracing``
+``torch.compiler._is_exporting_flag``  whether the compiler exports      ``torch.compiler.is_exporting``: true of more
+                                                                         in some versions, which leaves layers dense
+``torch.ops.aten._unsafe_view``        makes a view none, compiled       a copy
+``_cuda_getCurrentRawStream``          the current stream's number       ``torch.cuda.current_stream``, slower
+``torch.Tensor._fix_weakref``          revives what a reference found    nothing is shared between layers
+``_dispatch_has_kernel_for_...``       what autocast computes in fp32    the operation is tried, slower
+``_autograd._pop_saved_...``,          take hooks off for the time of    they stay on, slower
+  ``_push_saved_...``                  our functions
+``_autograd._top_saved_...``           which saved-tensor hooks are open unknown ones are taken to be: nothing is taken
+                                                                         off or reused; no ``SavedTensorCompression``
+                                                                         (warning), no recorders (error)
+``_autograd._saved_tensors_hooks_...`` whether any may be opened         it is tried
+``_autograd._get_sequence_nr``,        which operation saves something   no ``SavedTensorCompression`` (warning)
+  ``Node._sequence_nr``
+``_current_autograd_node``             which operation reads something   the same, and no ``StepMemoryRecorder`` (error)
+``_current_graph_task_id``             whether backward runs             whether an operation reads something; without
+                                                                         that, as without ``_top_saved_...``
+``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
+                                                                         the dense model would keep is not known
+``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
+``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
+====================================== ================================= ==============================================
+
+Private attributes of tensors, storages and modules (``ATTRIBUTES``) are used where they are. Too much rests on those of
+most: where one is missing, importing the package is an error. Others, ``OPTIONAL``, are asked for with care.
+
+**Elsewhere** is what is no name of torch's, next to what it is for:
+
+- ``operators.attention`` runs torch's attention in a copy of its namespace. It is tried before the first module is
+  converted, and compared with the original: where it does not do the same, attention stays dense, with that reason.
+- ``operators.saved`` tells operations and callers by names of torch's nodes and modules. What is not known by its name
+  is not packed.
+- ``kernels.launch`` passes arguments to Triton's native launcher itself, in the order that was recorded from Triton's
+  own in Python. One that takes other parameters than those known is left to Triton, at several times the cost.
+- ``callbacks.tuning`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if
+  Lightning calls it no more, a tuner's trials are not probed, and the fit's first batch is. ``callbacks.pruning`` does
+  so to a module's ``configure_model``.
+- ``callbacks.memory`` reads the step that Lightning logs at, ``trainer.global_step`` in its place, and a logger's
+  prefix, without which a picture's name has none.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MISSING: list[str] = []
+"""Names that this torch has not."""
+
+
+def found(name: str, stand_in: Any = None) -> Any:
+    """Return what torch has by that name, or the stand-in for it."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        MISSING.append(name)
+        return stand_in
+
+
+def refusal(feature: str, names: tuple[str, ...]) -> str | None:
+    """Return why ``feature``, for which nothing stands in for ``names``, is not there; ``None`` if it is."""
+    gone = [name for name in names if name in MISSING]
+    if not gone:
+        return None
+    return (
+        f"{feature} needs {' and '.join(gone)}, which torch {torch.__version__} has not. HINT: use another version of "
+        "torch, or a lightning_actprune that was made for this one."
+    )
+
+
+def require(feature: str, names: tuple[str, ...]) -> None:
+    """Raise if ``feature`` is not there."""
+    reason = refusal(feature, names)
+    if reason is not None:
+        raise RuntimeError(reason)
+
+
+# Transforms and dispatch modes.
+
+_transforms = found("torch._C._functorch.peek_interpreter_stack")
+_modes = found("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+
+
+def _any_transform() -> bool:
+    return _transforms is None or _transforms() is not None
+
+
+def _count_modes() -> int:
+    return 1 if _modes is None else len(_modes())
+
+
+def _has_no_memory(x: Tensor) -> bool:
+    """Return whether ``x`` is a wrapper of another tensor, such as transforms make."""
+    try:
+        return x.numel() > 0 and x.data_ptr() == 0
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
+
+
+are_functorch_transforms_active: Callable[[], bool] = found("torch._C._are_functorch_transforms_active", _any_transform)
+is_functorch_wrapped_tensor: Callable[[Tensor], bool] = found(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _has_no_memory
+)
+is_legacy_batchedtensor: Callable[[Tensor], bool] = found("torch._C._functorch.is_legacy_batchedtensor", _has_no_memory)
+len_torch_dispatch_stack: Callable[[], int] = found("torch._C._len_torch_dispatch_stack", _count_modes)
+dispatch_modes: Callable[[], list[Any]] = _modes or list
+no_dispatch_modes: Callable[[], AbstractContextManager[Any]] = found("torch._C._DisableTorchDispatch", nullcontext)
+is_tracing: Callable[[], bool] = found("torch._C._is_tracing", found("torch.jit.is_tracing", _never))
+
+if are_functorch_transforms_active is _any_transform and _transforms is None:
+    warnings.warn(f"{refusal('Compressing what layers keep', tuple(MISSING))} Nothing is compressed.", stacklevel=2)
+
+# The compiler.
+
+_has_flag = found("torch.compiler._is_exporting_flag") is not None
+
+
+def _is_exporting() -> bool:
+    # The function is always true where torch 2.11 compiles its caller.
+    return torch.compiler._is_exporting_flag
+
+
+is_exporting: Callable[[], bool] = _is_exporting if _has_flag else found("torch.compiler.is_exporting", _always)
+
+
+def _copied(y: Tensor, shape: torch.Size) -> Tensor:
+    return y.clone()
+
+
+unsafe_view: Callable[[Tensor, torch.Size], Tensor] = found("torch.ops.aten._unsafe_view.default", _copied)
+
+# Devices and autocast.
+
+
+def _raw_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+raw_stream: Callable[[int], int] = found("torch._C._cuda_getCurrentRawStream", _raw_stream)
+"""Return the number behind ``torch.cuda.current_stream()``, which takes 2 us to wrap it."""
+
+_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: F.group_norm(x, 1),
+    "layer_norm": lambda x: F.layer_norm(x, (2,)),
+    "rms_norm": lambda x: F.rms_norm(x, (2,)),
+}
+_has_kernel = found("torch._C._dispatch_has_kernel_for_dispatch_key")
+_FP32_UNDER_AUTOCAST = frozenset(
+    (operator, device)
+    for operator in _NORMS
+    for device in ("cpu", "cuda")
+    if _has_kernel is not None and _has_kernel(f"aten::{operator}", f"Autocast{device.upper()}")
+)
+
+
+def _in_fp32(operator: str, device: str) -> bool:
+    return (operator, device) in _FP32_UNDER_AUTOCAST
+
+
+def _tried_in_fp32(operator: str, device: str) -> bool:
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        return _NORMS[operator](torch.ones(2, 2, dtype=torch.bfloat16, device=device)).dtype == torch.float32
+
+
+autocast_computes_in_fp32: Callable[[str, str], bool] = _tried_in_fp32 if _has_kernel is None else _in_fp32
+"""Of a norm and a type of device; it depends on the version of torch: ``rms_norm`` on a GPU in 2.15, not in 2.11."""
+
+# Autograd.
+
+_AUTOGRAD = "torch._C._autograd."
+_TOP = _AUTOGRAD + "_top_saved_tensors_default_hooks"
+_SEQUENCE = _AUTOGRAD + "_get_sequence_nr", "torch._C._functions.AccumulateGrad._sequence_nr"
+_NODE, _TASK = "torch._C._current_autograd_node", "torch._C._current_graph_task_id"
+
+
+def _gone(name: str) -> Callable[..., Any]:
+    """Return what is called in place of what nothing stands in for, by who has not asked for its ``refusal``."""
+
+    def called(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(refusal("This", (name,)))
+
+    return called
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _somebodys(ignore_is_tracing: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return hooks that are nobody's known, as if somebody else had opened some."""
+    return id, id
+
+
+def _may_open_hooks() -> bool:
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return True
+    except RuntimeError:
+        return False
+
+
+def _leave_hooks(*pair: Any) -> None:
+    """Do nothing, in place of both that take hooks off the stack and put them back."""
+
+
+def _task_of_node() -> int:
+    return -1 if current_autograd_node() is None else 0
+
+
+top_saved_tensors_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = found(
+    _TOP, _somebodys
+)
+pop_saved_tensors_hooks: Callable[..., None] = found(_AUTOGRAD + "_pop_saved_tensors_default_hooks", _leave_hooks)
+push_saved_tensors_hooks: Callable[..., None] = found(_AUTOGRAD + "_push_saved_tensors_default_hooks", _leave_hooks)
+if _leave_hooks in (pop_saved_tensors_hooks, push_saved_tensors_hooks):
+    pop_saved_tensors_hooks = push_saved_tensors_hooks = _leave_hooks
+saved_tensors_hooks_are_enabled: Callable[[], bool] = found(
+    _AUTOGRAD + "_saved_tensors_hooks_is_enabled", _may_open_hooks
+)
+get_sequence_nr: Callable[[], int] = found(_SEQUENCE[0], _gone(_SEQUENCE[0]))
+found(_SEQUENCE[1])  # asked of nodes
+current_autograd_node: Callable[[], Any] = found(_NODE, _gone(_NODE))
+current_graph_task_id: Callable[[], int] = found(_TASK, _gone(_TASK) if _NODE in MISSING else _task_of_node)
+fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")
+"""Makes a tensor that a weak reference has found the owner of its Python object again."""
+
+FOR_BACKWARD = (_NODE, _TASK) if {_NODE, _TASK} <= set(MISSING) else ()
+"""What to know whether backward runs rests on: one of two, so none unless both are missing."""
+FOR_RECORDERS = (_TOP, *FOR_BACKWARD)
+"""What to know, besides, which saved-tensor hooks are open rests on."""
+FOR_OPERATIONS = (*FOR_RECORDERS, *_SEQUENCE, _NODE)
+"""What to know which operation saves a tensor, and which one reads it, rests on."""
+FOR_NODES = (*FOR_RECORDERS, _NODE)
+"""What to know which operation reads a tensor rests on."""
+
+# Trees of tensors, and tensors without values.
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return list(_walk(tree))
+
+
+def _walk(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _walk(part)
+    else:
+        yield tree
+
+
+class _NoFakeTensors:
+    def __init__(self, **options: Any) -> None:
+        require("A forward on fake tensors", FOR_FAKES)
+
+
+FOR_FAKES = "torch.utils._pytree.tree_map_only", "torch._subclasses.fake_tensor.FakeTensorMode"
+"""What to know what a dense model would keep rests on."""
+tree_leaves: Callable[[Any], list[Any]] = found("torch.utils._pytree.tree_leaves", _leaves)
+tree_map_only: Callable[..., Any] = found(FOR_FAKES[0], _gone(FOR_FAKES[0]))
+FakeTensorMode: Any = found(FOR_FAKES[1], _NoFakeTensors)
+
+# Modules.
+
+_GLOBAL_HOOKS = [
+    found(f"torch.nn.modules.module.{name}", {None: None})
+    for name in (
+        *("_global_forward_hooks", "_global_forward_pre_hooks"),
+        *("_global_backward_hooks", "_global_backward_pre_hooks"),
+    )
+]
+
+
+def any_global_hook() -> bool:
+    """Return whether hooks are called for all modules, or may be."""
+    return any(_GLOBAL_HOOKS)
+
+
+DYNAMO, COMPILED = "torch._dynamo", "torch._functorch."
+"""The module that is there once something is compiled, and the prefix of those that run compiled regions. Under other
+names, compiled modules run compiled where a probe wants to look into them, and their layers are not seen; and what
+their operations save is known by no name that may be packed."""
+ATTRIBUTES: dict[Any, tuple[str, ...]] = {
+    Tensor: ("_base", "_is_view", "_version"),
+    torch.UntypedStorage: ("_cdata",),
+    nn.Module(): (
+        *("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters"),
+        *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+        *("_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    ),
+}
+"""Attributes without which there is no package."""
+OPTIONAL = (
+    "_sequence_nr",  # of nodes, see above
+    "_saved_exponent",  # of nodes: without these, what they save is not packed
+    "_saved_ord",
+    "_check_input_dim",  # of batch norms: without it, they stay dense
+    "_compiled_call_impl",  # of modules: hooks in compiled ones are added, and do nothing there
+)
+"""Other attributes of what torch makes, which may be missing."""
+
+_missing = [
+    f"{getattr(owner, '__name__', 'Module')}.{name}"
+    for owner, names in ATTRIBUTES.items()
+    for name in names
+    if not hasattr(owner, name)
+]
+if _missing:
+    raise ImportError(
+        f"lightning_actprune needs {' and '.join(_missing)}, which torch {torch.__version__} has not. HINT: use "
+        "another version of torch, or a lightning_actprune that was made for this one."
+    )
