@@ -18,7 +18,10 @@ each operator that it covers:
 
 Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
 rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. A
-pattern is a glob on fully qualified names (``"blocks.*.fc1"``), or ``"type:"`` and an operator (``"type:norm"``).
+pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and an
+operator (``"type:norm"``). ``"operation:"`` and the name of an operation, as the monitor's tables show it
+(``"operation:sin"``), is about what that saves where no layer is known: it adds one that is not known to be right with
+few bits (``operators.readers``), or with ``None`` leaves what it saves as it is.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7
 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
 TYPE = "type:"
 """Begins a pattern that names an operator."""
+OPERATION = "operation:"
+"""Begins a pattern that names an operation."""
 
 
 def check_model(value: Any, name: str = "model") -> nn.Module:
@@ -306,6 +311,10 @@ class Config:
         rule = self._rules[pattern]
         return PRESETS[rule].get(operator) if isinstance(rule, str) else rule
 
+    def keep_of_all(self, operator: Operator) -> Keep | None:
+        """Return how ``operator`` is kept by the preset, and by rules whose pattern matches whatever the name."""
+        return self.keep_of([""], operator)
+
     def why_dense(self, fqns: Sequence[str], operator: Operator) -> str:
         """Return why a layer of which ``keep_of`` returns ``None`` stays dense."""
         pattern = self.rule_of(fqns, operator)
@@ -317,8 +326,18 @@ class Config:
     def operators(self) -> set[Operator]:
         """The operators of which layers may be converted; by a rule on names, of any."""
         named = {pattern.removeprefix(TYPE) for pattern, rule in self._rules.items() if rule is not None}
-        by_name = any(not pattern.startswith(TYPE) for pattern, rule in self._rules.items() if rule is not None)
+        by_name = any(
+            not pattern.startswith((TYPE, OPERATION)) for pattern, rule in self._rules.items() if rule is not None
+        )
         return {name for name in get_args(Operator) if by_name or name in self._base or name in named}
+
+    @property
+    def operations(self) -> dict[str, int | None]:
+        """The bits in which rules keep what operations save, by their names, ``None`` for as it is."""
+        named = ((pattern, rule) for pattern, rule in self._rules.items() if pattern.startswith(OPERATION))
+        return {
+            pattern.removeprefix(OPERATION): rule.bits if isinstance(rule, Keep) else None for pattern, rule in named
+        }
 
     @property
     def keeps(self) -> list[Keep]:
@@ -338,6 +357,13 @@ class Config:
         for pattern, rule in self._rules.items():
             if pattern in counting or pattern.startswith(TYPE) or pattern == "*":
                 continue
+            if pattern.startswith(OPERATION):
+                if self.keep_of(["(root)"], "saved") is not None:
+                    continue
+                raise ValueError(
+                    f"`rules` pattern {pattern!r} counts for nothing, since what operations save is not covered. HINT: "
+                    "cover it (`rules={\"type:saved\": Keep(bits=8)}`), as the presets 'balanced' and 'max' do."
+                )
             if any(matches(fqns, pattern) for fqns, _ in layers):
                 raise ValueError(
                     f"`rules` pattern {pattern!r} never counts, since earlier patterns match all its layers. HINT: the "
@@ -406,7 +432,14 @@ def check_rules(value: Any) -> dict[str, Keep | PresetName | None]:
                 f"`rules` pattern {pattern!r} names no operator{meant(operator, get_args(Operator))} HINT: the "
                 f"operators are {listed(get_args(Operator))}."
             )
-    return {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
+    rules = {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
+    for pattern, rule in rules.items():
+        if pattern.startswith(OPERATION) and rule is not None and not (isinstance(rule, Keep) and rule.bits):
+            raise ValueError(
+                f"`rules[{pattern!r}]` must be a Keep with `bits`, or None, got {value[pattern]!r}. HINT: such as "
+                "Keep(bits=8); None leaves what the operation saves as it is."
+            )
+    return rules
 
 
 def _check_rule(value: Any, name: str, example: str) -> Keep | PresetName | None:

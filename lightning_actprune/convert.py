@@ -20,7 +20,6 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -28,9 +27,11 @@ from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, Pres
 from lightning_actprune.operators import convolution
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.base import CompressedLayer, LayerState, dense_class, torch_class
+from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.linear import CompressedLinear
 from lightning_actprune.operators.registry import (
     LEFT_DENSE,
+    ROOT,
     compressed_class,
     known_class,
     layers,
@@ -185,7 +186,7 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
                 report.uncovered[candidate.operator] += _stores(candidate.layer)
         elif _stores(candidate.layer):
             report.layers.append(_row(candidate, None, reason))
-    saved = config.keep_of(["(root)"], "saved")
+    saved = config.keep_of_all("saved")
     if saved is not None:
         _check_saved_is_free(model, owner)
     # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
@@ -207,7 +208,7 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
             f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
             "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
         )
-    modules = [name for fqn, _ in model.named_modules() if (name := plain_name(fqn))]
+    modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
     config.check_that_rules_count(known, modules)
     if not report.converted and report.saved is None:
         hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
@@ -237,7 +238,7 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
         if layer.owner != owner:
             raise LayerClaimedError(
                 f"Layer {fqns[0]!r} is already converted by {layer.owner}, and {owner} claims it too. HINT: give each "
-                "its own layers with `rules`, or revert the first."
+                "its own layers with `rules`, or do without one: take a callback out, or `revert` the first call."
             )
         return None
     return _forward_refusal(layer, candidate.attention) or _weight_refusal(candidate, config)
@@ -319,7 +320,7 @@ def _not_called(model: nn.Module, config: Config, owner: str) -> set[str]:
             continue
         if is_converted(candidate.layer) or refusal(candidate, config, owner) is None:
             child = made.replaced
-            names.update(child if fqn == "(root)" else f"{fqn}.{child}" for fqn in candidate.fqns)
+            names.update(child if fqn == ROOT else f"{fqn}.{child}" for fqn in candidate.fqns)
     return names
 
 
@@ -344,7 +345,7 @@ def _row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> 
 
 def _features(layer: nn.Module) -> tuple[int, int]:
     """Return the sizes of its input and output, of an in-projection those of the query and of all three outputs."""
-    if isinstance(layer, _ConvNd):
+    if isinstance(layer, Convolution):
         return layer.in_channels, layer.out_channels
     if isinstance(layer, CompressedLayer) and is_converted(layer) and layer._state.features is not None:
         return layer._state.features
@@ -383,16 +384,17 @@ class _Attached(dict[str, SavedTensorCompression]):
 def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     """Let hooks keep compressed what else is saved in ``model``, if that is covered; anew for modules made since."""
     _detach_saved(model, owner)
-    keep = config.keep_of(["(root)"], "saved")
+    keep = config.keep_of_all("saved")
     if keep is None or keep.bits is None:
         return
-    scale, loss_inside = config.keep_of(["(root)"], "scale"), hasattr(model, "training_step")
+    scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
     attached = model.__dict__.setdefault(_SAVED, _Attached())
     attached[owner] = SavedTensorCompression(
         model,
         keep,
         dense=lambda fqn: config.keep_of([fqn], "saved") is None,
         parameter_bits=None if scale is None else scale.bits,
+        operations=config.operations,
         loss_inside=loss_inside,
     ).attach()
 
@@ -408,6 +410,12 @@ def _detach_saved(model: nn.Module, owner: str | None) -> None:
         drop_idle_hooks(module)
 
 
+def attached_saved(model: nn.Module, owner: str) -> SavedTensorCompression | None:
+    """Return what keeps compressed for ``owner`` what else is saved in ``model``, ``None`` if nothing does."""
+    attached: Mapping[str, SavedTensorCompression] = model.__dict__.get(_SAVED, {})
+    return attached.get(owner)
+
+
 def _check_saved_is_free(model: nn.Module, owner: str) -> None:
     """Raise ``LayerClaimedError`` if hooks are wanted on ``model`` where another owner has some."""
     for module in model.modules():
@@ -415,5 +423,6 @@ def _check_saved_is_free(model: nn.Module, owner: str) -> None:
             if other != owner:
                 raise LayerClaimedError(
                     f"What else is saved in the model is already kept compressed by {other}, and {owner} claims it "
-                    "too. HINT: cover it once (`rules={'type:saved': None}`), or revert the first."
+                    "too. HINT: cover it once (`rules={'type:saved': None}` in the other), or do without one: take a "
+                    "callback out, or `revert` the first call."
                 )

@@ -116,3 +116,19 @@ def test_examples_of_the_docstrings():
     doctest = pytest.importorskip("doctest")
     results = doctest.testmod(config)
     assert results.failed == 0
+
+
+def test_rules_on_operations_are_about_what_they_save():
+    config = Config("balanced", rules={"operation:sin": Keep(bits=8), "operation:mul": None})
+    assert config.operations == {"sin": 8, "mul": None}
+    assert config.keep_of(["fc"], "linear") == Keep(bits=4)
+    config.check_that_rules_count([(["fc"], "linear")], ["fc"])
+    with pytest.raises(
+        ValueError, match=r"'operation:sin' counts for nothing, since what operations save is not .*HINT"
+    ):
+        Config("paper", rules={"operation:sin": Keep(bits=8)}).check_that_rules_count([(["fc"], "linear")], ["fc"])
+    for rule in (Keep(sparsity=0.5), "max"):
+        with pytest.raises(
+            ValueError, match=r"`rules\['operation:sin'\]` must be a Keep with `bits`, or None, got .*HINT"
+        ):
+            Config(rules={"operation:sin": rule})

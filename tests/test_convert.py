@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -466,6 +467,57 @@ def test_reverting_a_wrapper_takes_the_hooks_off_what_it_wraps():
     revert(nn.Sequential(inner))
     assert state(inner) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in inner.modules())
+
+
+class Changing(nn.Module):
+    """Saves itself what is compressed, for an operation that later on is another; may run such a module in front."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+        self.inner = nn.Identity() if inner is None else inner
+        self.operation = torch.square
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.operation(self.fc(self.inner(x)))
+
+    def change(self) -> None:
+        """Have another operation at the same place from now on, in both modules."""
+        self.operation = torch.sin
+        if isinstance(self.inner, Changing):
+            self.inner.change()
+
+
+def test_the_rules_that_errors_hint_at_leave_alone_what_the_named_module_saves():
+    """Of the model itself, that is what it saves in its own forward, and not what is in it."""
+    rules: dict[str, None] = {}
+    for named in ("(root)", "inner"):
+        model = Changing(Changing())
+        convert(model, "balanced", rules=rules)
+        model(torch.randn(1024, 64)).sum().backward()
+        model.change()
+        loss = model(torch.randn(1024, 64)).sum()
+        with pytest.raises(RuntimeError, match="SinBackward0 would read in few bits") as error:
+            loss.backward()
+        [hint] = re.findall(r"rules=(\{.*?: None\})", str(error.value))[:1]
+        assert eval(hint) == {named: None}
+        assert f"module {named!r} saved" in str(error.value)
+        rules |= eval(hint)
+    model = Changing(Changing())
+    report = convert(model, "balanced", rules=rules)
+    assert [layer.fqn for layer in report.converted] == ["fc", "inner.fc"]
+    assert report.saved is not None
+    for _ in range(2):
+        model(torch.randn(1024, 64)).sum().backward()
+        model.change()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_other_rules_on_the_root_are_about_it_as_a_layer():
+    with pytest.raises(ValueError, match=r"'\(root\)' matches no layer"):
+        convert(Changing(), rules={"(root)": Keep(bits=4)})
+    [layer] = convert(nn.Linear(64, 64), rules={"(root)": Keep(bits=3), "*": None}).converted
+    assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3))
 
 
 def test_what_is_saved_is_claimed_once():

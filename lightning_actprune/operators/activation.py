@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, once_differentiable
 from lightning_actprune.codec.dispatch import (
     KERNEL_DTYPES,
     LaunchCache,
@@ -461,7 +461,8 @@ def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inpl
 
     The output is exact. The input gradient is ``f'(x) g`` with an ``f'`` that is off by a random error of mean zero,
     at most half a step of the codes, or, of functions whose derivative takes two values, is exact in one bit
-    (``operators.activation``). In no-grad mode, or if ``x`` needs no gradient, this is the function of torch.
+    (``operators.activation``). In no-grad mode, in a ``torch.func`` transform, while it is exported, or if ``x`` is
+    sparse or nested or needs no gradient, this is the function of torch.
 
     Args:
         x: Input of any shape, in fp32 or 16 bits; where one bit is exact also in fp64.
@@ -478,7 +479,7 @@ def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inpl
 
     Raises:
         TypeError: If ``x`` is a DTensor or has no type that can be kept.
-        ValueError: If an argument is out of range or ``x`` is sparse.
+        ValueError: If an argument is out of range.
 
     Example:
         >>> import torch
@@ -496,7 +497,7 @@ def activation(x: Tensor, function: str, *parameters: float, bits: int = 4, inpl
 
 def keeps_derivative(x: Tensor) -> bool:
     """Return whether anything is kept of an activation function of ``x``."""
-    return torch.is_grad_enabled() and x.requires_grad
+    return x.requires_grad and may_compress(x)
 
 
 def compressed_activation(
@@ -533,8 +534,6 @@ def check_input(x: Tensor, stored: StoredDerivative, exact: bool) -> None:
             "A compressed activation function cannot take DTensors. HINT: leave the module as it is, or apply it to "
             "`x.to_local()`."
         )
-    if x.layout != torch.strided:
-        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
     if x.dtype not in KERNEL_DTYPES and not (exact and x.dtype == torch.float64):
         raise TypeError(
             f"The derivative of {stored.function!r} is kept in few bits of float32, bfloat16 or float16 inputs, got "
@@ -565,7 +564,6 @@ class CompressedActivation(CompressedLayer):
 
     Raises:
         TypeError: If the input is a DTensor, or, where its derivative takes more than two values, fp64.
-        ValueError: If the input is sparse.
     """
 
     operator = "activation"

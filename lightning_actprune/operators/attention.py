@@ -12,6 +12,7 @@ multiplied as torch does it, and packed as ``[N, T, E]``, so that the blocks of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, ClassVar, Protocol, cast
@@ -21,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks
+from lightning_actprune.codec.private import no_dispatch_modes
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import reuse
 from lightning_actprune.operators.base import CompressedLayer
@@ -69,7 +72,7 @@ class Projection:
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
         parts, blocks = self.layer._state.parts.size(0), self.blocks
-        if not compresses(self.weight, parts, blocks):
+        if not compresses(x, self.weight, parts, blocks):
             return F.linear(x, self.weight, bias)
         # Of a view with the batch first, torch makes the same copy, and keeps it.
         turned = self.with_samples(x)
@@ -100,14 +103,15 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
         return F.linear(x, weight, bias)
     if torch.compiler.is_compiling() or not watchers:
         return weight.linear(x, bias)
-    for watcher in watchers:
+    told = tuple(watchers)  # other threads add and remove theirs
+    for watcher in told:
         watcher.enter_projection(weight, x)
     y = None
     try:
         y = weight.linear(x, bias)
         return y
     finally:
-        for watcher in watchers:
+        for watcher in told:
             watcher.leave_projection(weight, y)
 
 
@@ -120,10 +124,56 @@ def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         if isinstance(value, FunctionType) and "linear" in value.__code__.co_names:
             scope[name] = FunctionType(value.__code__, scope, name, value.__defaults__, value.__closure__)
             scope[name].__kwdefaults__ = value.__kwdefaults__
-    return cast(Callable[..., tuple[Tensor, Tensor | None]], scope["multi_head_attention_forward"])
+    return cast(Callable[..., tuple[Tensor, Tensor | None]], scope.get("multi_head_attention_forward"))
 
 
 _attention = _attention_with(_linear)
+
+
+@functools.cache
+def routing_refusal() -> str | None:
+    """Return why projections cannot be routed in the attention of this version of torch, ``None`` if they can.
+
+    It is tried: with one input, with two, and with weights of their own, our function is to compute each projection,
+    and the result is to be torch's.
+    """
+    rows: list[int] = []
+
+    def linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) -> Tensor:
+        if not isinstance(weight, Projection):
+            return F.linear(x, weight, bias)
+        rows.append(weight.shape[0])
+        return F.linear(x, weight.weight, bias)
+
+    routed = _attention_with(linear)
+    reason = f"torch {torch.__version__} computes attention in a way that is not known"
+    with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for inputs in ((0, 0, 0), (0, 1, 1), (0, 1, 0)):
+            rows.clear()
+            try:
+                same = torch.equal(_tried(routed, inputs, True), _tried(F.multi_head_attention_forward, inputs, False))
+            except Exception as error:  # whatever code that is not known raises if it is given no tensor
+                return f"{reason} ({error})"
+            if not same or sum(rows) != 4 * _SIZE:
+                return reason
+    return None
+
+
+_SIZE = 2
+"""Features of a small attention."""
+
+
+def _tried(function: Callable[..., Any], inputs: tuple[int, ...], projected: bool) -> Tensor:
+    """Return what ``function`` makes of two small inputs, and of projections or plain weights."""
+    given = torch.arange(6.0 * _SIZE, device="cpu").sin().view(2, 3, 1, _SIZE)
+    weights = torch.arange(4.0 * _SIZE * _SIZE, device="cpu").cos().view(4 * _SIZE, _SIZE)
+    made = [weights[: 3 * _SIZE], *torch.split(weights, _SIZE)]
+    joint, query, key, value, out = [Projection(None, weight, 1) if projected else weight for weight in made]  # type: ignore[arg-type]  # the layer is for settings
+    separate = inputs[0] != inputs[1] != inputs[2]
+    options = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value} if separate else {}
+    head = _SIZE, 1, None if separate else joint, None, None, None, False, 0.0, out, None
+    y, _ = function(*[given[i] for i in inputs], *head, use_separate_proj_weight=separate, **options)
+    return cast(Tensor, y)
 
 
 class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
@@ -138,6 +188,11 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
     operator: ClassVar[Operator] = "linear"
     projects: ClassVar[bool] = False
     """Whether the in-projection is compressed."""
+
+    @classmethod
+    def refusal(cls, layer: Any) -> str | None:
+        """Return why no attention can be routed."""
+        return routing_refusal()
 
     def describe(self) -> str:
         """Return nothing: the projection has its own."""
@@ -162,8 +217,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
             "average_attn_weights": average_attn_weights,
             "is_causal": is_causal,
         }
-        nested = query.is_nested or key.is_nested or value.is_nested  # which torch takes only where nothing is kept
-        if nested or not self._keeps_inputs():
+        if not (all(map(may_compress, (query, key, value))) and self._keeps_inputs()):
             return super().forward(query, key, value, **options)
         if not (self.batch_first and query.dim() == 3):
             return self._attend(query, key, value, options)
@@ -175,7 +229,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
         weights = projection_weights(self) if self.projects else ()
         if isinstance(self.out_proj, CompressedLinear):
             weights = (*weights, self.out_proj.weight)
-        return torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        return any(weight.requires_grad for weight in weights)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
@@ -203,7 +257,7 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
             projection(self.out_proj, self.out_proj.weight),
             self.out_proj.bias,
             training=self.training,
-            use_separate_proj_weight=not self._qkv_same_embed_dim,
+            use_separate_proj_weight=self.in_proj_weight is None,
             q_proj_weight=projection(self, self.q_proj_weight),
             k_proj_weight=projection(self, self.k_proj_weight),
             v_proj_weight=projection(self, self.v_proj_weight),
@@ -235,9 +289,8 @@ class CompressedOutProjection(ActivationPrunedLinear, NonDynamicallyQuantizableL
 
 def projection_weights(attention: nn.MultiheadAttention) -> tuple[Tensor, ...]:
     """Return the weights of the in-projection: one, or one each for query, key and value."""
-    if attention._qkv_same_embed_dim:
-        return (attention.in_proj_weight,)
-    return attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    separate = attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight
+    return tuple(weight for weight in (attention.in_proj_weight, *separate) if weight is not None)
 
 
 def _batch_second(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

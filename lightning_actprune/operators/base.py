@@ -6,6 +6,7 @@ attribute, its ``LayerState``, so that reverting leaves nothing and no buffer or
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
+from lightning_actprune.codec.private import any_global_hook
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
@@ -68,7 +70,30 @@ class CompressedLayer:
     """Name of a child that the compressed layer computes itself, and does not call."""
     stores: ClassVar[bool] = True
     """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Of what a class of another package reads in its forward, where others that compute the same are known by its code
+    (``operators.alike``): some names by which classes are left out that do not; by default a class is known by name."""
     _state: LayerState
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the forward of ``cls`` be that of the dense class for a layer that was reverted.
+
+        Whoever wraps the forward of a converted layer, as libraries do that move weights about, holds the bound method,
+        and goes on calling it.
+        """
+        super().__init_subclass__(**options)
+        compressed = vars(cls).get("forward")
+        if compressed is None:
+            return
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, cls):
+                return compressed(self, *args, **kwargs)
+            return type(self).forward(self, *args, **kwargs)
+
+        # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
+        forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
+        cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
 
     @classmethod
     def operator_of(cls, layer: Any) -> Operator:
@@ -147,7 +172,7 @@ class CompressedLayer:
         return ", ".join(filter(None, (shown, self.describe())))
 
     def takes(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
-        """Return whether ``x`` ends in dimensions of ``shape`` and can be stored; what torch refuses is left to torch.
+        """Return whether ``x`` is floating point and ends in dimensions of ``shape``; torch says what else is wrong.
 
         Kernels are given addresses, and would take those of a weight that is elsewhere for their own.
 
@@ -158,7 +183,7 @@ class CompressedLayer:
             refuse_dtensors()
         if weight is not None and weight.device != x.device:
             return False
-        return x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape
+        return x.is_floating_point() and x.shape[-len(shape) :] == shape
 
 
 def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
@@ -182,17 +207,7 @@ def refuse_dtensors() -> None:
 def hooked(module: nn.Module) -> bool:
     """Return whether anything but the forward of its class runs when ``module`` is called."""
     own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or "forward" in module.__dict__ or _any_global_hook()
-
-
-def _any_global_hook() -> bool:
-    modules = torch.nn.modules.module
-    return bool(
-        modules._global_forward_hooks
-        or modules._global_forward_pre_hooks
-        or modules._global_backward_hooks
-        or modules._global_backward_pre_hooks
-    )
+    return bool(own) or "forward" in module.__dict__ or any_global_hook()
 
 
 def torch_class(cls: type[nn.Module]) -> type[nn.Module]:

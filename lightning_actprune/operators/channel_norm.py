@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     Backend,
@@ -61,7 +61,7 @@ from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_al
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
 from lightning_actprune.operators.base import CompressedLayer, hooked
-from lightning_actprune.operators.norm import CompressedNorm, check_stored, may_launch, output_dtype
+from lightning_actprune.operators.norm import CompressedNorm, check_stored, dense_format, may_launch, output_dtype
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.channel_norm import ChannelNormGradLaunch, ChannelNormLaunch, Stored
@@ -187,10 +187,10 @@ class ChannelNormFunction(torch.autograd.Function):
             with on_device_of(x):
                 y, values, statistics = launch(x, weight, bias, fixed, moved)
         if eager and running is not None and moved is None:
-            move(running, statistics)  # before anything is saved: there a checkpoint that runs again may stop
+            move(running, statistics, x)  # before anything is saved: there a checkpoint that runs again may stop
         ctx.save_for_backward(values, statistics, weight)
-        if setting.groups and _stays_last(x):
-            y = torch.empty_like(x, dtype=dtype).copy_(y)
+        if x.device.type == "cpu":
+            y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
         if eager:
             return y
         ctx.mark_non_differentiable(statistics)
@@ -237,8 +237,11 @@ def channel_norm(
 
 
 @torch.no_grad()
-def move(running: Running, statistics: Tensor) -> None:
-    """Move the running statistics towards those of a batch."""
+def move(running: Running, statistics: Tensor, batch: Tensor | None = None) -> None:
+    """Move the running statistics towards those of a batch.
+
+    Those of a ``batch`` on the CPU are moved by torch itself, and so bit for bit as in the dense layer.
+    """
     mean, var, batches, momentum = running
     share: float | Tensor | None = momentum
     if batches is not None:
@@ -246,6 +249,10 @@ def move(running: Running, statistics: Tensor) -> None:
         if share is None:  # the mean of all batches; torch reads the number back, and waits for the device
             share = batches.float().reciprocal()
     share = 0.0 if share is None else share
+    if batch is not None and _moves_as_torch(batch, mean, var):
+        torch.batch_norm_update_stats(batch, mean, var, float(share))
+        torch.autograd.graph.increment_version((mean, var))  # type: ignore[arg-type]  # it does not tell autograd
+        return
     for moved, found in ((mean, statistics[0]), (var, statistics[2])):
         if moved is None:
             continue
@@ -253,6 +260,13 @@ def move(running: Running, statistics: Tensor) -> None:
             moved.lerp_(found, share)
         else:
             moved.copy_(moved.float().lerp_(found, share))
+
+
+def _moves_as_torch(batch: Tensor, mean: Tensor | None, var: Tensor | None) -> bool:
+    """Return whether torch can move statistics of these types: those of the batch, or fp32."""
+    if batch.device.type != "cpu" or mean is None or var is None:
+        return False
+    return mean.dtype == var.dtype and mean.dtype in (torch.float32, batch.dtype)
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -272,11 +286,6 @@ def cut_of(shape: Sequence[int], last: bool) -> Cut:
     """Return how a tensor ``[N, C, ...]`` is cut that is contiguous, or has its channels last."""
     images, channels, pixels = shape[0], shape[1], math.prod(shape[2:])
     return Cut(images * pixels, channels, 1) if last else Cut(images, channels, pixels)
-
-
-def _stays_last(x: Tensor) -> bool:
-    """Return whether dense group normalisation keeps the channels of ``x`` last: on the CPU, and of images alone."""
-    return x.device.type == "cpu" and x.dim() in (4, 5) and not x.is_contiguous() and is_channels_last(x)
 
 
 def normalize(
@@ -361,9 +370,8 @@ def _normalized(
     last = reads_last(x, setting.groups)
     cut, ordered = cut_of(x.shape, last), x.movedim(1, -1) if last else x
     y, values, statistics = normalize(ordered.float(), weight, bias, fixed, setting, cut)
-    # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
-    y = torch.ops.aten._unsafe_view.default(as_dtype(y, dtype), ordered.shape)
-    y = y.movedim(-1, 1).clone() if last else y
+    y = as_dtype(y, dtype).view(ordered.shape)
+    y = y.movedim(-1, 1).clone() if last else no_view(y)
     types = x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype
     return y, values, statistics, ChannelLayout(setting, x.shape, y.stride(), cut, last, fixed is not None, types)
 
@@ -625,13 +633,10 @@ def frozen_batch_norm(
 def _keeps(layer: Any, x: Tensor) -> bool:
     """Return what ``layer.keeps`` does of ``x``, all of whose dimensions ``layer`` normalises, with less ado."""
     weight = layer.weight
-    if type(x) is not Tensor or not x.is_floating_point() or x.layout != torch.strided:
+    plain = weight is None or (type(weight) is nn.Parameter and weight.device == x.device)
+    if type(x) is not Tensor or not x.is_floating_point() or not plain:
         return bool(layer.keeps(x, weight, tuple(x.shape)))
-    if weight is None:
-        return torch.is_grad_enabled() and x.requires_grad
-    if type(weight) is not nn.Parameter or weight.device != x.device:
-        return bool(layer.keeps(x, weight, tuple(x.shape)))
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return x.requires_grad or (weight is not None and weight.requires_grad)
 
 
 class CompressedBatchNorm(CompressedNorm):
@@ -660,13 +665,16 @@ class CompressedBatchNorm(CompressedNorm):
 
     def keeps_batch(self, x: Tensor) -> bool:
         """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
-        if x.dim() < 2 or x.shape[1] != self.num_features:
+        if not may_compress(x) or x.dim() < 2 or x.shape[1] != self.num_features:
             return False
         if (self.running_mean is None) != (self.running_var is None):
             return False
         if x.numel() <= self.num_features or not _keeps(self, x):
             return False
-        self._check_input_dim(x)  # type: ignore[attr-defined]
+        check = getattr(self, "_check_input_dim", None)
+        if check is None:
+            return False
+        check(x)
         return True
 
     def normalized(self, x: Tensor) -> Tensor:
@@ -761,7 +769,7 @@ class CompressedGroupNorm(CompressedNorm, nn.GroupNorm):
 
     def keeps_groups(self, x: Tensor) -> bool:
         """Return whether anything is kept of ``x``; what torch refuses is left to torch."""
-        if x.dim() < 2 or x.shape[1] != self.num_channels or not x.numel():
+        if not may_compress(x) or x.dim() < 2 or x.shape[1] != self.num_channels or not x.numel():
             return False
         values = x.shape[0] * math.prod(x.shape[2:]) * self.num_channels // self.num_groups
         return values > 1 and _keeps(self, x)

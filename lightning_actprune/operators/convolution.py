@@ -25,11 +25,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from lightning_actprune.codec import sharing
 from lightning_actprune.codec.autograd import applied, once_differentiable
@@ -53,6 +52,8 @@ from lightning_actprune.operators.linear import check_input, check_stored_type, 
 
 _convolution_backward = torch.ops.aten.convolution_backward.default
 Packed = tuple[Tensor, Tensor, Tensor]
+Transposed: TypeAlias = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d | Transposed
 
 
 class Windows(NamedTuple):
@@ -347,19 +348,21 @@ def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
-class CompressedConvolution(CompressedLayer, _ConvNd):
+class CompressedConvolution(CompressedLayer, nn.Module):
     """Mixin of convolutions with a dense, exact forward and a packed saved input; made by ``convert``.
 
-    Same parameters, ``state_dict`` and output as the convolutions of torch. In no-grad mode, with a frozen weight or at
-    ``sparsity=0`` with values stored as they are, they are torch's convolutions in every respect.
+    Same parameters, ``state_dict`` and output as the convolutions of torch. In no-grad mode, in ``torch.func``
+    transforms, while they are exported, with a frozen weight or at ``sparsity=0`` with values stored as they are, they
+    are torch's convolutions in every respect.
 
     Raises:
         TypeError: If the input is not floating point, a DTensor, or fp64 to be quantized.
-        ValueError: If the input is sparse.
     """
 
     operator: ClassVar[Operator] = "convolution"
     drops_blocks = True
+    weight: Tensor
+    bias: Tensor | None
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
@@ -371,9 +374,11 @@ class CompressedConvolution(CompressedLayer, _ConvNd):
         """Return the convolution of a batch ``[N, in_channels, *spatial]``, or of one sample."""
         state, weight = self._state, self.weight  # which a module takes a while to find
         parts = state.parts.size(0)
-        if not compresses(weight, parts, state.blocks):
+        if not compresses(input, weight, parts, state.blocks):
             return cast(Tensor, super().forward(input))
-        return compressed_convolution(input, weight, self.bias, windows_of(self), parts, state.blocks)
+        return compressed_convolution(
+            input, weight, self.bias, windows_of(cast(Convolution, self)), parts, state.blocks
+        )
 
     def rows(self, x: Tensor) -> Tensor:
         """Return an input as the rows ``[samples, rows, length]`` from which its blocks are cut."""
@@ -399,12 +404,12 @@ class CompressedConv3d(CompressedConvolution, nn.Conv3d):
     dense_class = nn.Conv3d
 
 
-def windows_of(layer: _ConvNd) -> Windows:
+def windows_of(layer: Convolution) -> Windows:
     """Return which values of its input a convolution computes each output from."""
     return Windows(layer.stride, _zeros(layer), layer.dilation, layer.groups)
 
 
-def _zeros(layer: _ConvNd) -> tuple[int, ...]:
+def _zeros(layer: Convolution) -> tuple[int, ...]:
     """Return how many zeros are before and after the input, by dimension."""
     if not isinstance(layer.padding, str):
         return layer.padding
@@ -413,7 +418,7 @@ def _zeros(layer: _ConvNd) -> tuple[int, ...]:
     return tuple(d * (k - 1) // 2 for d, k in zip(layer.dilation, layer.kernel_size, strict=True))
 
 
-def padding_refusal(layer: _ConvNd) -> str | None:
+def padding_refusal(layer: Convolution) -> str | None:
     """Return why a convolution with this padding cannot be compressed."""
     if layer.padding_mode != "zeros":
         return f"is {layer.padding_mode!r}, of which torch keeps a padded copy"
@@ -425,7 +430,7 @@ def padding_refusal(layer: _ConvNd) -> str | None:
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether ``module`` is a transposed convolution, whose input is kept as it is."""
-    return isinstance(module, _ConvTransposeNd)
+    return isinstance(module, Transposed)
 
 
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {

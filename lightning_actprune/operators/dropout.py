@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
@@ -93,9 +93,9 @@ _apply = applied(DropoutFunction)
 
 def keeps_mask(x: Tensor, p: float) -> bool:
     """Return whether a mask is kept of ``x``, and can be in one bit; without, dropout is torch's in every respect."""
-    if not (0.0 < p < 1.0 and x.requires_grad and torch.is_grad_enabled() and in_plain_eager_mode(x)):
+    if not (0.0 < p < 1.0 and x.requires_grad and may_compress(x) and in_plain_eager_mode(x)):
         return False
-    return x.is_floating_point() and x.layout == torch.strided and x.numel() > 0
+    return x.is_floating_point() and x.numel() > 0
 
 
 class CompressedDropout(CompressedLayer, nn.Dropout):

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
@@ -269,8 +269,7 @@ class GatedFunction(torch.autograd.Function):
         ctx.shapes = a.shape, None if u is None else u.shape
         ctx.dtypes = a.dtype, rows_u.dtype
         ctx.save_for_backward(values)
-        # No view to autograd, which lets nobody write to one that a function returns (an in-place dropout, say).
-        return torch.ops.aten._unsafe_view.default(z, shape)  # type: ignore[no-any-return]
+        return no_view(z.view(shape))
 
     @staticmethod
     @once_differentiable("a gated product whose factors are kept quantized")
@@ -295,8 +294,8 @@ def gated(
     """Multiply a gate ``f(a)`` with ``u``, keeping neither but the factors of both gradients, quantized.
 
     The output is exact. The gradients are ``u f'(a) g`` and ``f(a) g`` with factors that are off by a random error of
-    mean zero (``operators.gated``). In no-grad mode, or if no input needs a gradient, this is the function of torch and
-    a product.
+    mean zero (``operators.gated``). In no-grad mode, in a ``torch.func`` transform, while it is exported, or if an
+    input is sparse or nested or none needs a gradient, this is the function of torch and a product.
 
     Args:
         a: What the function is applied to, in fp32 or 16 bits. Rows may have gaps: a half of a joint projection is read
@@ -313,7 +312,7 @@ def gated(
 
     Raises:
         TypeError: If an input is a DTensor or has no type that can be kept.
-        ValueError: If an argument is out of range, shapes differ, halves do too, or an input is sparse.
+        ValueError: If an argument is out of range, shapes differ, or halves do.
 
     Example:
         >>> import torch
@@ -330,7 +329,8 @@ def gated(
         raise ValueError(
             f"`a` and `u` must have one shape, got {tuple(a.shape)} and {tuple(u.shape)}. HINT: expand one of them."
         )
-    if keeps_derivative(a) or (u is not None and keeps_derivative(u)):
+    given = [a] if u is None else [a, u]
+    if any(x.requires_grad for x in given) and all(map(may_compress, given)):
         return gated_halves(a, stored, block_size) if u is None else gated_product(a, u, stored, block_size)
     first, second = a.chunk(2, -1) if u is None else (a, u)
     return ACTIVATIONS[function].forward(first, *stored.parameters) * second
@@ -413,7 +413,7 @@ class CompressedGated(CompressedLayer):
 
     Raises:
         TypeError: If an input of the product is a DTensor, or in fp64.
-        ValueError: If it is sparse, or has more than 2^30 blocks.
+        ValueError: If it has more than 2^30 blocks.
     """
 
     operator = "activation"
@@ -435,7 +435,7 @@ class CompressedGatedMLP(CompressedGated):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the dense module does, quantized if a gradient is recorded."""
-        if not torch.is_grad_enabled() or not _known(getattr(self, self.replaced)):
+        if not (may_compress(x) and _known(getattr(self, self.replaced))):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return self.output(self.hidden(x))
 
@@ -473,6 +473,7 @@ class CompressedLlamaMLP(CompressedGatedMLP):
     """Mixin of transformers' ``LlamaMLP`` and its many copies."""
 
     replaced = "act_fn"
+    reads = "gate_proj", "up_proj", "down_proj", "act_fn"
     gate_proj: nn.Module
     up_proj: nn.Module
 
@@ -485,6 +486,7 @@ class CompressedPhi3MLP(CompressedGatedMLP):
     """Mixin of transformers' ``Phi3MLP`` and its copies, which have one joint projection."""
 
     replaced = "activation_fn"
+    reads = "gate_up_proj", "down_proj", "activation_fn"
     gate_up_proj: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -547,60 +549,19 @@ class CompressedGLU(CompressedGated, nn.GLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the product of the halves of ``input``."""
-        splits = input.dim() > 0 and -input.dim() <= self.dim < input.dim() and input.shape[self.dim] % 2 == 0
-        if not torch.is_grad_enabled() or not input.requires_grad or not splits:  # torch says what is wrong
-            return super().forward(input)
+        dims = input.dim()
+        if not keeps_derivative(input) or not -dims <= self.dim < dims or input.shape[self.dim] % 2:
+            return super().forward(input)  # torch says what is wrong
         function = StoredDerivative("sigmoid", (), self.bits)
         return gated_halves(input, function, self.block_size, self.dim, gate_first=False)
 
-
-LLAMA_MLPS = {
-    "aria": "AriaSharedExpertsMLP",
-    "cohere": "CohereMLP",
-    "cohere2": "Cohere2MLP",
-    "deepseek_v2": "DeepseekV2MLP",
-    "deepseek_v3": "DeepseekV3MLP",
-    "diffllama": "DiffLlamaMLP",
-    "gemma": "GemmaMLP",
-    "gemma2": "Gemma2MLP",
-    "gemma3": "Gemma3MLP",
-    "glm4_moe": "Glm4MoeMLP",
-    "granite": "GraniteMLP",
-    "helium": "HeliumMLP",
-    "jamba": "JambaMLP",
-    "llama": "LlamaMLP",
-    "ministral": "MinistralMLP",
-    "mistral": "MistralMLP",
-    "mllama": "MllamaTextMLP",
-    "olmo": "OlmoMLP",
-    "olmo2": "Olmo2MLP",
-    "olmo3": "Olmo3MLP",
-    "olmoe": "OlmoeMLP",
-    "pixtral": "PixtralMLP",
-    "qwen2": "Qwen2MLP",
-    "qwen2_5_vl": "Qwen2MLP",
-    "qwen2_moe": "Qwen2MoeMLP",
-    "qwen2_vl": "Qwen2MLP",
-    "qwen3": "Qwen3MLP",
-    "qwen3_moe": "Qwen3MoeMLP",
-    "qwen3_next": "Qwen3NextMLP",
-    "smollm3": "SmolLM3MLP",
-    "stablelm": "StableLmMLP",
-}
-"""Models of transformers, and their class that has the forward of ``LlamaMLP``."""
-
-PHI3_MLPS = {"dia": "DiaMLP", "glm": "GlmMLP", "glm4": "Glm4MLP", "phi3": "Phi3MLP"}
-"""The same of ``Phi3MLP``."""
 
 CLASSES: dict[type[nn.Module], type[CompressedGated]] = {nn.GLU: CompressedGLU}
 """Of each class of torch, what it becomes."""
 FOREIGN: dict[tuple[str, str], type[CompressedGated]] = {
     ("timm.layers.mlp", "GluMlp"): CompressedTimmGluMlp,
     ("timm.layers.mlp", "SwiGLU"): CompressedTimmSwiGLU,
-    **{
-        (f"transformers.models.{model}.modeling_{model}", name): mixin
-        for mixin, models in ((CompressedLlamaMLP, LLAMA_MLPS), (CompressedPhi3MLP, PHI3_MLPS))
-        for model, name in models.items()
-    },
+    ("transformers.models.llama.modeling_llama", "LlamaMLP"): CompressedLlamaMLP,
+    ("transformers.models.phi3.modeling_phi3", "Phi3MLP"): CompressedPhi3MLP,
 }
 """Of each class of another package, by module and name, the mixin of what it becomes."""

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec import sharing
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import (
     AnyScope,
     BlockGeometry,
@@ -184,7 +184,7 @@ class LinearFunction(torch.autograd.Function):
                 reused, ctx.reused = found
                 ctx.save_for_backward(kept_weight, *reused)
                 rows = _rows_of(x, autocast)
-                return _dense(rows, rows, weight, bias)
+                return _dense(x, rows, rows, weight, bias)
         backend, aligned = forced_backend(), is_aligned(x)
         with on_device_of(x):
             key = sharing.key_of(x, parts, autocast, blocks, backend)
@@ -211,9 +211,9 @@ class LinearFunction(torch.autograd.Function):
                 rows = given = cast_input(x, autocast, blocks.block_size)
         packed, ctx.stored_shape, ctx.transposed, ctx.block = shared
         ctx.save_for_backward(kept_weight, *packed)
-        if given.stride()[-1] == 1:
-            return F.linear(given, weight, bias)
-        return _dense(given, rows, weight, bias)
+        if x.is_contiguous():
+            return no_view(F.linear(given, weight, bias))
+        return _dense(x, given, rows, weight, bias)
 
     @staticmethod
     @once_differentiable("a linear layer that keeps its input compressed")
@@ -259,24 +259,22 @@ def compressed_linear(
         blocks: How ``x`` is cut into blocks and stored.
         reuses: Whether ``x`` may be made again from what the layer before keeps, and from that layer's parameters.
     """
-    if not compresses(weight, parts, blocks):
+    if not compresses(x, weight, parts, blocks):
         return F.linear(x, weight, bias)
     check_input(x, weight)
     y: Tensor = _linear(x, weight, bias, parts, blocks, reuses)
     return y
 
 
-def compresses(weight: Tensor, parts: int, blocks: Blocks) -> bool:
-    """Return whether an input is kept for the gradient of ``weight``, and packed."""
-    return (parts != 0 or blocks.bits != 0) and torch.is_grad_enabled() and weight.requires_grad
+def compresses(x: Tensor, weight: Tensor, parts: int, blocks: Blocks) -> bool:
+    """Return whether ``x`` is kept for the gradient of ``weight``, and packed."""
+    return (parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(x)
 
 
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Raise if an operator that packs its input cannot take ``x`` and ``weight``."""
     if isinstance(x, DTensor) or isinstance(weight, DTensor):
         refuse_dtensors()
-    if x.layout != torch.strided:
-        raise ValueError(f"`x` must be a dense tensor, got layout {x.layout}. HINT: pass `x.to_dense()`.")
     if x.dim() == 0:
         raise ValueError("`x` must have at least one dimension, its features. HINT: pass `x.reshape(1)`.")
     if not x.is_floating_point():
@@ -298,11 +296,11 @@ def _traced_forward(
 ) -> Tensor:
     """Compute the output, and keep what a compiler, or whoever looks on, may see being made."""
     block_size, scope, bits, selection = blocks
-    x = cast_input(x, autocast, block_size)
+    given, x = x, cast_input(x, autocast, block_size)
     stored, transposed = stored_view(x, block_size, scope)
     ctx.stored_shape, ctx.transposed = stored_shape(x, transposed), transposed
     # Blocks along the features of a transposed view are packed from the copy that the product needs too.
-    y = _dense(x, x if transposed or scope == "sample_second" else stored, weight, bias)
+    y = _dense(given, x, x if transposed or scope == "sample_second" else stored, weight, bias)
     ctx.block, keep = block_and_keep(stored, block_size, parts, bits)
     ctx.all_blocks = parts == 0
     if ctx.all_blocks:
@@ -341,18 +339,31 @@ def _rows_of(x: Tensor, autocast: torch.dtype | None) -> Tensor:
     return x.to(dtype=autocast, memory_format=torch.contiguous_format)
 
 
-def _dense(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``F.linear(x, weight, bias)``, of a transposed ``x`` by one product over ``rows``, or over a copy of them.
+def _dense(given: Tensor, x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``F.linear(x, weight, bias)``, bit for bit as it is where gradients are recorded.
 
-    That is what ``F.linear`` does when gradients are recorded. Inside a function they are not, and it would multiply
-    sample by sample: 198 us where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200).
+    Inside a function they are not, and an input with gaps, or a transposed one, would be multiplied sample by sample:
+    198 us where copy and product take 105 (token mixing of ResMLP-S12, 128 images, H200). Recorded, there is one
+    product of all rows, which is rounded before the bias is added.
+
+    Args:
+        given: The input before autocast.
+        x: As autocast casts it.
+        rows: As the product had better read it.
+        weight: ``[OUT, IN]``.
+        bias: ``[OUT]`` or ``None``.
     """
-    if x.stride()[-1] == 1 or x.dim() < 3:
-        return F.linear(x, weight, bias)
-    y = F.linear(rows.reshape(-1, x.shape[-1]), weight, bias)
-    # Of a view that a function returns, autograd lets nobody write to it.
-    made: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
-    return made
+    if given.dim() < 3 or given.is_contiguous() or (given.dtype != x.dtype and _is_cast_to_rows(given)):
+        return no_view(F.linear(x, weight, bias))
+    y = torch.mm(rows.reshape(-1, x.shape[-1]), weight.t())
+    if bias is not None:
+        y.add_(bias)
+    return no_view(y.view(*x.shape[:-1], weight.shape[0]))
+
+
+def _is_cast_to_rows(x: Tensor) -> bool:
+    """Return whether autocast's copy of ``x``, which keeps the order of dimensions in memory, is contiguous."""
+    return torch.empty_like(x, device="meta").is_contiguous()
 
 
 def _weight_grad_of_all(ctx: Any, rows: Tensor, values: Tensor) -> Tensor:
@@ -455,8 +466,8 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
 
     Same parameters, ``state_dict`` and output as ``nn.Linear``; input and bias gradients are exact, the weight gradient
     is computed from the kept blocks (arXiv:2311.16883), or from what a norm before it keeps (``operators.reuse``). In
-    no-grad mode, with a frozen weight or at ``sparsity=0`` with values stored as they are, it is ``nn.Linear`` in every
-    respect.
+    no-grad mode, in a ``torch.func`` transform, while it is exported, with a frozen weight, of a sparse or nested input
+    or at ``sparsity=0`` with values stored as they are, it is ``nn.Linear`` in every respect.
 
     Args:
         in_features: Size of each input row.
@@ -472,7 +483,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
 
     Raises:
         TypeError: If a setting has the wrong type, or the input is not floating point or a DTensor.
-        ValueError: If a setting is out of range, or the input is sparse.
+        ValueError: If a setting is out of range, or the input has no dimension.
 
     Example:
         >>> layer = ActivationPrunedLinear(64, 32, sparsity=0.5, block_size=16)
@@ -504,13 +515,10 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         state, weight = self._state, self.weight  # which a module takes a while to find
         parts, blocks = state.parts.size(0), state.blocks
-        if not ((parts != 0 or blocks.bits != 0) and torch.is_grad_enabled() and weight.requires_grad):
+        if not ((parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(input)):
             return F.linear(input, weight, self.bias)
-        if (
-            type(input) is not Tensor
-            or input.layout != torch.strided
-            or not (input.dim() and input.is_floating_point())
-        ) or type(weight) is not nn.Parameter:
+        plain = type(input) is Tensor and type(weight) is nn.Parameter
+        if not (plain and input.dim() and input.is_floating_point()):
             check_input(input, weight)
         y: Tensor = _linear(input, weight, self.bias, parts, blocks, _MANAGED not in self.__dict__)
         return y
@@ -526,7 +534,7 @@ class CompressedConv1D(CompressedLinear):
         """Return ``x W + b``: ``[..., IN] -> [..., OUT]``."""
         state = self._state
         parts = state.parts.size(0)
-        if not compresses(self.weight, parts, state.blocks):
+        if not compresses(x, self.weight, parts, state.blocks):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
         return compressed_linear(x, self.weight.t(), self.bias, parts, state.blocks, self.reuses)
 
@@ -552,8 +560,9 @@ def linear(
 ) -> Tensor:
     """Apply a linear layer that keeps its input packed for backward.
 
-    Output, input gradient and bias gradient are exact. In no-grad mode, with a weight that needs no gradient, or at
-    ``sparsity=0`` with values stored as they are, this is ``F.linear`` and nothing is packed.
+    Output, input gradient and bias gradient are exact. In no-grad mode, in a ``torch.func`` transform, while it is
+    exported, with a weight that needs no gradient, of a sparse or nested input, or at ``sparsity=0`` with values stored
+    as they are, this is ``F.linear`` and nothing is packed.
 
     Args:
         x: Input ``[..., in_features]``, floating point.
@@ -577,7 +586,7 @@ def linear(
 
     Raises:
         TypeError: If an argument has the wrong type, ``x`` is not floating point or a tensor is a DTensor.
-        ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
+        ValueError: If an argument is out of range or ``x`` has no dimension.
 
     Example:
         >>> x, w = torch.randn(8, 16, 64), torch.randn(32, 64, requires_grad=True)
@@ -617,9 +626,14 @@ def pack(
 
     Raises:
         TypeError: If an argument has the wrong type or ``x`` is not floating point.
-        ValueError: If an argument is out of range or ``x`` is sparse or has no dimension.
+        ValueError: If an argument is out of range or ``x`` is sparse, nested or has no dimension.
     """
     keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
+    if x.layout != torch.strided or x.is_nested:
+        raise ValueError(
+            f"`x` must be a dense tensor, neither sparse nor nested, got layout {x.layout}. HINT: pass `x.to_dense()`, "
+            "or one tensor of a nested one."
+        )
     check_input(x, x)
     with torch.no_grad():
         stored, _ = stored_view(x, keep.block_size, keep.scope)

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     Backend,
@@ -57,20 +57,13 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
 )
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.private import autocast_computes_in_fp32
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import reuse
 from lightning_actprune.operators.base import CompressedLayer
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.norm import NormGradLaunch, NormLaunch
-
-_FP32_UNDER_AUTOCAST = {
-    (operator, device)
-    for operator in ("batch_norm", "group_norm", "layer_norm", "rms_norm")
-    for device in ("cpu", "cuda")
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", f"Autocast{device.upper()}")
-}
-"""What autocast computes in fp32, which depends on the version of torch: ``rms_norm`` on a GPU in 2.15, not in 2.11."""
 
 
 class NormSetting(NamedTuple):
@@ -151,6 +144,8 @@ class NormFunction(torch.autograd.Function):
         ctx.save_for_backward(values, rstd, weight)
         if residual is not None:
             return y
+        if x.device.type == "cpu" and setting.normed and not setting.centred and not setting.keeps_layout:
+            y = y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
         if setting.keeps_layout and not x.is_contiguous():
             laid_out = torch.empty_like(x, dtype=dtype)
             if laid_out.stride() != y.stride():
@@ -293,9 +288,8 @@ def _normalized(
     rows, added = x.reshape(number, length), None if residual is None else residual.reshape(number, length)
     y, values, rstd = normalize(rows, _flat(weight), _flat(bias), added, setting, dtype)
     of_weight, of_bias = (None if p is None else (p.shape, p.dtype) for p in (weight, bias))
-    # No view to autograd, which lets nobody write to one that a function returns (an in-place ReLU, say).
-    y = torch.ops.aten._unsafe_view.default(y, x.shape)
-    return y, values, rstd, NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
+    layout = NormLayout(setting, x.shape, (number, length), x.dtype, (of_weight, of_bias))
+    return no_view(y.contiguous().view(x.shape)), values, rstd, layout
 
 
 def _gradients(
@@ -317,6 +311,25 @@ def _gradients(
     arguments = values, rstd, _flat(weight), layout.setting, layout.dtype, sums
     grad_x, along, total = normalize_grad(rows, *arguments)
     return grad_x.view(layout.shape), _of_parameter(along, wanted[0]), _of_parameter(total, wanted[1])
+
+
+def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
+    """Return how outputs of torch's norms lie on the CPU: with the channels of images last if those of ``x`` are.
+
+    ``x`` may have gaps. Where a dimension of size 1 leaves open whether they are, its stride decides, but not in batch
+    normalisation.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if last is None or x.is_contiguous():
+        return torch.contiguous_format
+    if of_batch and x.is_contiguous(memory_format=last):
+        return last
+    least = 1
+    for dim in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(dim) < least or (dim == 0 and least == x.stride(1)):
+            return torch.contiguous_format
+        least = x.stride(dim) * x.shape[dim]
+    return last
 
 
 def may_launch(x: Tensor) -> bool:
@@ -448,7 +461,7 @@ def output_dtype(x: Tensor, operator: str) -> torch.dtype:
     dtype = x.dtype
     if dtype in (torch.float32, torch.float64) or autocast_dtype(x) is None:
         return dtype
-    return torch.float32 if (operator, x.device.type) in _FP32_UNDER_AUTOCAST else dtype
+    return torch.float32 if autocast_computes_in_fp32(operator, x.device.type) else dtype
 
 
 def check_stored(x: Tensor, blocks: int, block_size: int, bits: int) -> None:
@@ -480,10 +493,10 @@ class CompressedNorm(CompressedLayer):
 
     def keeps(self, x: Tensor, weight: Tensor | None, shape: tuple[int, ...]) -> bool:
         """Return whether anything is kept of ``x``."""
-        if not torch.is_grad_enabled() or not (x.requires_grad or (weight is not None and weight.requires_grad)):
+        if not (x.requires_grad or (weight is not None and weight.requires_grad)) or not may_compress(x):
             return False
         plain = type(x) is Tensor and (weight is None or (type(weight) is nn.Parameter and weight.device == x.device))
-        if plain and x.is_floating_point() and x.layout == torch.strided and x.shape[-len(shape) :] == shape:
+        if plain and x.is_floating_point() and x.shape[-len(shape) :] == shape:
             return True  # as ``takes`` would find, which nearly always is so
         return self.takes(x, weight, shape)
 
@@ -548,8 +561,17 @@ class CompressedLlamaRMSNorm(CompressedNorm):
     under autocast too.
     """
 
+    reads = "weight", "variance_epsilon"
     weight: nn.Parameter
     variance_epsilon: float
+
+    @classmethod
+    def refusal(cls, layer: Any) -> str | None:
+        """Return why ``layer`` cannot be compressed all the same: a copy may be made with other things."""
+        weight, eps = (getattr(layer, name, None) for name in cls.reads)
+        if not isinstance(weight, Tensor) or weight.dim() != 1:
+            return "its `weight` is no vector, so it is not known to normalise what the weight is for"
+        return None if isinstance(eps, float) else f"its `variance_epsilon` is a {type(eps).__name__} and no float"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the normalised input: ``[..., hidden_size]``."""
@@ -562,28 +584,6 @@ class CompressedLlamaRMSNorm(CompressedNorm):
         return norm(x, weight, None, weight.shape, setting, torch.promote_types(weight.dtype, x.dtype))
 
 
-LLAMA_NORMS = {
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "glm4": "Glm4",
-    "glm4_moe": "Glm4Moe",
-    "granite": "Granite",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "mllama": "MllamaText",
-    "phi3": "Phi3",
-    "pixtral": "Pixtral",
-    "qwen2": "Qwen2",
-    "qwen2_5_vl": "Qwen2_5_VL",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "smollm3": "SmolLM3",
-}
-"""Models of transformers whose ``..RMSNorm`` has the forward of ``LlamaRMSNorm``, and what its name begins with."""
-
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     nn.LayerNorm: CompressedLayerNorm,
     nn.RMSNorm: CompressedRMSNorm,
@@ -593,9 +593,6 @@ CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
 FOREIGN: dict[tuple[str, str], type[CompressedLayer]] = {
     ("timm.layers.norm", "LayerNorm"): CompressedTimmLayerNorm,
     ("timm.layers.norm", "LayerNorm2d"): CompressedTimmLayerNorm2d,
-    **{
-        (f"transformers.models.{model}.modeling_{model}", f"{name}RMSNorm"): CompressedLlamaRMSNorm
-        for model, name in LLAMA_NORMS.items()
-    },
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): CompressedLlamaRMSNorm,
 }
 """Of each class of other packages the mixin that replaces its forward; it comes first among the bases."""

@@ -1,15 +1,17 @@
 """Which modules are known, what they become, and how they are found in a model.
 
 Only exact types are converted: a subclass may do anything in its forward. Classes of other packages are known by module
-and name, so that nothing is imported for them. What such a class becomes is derived from it when it is met first: a
-mixin that replaces its forward comes first among the bases, so a converted layer stays an instance of its class. A
-pickled one is found again by the name of what it became, in this module.
+and name, so that nothing is imported for them, and those of some that are copied a lot by the code of their forward
+(``operators.alike``). What such a class becomes is derived from it when it is met first: a mixin that replaces its
+forward comes first among the bases, so a converted layer stays an instance of its class. A pickled one is found again
+by the name of what it became, in this module.
 """
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import (
     activation,
+    alike,
     attention,
     channel_norm,
     convolution,
@@ -53,26 +56,59 @@ LEFT_DENSE: dict[type[nn.Module], tuple[Operator, str]] = channel_norm.LEFT_DENS
 """What classes are that stay as they are, and why."""
 WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?=\.|$)")
 """What wrappers put into names."""
+ROOT = "(root)"
+"""Name of the model itself, for rules, errors and tables alike: it has none."""
 
 _derived: dict[type[nn.Module], type[CompressedLayer]] = {}
+_copies: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, type[CompressedLayer] | None]]
+_copies = weakref.WeakKeyDictionary()
+"""What was found of classes by the code of their forward, which may be replaced."""
 
 
 def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return what a layer of exactly this class becomes, ``None`` if its forward is not known."""
-    found = CLASSES.get(cls) or _derived.get(cls)
+    found = CLASSES.get(cls)
     if found is not None:
         return found
-    name = cls.__module__, cls.__qualname__
-    mixin = FOREIGN.get(name)
+    mixin = FOREIGN.get((cls.__module__, cls.__qualname__)) or _mixin_of_copy(cls)
     if mixin is None:
         return None
+    found = _derived.get(cls)
+    if found is not None:
+        return found
     namespace = {
         "__module__": __name__,
-        "__qualname__": _qualified(name),
+        "__qualname__": _PREFIX + f"{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
         "__doc__": f"``{cls.__name__}`` that keeps what backward needs compressed; made by ``convert``.",
         "dense_class": cls,
     }
     return _derived.setdefault(cls, type(f"Compressed{cls.__name__}", (mixin, cls), namespace))
+
+
+def _mixin_of_copy(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+    """Return the mixin of a known class that computes what ``cls`` does, ``None`` without one."""
+    forward = vars(cls).get("forward")
+    known = _copies.get(cls)
+    if known is not None and known[0] is forward:
+        return known[1]
+    names, found = alike.names_in_forward(cls), None
+    for original, mixin in FOREIGN.items():
+        # Nothing is imported for a class that does not read what the original does.
+        if mixin.reads and names.issuperset(mixin.reads):
+            if not alike.in_use(original[0]):  # yet
+                return None
+            dense = alike.installed(*original)
+            if dense is not None and alike.computes_alike(cls, dense) and not _shadows(mixin, cls):
+                found = mixin
+    _copies[cls] = forward, found
+    return found
+
+
+def _shadows(mixin: type[CompressedLayer], cls: type[nn.Module]) -> bool:
+    """Return whether ``cls`` has something by a name that ``mixin`` has for something else."""
+    ours = {name for base in mixin.__mro__ if issubclass(base, CompressedLayer) for name in vars(base)}
+    theirs = {name for base in cls.__mro__ if base not in nn.Module.__mro__ for name in vars(base)}
+    return any(not name.startswith("__") for name in ours & theirs - {"forward", "extra_repr"})
 
 
 def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
@@ -97,14 +133,14 @@ def layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if operator_of(module) is not None:
-            names.setdefault(module, []).append(plain_name(fqn) or "(root)")
+            names.setdefault(module, []).append(plain_name(fqn))
     for layer, fqns in names.items():
         yield fqns, layer
 
 
 def plain_name(fqn: str) -> str:
-    """Return a fully qualified name without what wrappers put into it."""
-    return WRAPPERS.sub("", fqn).removeprefix(".")
+    """Return a fully qualified name without what wrappers put into it; ``ROOT`` if nothing else is left."""
+    return WRAPPERS.sub("", fqn).removeprefix(".") or ROOT
 
 
 def weights_of(layer: nn.Module) -> tuple[Tensor, ...]:
@@ -144,13 +180,19 @@ def _is_conv1d(module: nn.Module) -> bool:
     return known is not None and issubclass(known, linear.CompressedConv1D)
 
 
-def _qualified(name: tuple[str, str]) -> str:
-    return "Compressed_" + "_".join(name).replace(".", "_")
+_PREFIX, _DOT = "Compressed__", "__dot__"
+"""Of the names of derived classes, which have to be without dots to be found in this module."""
 
 
 def __getattr__(name: str) -> Any:
     """Return the derived class of that name: of another package's class in a model that is unpickled."""
-    for module, foreign in FOREIGN:
-        if _qualified((module, foreign)) == name:
-            return compressed_class(getattr(importlib.import_module(module), foreign))
+    if name.startswith(_PREFIX):
+        dense = name.removeprefix(_PREFIX).replace(_DOT, ".")
+        found = compressed_class(pkgutil.resolve_name(dense))
+        if found is not None:
+            return found
+        raise ValueError(
+            f"A pickled layer was made of {dense}, whose forward is not known as that package is installed here. "
+            "HINT: install the version that it was pickled with, or `revert` the model before it is pickled."
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,6 +35,7 @@ from torch import Tensor
 from lightning_actprune.codec.blocks import Blocks
 from lightning_actprune.codec.dispatch import as_dtype
 from lightning_actprune.codec.packed import unpack, unpack_all
+from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.codec.sharing import Shared, live, place_of
 from lightning_actprune.operators.weight_grad import dense_weight_grad, shared_weight_grad
 
@@ -229,7 +230,7 @@ def _kept_by_others() -> bool:
 
     Those of an activation checkpoint keep nothing at first, and want to be given the same when it runs again.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = top_saved_tensors_hooks(False)
     return hooks is not None and getattr(hooks[1], "__module__", "").partition(".")[0] != _PACKAGE
 
 

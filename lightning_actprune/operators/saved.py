@@ -2,11 +2,10 @@
 
 While a module in scope runs, a pair of saved-tensor hooks packs each tensor that qualifies in one launch
 (``codec.formats``, all blocks), and unpacks it for the moment when backward asks for it. Forward stays as it is. A
-gradient is computed from values that are off by up to half a step of their block, without bias where it is linear in
-them. It is not where backward compares what was saved with a result (``amax``) or near poles (``log``): there it is an
-error that names the module. Divisions by small numbers are not found out: keep such modules dense with a rule. Fused
-attention computes exponentials of its logits again, with the exact sums, so that errors grow with the logits: for
-models with attention, take eight bits.
+gradient is computed from values that are off by up to half a step of their block, so only operations may read them of
+which it is known what that does (``operators.readers``); what all others save stays as it is. Fused attention computes
+exponentials of its logits again, with the exact sums, so that errors grow with the logits: for models with attention,
+take eight bits.
 
 Packed are activations that an operation gets as an input and that need a gradient. Left as they are:
 
@@ -24,16 +23,22 @@ A tensor is packed once for all who save it or a view of the same memory, as lon
 something retains its storage as it is already (a ReLU saves its result before the next layer saves it as its input),
 packing would add memory, so it stays. Who comes later cannot undo a pack: those bytes are counted.
 
-**One operation at a time.** Hooks are told of one tensor at a time. Of ``x * gamma``, which saves both factors, ``x``
-is needed for the gradient of ``gamma`` alone: its errors enter no other gradient, and those of many rows cancel, as in
-a linear layer. So it may have fewer bits than what the input gradient is computed from. Which of the two comes first
-depends on the operation, and a norm saves a weight and its input too, but also statistics. Hence a tensor waits, as it
-is, until the next operation saves something, one of this package's functions is called or the module ends; then the
-operation saved *two tensors, of which one is a parameter of fewer values* or it did not. Those that do are products,
-quotients and convolutions, and the rare ``maximum``, ``hypot`` or ``atan2`` with a parameter; not so ``nn.PReLU``, of
-whose input the input gradient needs the sign. A loss of the distance from a parameter has as many values of each. Of
-fused attention, query, key and value are stored, which it saves first, not a learned bias: where that is to mask, it is
-minus infinity, or as good as that. What is written to while it waits is an error in backward, as without hooks.
+**Which operation it is.** Hooks are given a tensor, and not told for whom. The operation's node is in the graph,
+though, once the module around returns: its number is known when it saves, since autograd numbers nodes in order, and it
+is found by that number behind the module's outputs. So what a *site* saves (an instruction in the code of a module, and
+how many tensors the operation has saved before) waits, as it is, in the first forward, until the module returns. Then
+it is decided how what this site saves is kept, for good, also after a checkpoint (``Decided``). In backward, the node
+that reads a packed tensor is asked for its name: if another operation has come to the site meanwhile, and may not read
+it, that is an error. What is not found (the graph of an output that nobody can see) stays as it is. What is written to
+while it waits is an error in backward, as without hooks.
+
+**Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
+errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
+of fewer values* the other factor may have fewer bits than what the input gradient is computed from. If another
+operation saves the same small tensor, as where values are divided by a learned step and multiplied by it again, its
+gradient is a difference of two sums, far smaller than either: then both factors stay as they are. Of fused attention,
+query, key and value are stored, which it saves first, not a learned bias: where that is to mask, it is minus infinity,
+or as good as that.
 
 **Any layout.** Dimensions are sorted by stride and those that follow each other in memory joined, so that views of one
 region of memory, transposed or not, are read in one and the same order, that of their addresses. A tensor
@@ -58,11 +63,14 @@ import functools
 import math
 import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Container
+import zlib
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -72,15 +80,34 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.codec.autograd import open_hooks
+from lightning_actprune.codec.autograd import close_hooks, open_hooks
 from lightning_actprune.codec.blocks import ALL_BLOCKS, ceil_div
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, MAX_COLUMNS, in_plain_eager_mode
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
+from lightning_actprune.codec.private import (
+    COMPILED,
+    FOR_OPERATIONS,
+    current_autograd_node,
+    current_graph_task_id,
+    get_sequence_nr,
+    raw_stream,
+    refusal,
+    saved_tensors_hooks_are_enabled,
+    top_saved_tensors_hooks,
+)
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.config import MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
-from lightning_actprune.operators.registry import plain_name
+from lightning_actprune.operators.readers import (
+    ATTENTION,
+    PRODUCTS,
+    READERS,
+    loses_values,
+    may_read,
+    nodes_since,
+    operator_name,
+)
+from lightning_actprune.operators.registry import ROOT, plain_name
 
-_autograd: Any = torch._C._autograd
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of pack and unpack hook."""
 
@@ -121,14 +148,14 @@ def drop_idle_hooks(module: nn.Module) -> None:
 
 def eager_modules(module: nn.Module) -> set[nn.Module]:
     """Return the modules whose calls Python sees: not those inside a compiled one."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return set()
     return {module}.union(*(eager_modules(child) for child in module.children()))
 
 
 def backward_runs() -> bool:
     """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
@@ -136,8 +163,12 @@ def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] |
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
+MOST_SHARED = 2**16
+"""Values of a tensor below which it is noted who else saves it."""
+_FEWER_VALUES = 8
+"""A tensor that has so many times as many values is multiplied with few factors."""
 _PACKAGE = __name__.partition(".")[0] + "."
-_RUNNING_AGAIN = "torch.utils.checkpoint", "torch._functorch."
+_RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 _VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -148,33 +179,6 @@ _VIEWS_AND_CASTS = frozenset(
 )
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
-_SENSITIVE = frozenset(
-    f"{name}Backward{number}"
-    for name, number in (
-        *(("Amax", 0), ("Amin", 0), ("Aminmax", 0), ("Max", 1), ("Min", 1), ("Median", 0), ("Nanmedian", 0)),
-        *(("ScatterReduce", 0), ("SegmentReduce", 0), ("Logsumexp", 0), ("BinaryCrossEntropy", 0), ("Acos", 0)),
-        *(("Acosh", 0), ("Asin", 0), ("Atanh", 0), ("Log", 0), ("Log10", 0), ("Log1P", 0), ("Log2", 0), ("Logit", 0)),
-        *(("Pow", 1), ("Xlogy", 0), ("Xlogy", 1), ("SpecialXlog1Py", 0), ("SpecialXlog1Py", 1), ("SpecialEntr", 0)),
-        *(("Lgamma", 0), ("Mvlgamma", 0), ("Digamma", 0), ("Polygamma", 0), ("SpecialZeta", 0), ("Erfinv", 0)),
-        *(("Prod", 0), ("Prod", 1), ("Cumprod", 0), ("Logcumsumexp", 0), ("Atan2", 0)),
-        *(("Cdist", 0), ("EuclideanDist", 0), ("Pdist", 0), ("Dist", 0)),
-    )
-)
-"""Nodes that compare what they saved with their result, or divide by what may be next to nothing. A power with a tensor
-for its exponent is one: it takes the logarithm of its base."""
-
-
-_ATTENTION = tuple(
-    f"ScaledDotProduct{kind}Backward0"
-    for kind in (
-        "CudnnAttention",
-        "EfficientAttention",
-        "FlashAttention",
-        "FlashAttentionForCpu",
-        "FusedAttentionOverrideable",
-    )
-)
-"""Nodes of fused attention: of its result, backward needs the product with the gradient alone."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -197,6 +201,16 @@ def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
     return tuple(sorted(shaped.shape)) in shapes or _copies_parameter(tensor)
 
 
+def is_attention_result(tensor: Tensor) -> bool:
+    """Return whether fused attention has computed ``tensor``."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() in ATTENTION
+
+
+def _is_result(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has a history, and the operation that is saving it has computed it."""
+    return tensor.grad_fn is not None and is_own_result(tensor)
+
+
 def is_own_result(tensor: Tensor) -> bool:
     """Return whether the operation that is saving ``tensor``, which has a history, has computed it.
 
@@ -206,39 +220,30 @@ def is_own_result(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     assert node is not None
     number = node._sequence_nr()  # first: of a view whose base was written to, this makes the node
-    return bool(number == _autograd._get_sequence_nr() - 1)
+    return bool(number == get_sequence_nr() - 1)
 
 
-def is_attention_result(tensor: Tensor) -> bool:
-    """Return whether fused attention has computed ``tensor``."""
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn.name() in _ATTENTION
-
-
-def runs_again() -> bool:
-    """Return whether what is being saved is kept to compute something again.
-
-    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
-    """
+def caller() -> FrameType:
+    """Return the frame that called the operation that is saving something: the first that is not of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         if name != "torch.autograd.function" and not name.startswith(_PACKAGE):
-            return bool(name.startswith(_RUNNING_AGAIN))
+            break
         frame = frame.f_back
-    return False
+    return frame
 
 
-def sensitive_reader() -> str | None:
-    """Return the name of the node that backward runs if it may enlarge errors of what it saved without bound."""
-    node: Any = torch._C._current_autograd_node()
-    name: str = "" if node is None else node.name()
-    if name == "PowBackward0":
-        exponent = node._saved_exponent
-        return None if exponent >= 1 and exponent == int(exponent) else name
-    if name == "LinalgVectorNormBackward0":
-        return name if math.isinf(node._saved_ord) or node._saved_ord < 1 else None
-    return name if name in _SENSITIVE else None
+def runs_again(frame: FrameType, by: tuple[str, ...] = _RUNNING_AGAIN) -> bool:
+    """Return whether what is being saved is kept to compute something again.
+
+    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
+
+    Args:
+        frame: Who has called the operation.
+        by: Prefixes of the modules whose code does so.
+    """
+    return bool(frame.f_globals.get("__name__", "").startswith(by))
 
 
 def _copies_parameter(tensor: Tensor) -> bool:
@@ -421,6 +426,24 @@ class Unchanged:
         return value
 
 
+class _Packing(threading.local):
+    """Tells the hooks around which tensor it is that they are given a packed one for."""
+
+    def __init__(self) -> None:
+        self.original: Tensor | None = None
+
+
+packing = _Packing()
+
+
+def _as_read(region: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor over a region as it is read."""
+    if layout.copied:
+        sizes, strides = zip(*layout.region, strict=True)
+        return region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
+    return region.detach().as_strided(layout.shape, layout.strides)
+
+
 class QuantizedRegion:
     """A region of memory, quantized, or what hooks around ours made of these.
 
@@ -435,11 +458,7 @@ class QuantizedRegion:
 
     def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
         samples, rows, length = layout.shape
-        if layout.copied:
-            sizes, strides = zip(*layout.region, strict=True)
-            x = region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
-        else:
-            x = region.detach().as_strided(layout.shape, layout.strides)
+        x = _as_read(region, layout)
         values, self._none, _ = pack(x, layout.block, ALL_BLOCKS, bits)
         self._rows = samples * rows, length, layout.block
         self._dtype, self._bits = x.dtype, bits
@@ -460,41 +479,45 @@ class QuantizedRegion:
 
 
 class QuantizedView:
-    """A saved tensor of which the values are quantized.
+    """A saved tensor of which the values are quantized, if its operation may read them so.
 
     Args:
         shape: Of the tensor.
         strides: Of the tensor when it is unpacked.
         fqn: Name of the module that ran when it was saved.
+        may_read: Says of a node by its name whether it may read the values.
     """
 
-    __slots__ = ("_shape", "_strides", "fqn", "settle", "stored")
+    __slots__ = ("_may_read", "_shape", "_strides", "fqn", "settle", "stored")
 
-    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str) -> None:
-        self._shape, self._strides, self.fqn = shape, strides, fqn
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str, may_read: Callable[[str], bool]
+    ) -> None:
+        self._shape, self._strides, self.fqn, self._may_read = shape, strides, fqn, may_read
         self.settle: Callable[[], None] | None = None
-        """Stores its region, if that is put off."""
+        """Stores it as it is, if it is not known yet how."""
         self.stored: QuantizedRegion | Unchanged | None = None
-        """Its region of memory, which others may share; as it is if it was written to too soon."""
+        """Its region of memory, which others may share; or the tensor as it is."""
 
     def tensor(self) -> Tensor:
         """Return the tensor, unpacked anew.
 
         Raises:
-            RuntimeError: If errors of its values would be enlarged without bound.
+            RuntimeError: If an operation reads it that may not.
         """
-        reader = sensitive_reader()
-        if reader is not None:
-            raise RuntimeError(
-                f"{reader} compares what it saved with its result, or has a pole, so its gradient would be wrong: "
-                f"module {self.fqn!r} saved that in few bits. HINT: leave this module alone with a rule "
-                f"(`rules={{{self.fqn!r}: None}}`), or all that no layer is known for (`rules={{'type:saved': None}}`)."
-            )
         if self.settle is not None:
             self.settle()
         assert self.stored is not None
         if isinstance(self.stored, Unchanged):
             return self.stored.tensor()
+        node: Any = current_autograd_node()
+        if node is not None and not self._may_read(node.name()):
+            raise RuntimeError(
+                f"{node.name()} would read in few bits what module {self.fqn!r} saved, where another operation was "
+                "when the module first ran; its gradient could be wrong. HINT: leave this module alone with a rule "
+                f"(`rules={{{self.fqn!r}: None}}`), or the operation everywhere "
+                f"(`rules={{'operation:{operator_name(node.name())}': None}}`)."
+            )
         return self.stored.unpack().as_strided(self._shape, self._strides)
 
 
@@ -519,58 +542,210 @@ class CompressedRow:
     stored_bytes: int = 0
 
 
-Store: TypeAlias = Callable[[Tensor, Layout, int, "Hooks | None", str], QuantizedRegion]
-"""Returns a tensor quantized to so many bits, for hooks around and the name of the module that ran."""
-
-
-class SavedOperation:
-    """The operation that is saving its tensors.
+@dataclass
+class LeftRow:
+    """Tensors that would qualify, and stay as they are for the operation that saved them.
 
     Args:
-        store: Stores a tensor.
-        bits: Bits of a value that an input gradient may need.
-        parameter_bits: Bits of what a parameter's gradient needs alone.
+        fqn: Fully qualified name of the module that ran.
+        operation: Its name (``"grid_sampler2_d"``), ``"unknown"`` if it was not found.
+        reason: Why they stay as they are.
+        count: How many.
+        nbytes: Their bytes.
     """
 
-    __slots__ = ("_bits", "_count", "_number", "_parameters", "_store", "_values", "_waiting", "is_attention")
+    fqn: str
+    operation: str
+    reason: str
+    count: int = 0
+    nbytes: int = 0
 
-    def __init__(self, store: Store, bits: int, parameter_bits: int) -> None:
-        self._store, self._bits = store, (bits, parameter_bits)
-        self._waiting: list[tuple[QuantizedView, Tensor, Layout, int, int, Hooks | None]] = []
-        self._number, self._count, self._parameters, self._values, self.is_attention = -1, 0, 0, 0, False
 
-    def saves(self, tensor: Tensor) -> None:
-        """Take note that the operation, or the next one, saves ``tensor``."""
-        number: int = _autograd._get_sequence_nr()
-        if number != self._number:
-            if self._waiting:
-                self.settle()
-            self._number, self._count, self._parameters, self._values, self.is_attention = number, 0, 0, 0, False
-        self._count += 1
+class Site(NamedTuple):
+    """Where something is saved.
+
+    Args:
+        fqn: Name of the module that runs.
+        code: The code that calls the operation.
+        instruction: The instruction in it.
+        place: How many tensors the operation has saved before.
+    """
+
+    fqn: str
+    code: CodeType
+    instruction: int
+    place: int
+
+    @property
+    def described(self) -> str:
+        """The same in another process, as long as the code and the version of torch are the same."""
+        code = self.code
+        same = torch.__version__, code.co_code, code.co_names, code.co_firstlineno
+        return f"{self.fqn}: {code.co_name} {zlib.crc32(repr(same).encode()):08x} +{self.instruction} #{self.place}"
+
+
+class Decision(NamedTuple):
+    """How what a site saves is kept.
+
+    Args:
+        bits: Bits of a value, 0 for the tensor as it is.
+        operation: Name of the operation.
+        reason: Why it is kept as it is, ``""`` if it is not.
+    """
+
+    bits: int
+    operation: str
+    reason: str = ""
+
+
+@dataclass
+class Decided:
+    """What is known of a model's sites, in primitives: a resumed training goes on with it.
+
+    Args:
+        sites: The decision for each site, as it is described.
+        settled: Names of the outermost modules of scopes in which nothing was undecided the last time.
+        before: The decisions that were made before a checkpoint.
+    """
+
+    sites: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
+    before: dict[str, tuple[int, str, str]] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it fit for a checkpoint."""
+        return {"sites": {site: list(known) for site, known in self.sites.items()}, "settled": sorted(self.settled)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what ``state_dict`` has returned."""
+        self.before = {site: (bits, operation, reason) for site, (bits, operation, reason) in state["sites"].items()}
+        self.sites |= self.before
+        self.settled |= set(state["settled"])
+
+
+@dataclass
+class Saving:
+    """An operation that saves tensors.
+
+    Args:
+        number: Of its node.
+        count: How many it has saved.
+        parameters: Values of the parameters among them.
+        small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
+    """
+
+    number: int
+    count: int = 0
+    parameters: list[int] = field(default_factory=list)
+    small: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class Waiting:
+    """A tensor that waits for its operation to be known.
+
+    Args:
+        site: Where it was saved.
+        saving: By whom.
+        view: What the graph holds.
+        tensor: The tensor.
+        layout: How it is read.
+        version: Its version.
+        stream: Number of the stream on which it was saved.
+        outer: The hooks around.
+        depth: How many modules run, of those whose outputs may lead to the operation.
+    """
+
+    site: Site
+    saving: Saving
+    view: QuantizedView
+    tensor: Tensor
+    layout: Layout
+    version: int
+    stream: int
+    outer: Hooks | None
+    depth: int
+
+
+class Operations:
+    """What the operations of an open scope save.
+
+    Args:
+        store: Keeps what waits, given the nodes that were found by their numbers.
+        watched: Whether it is noted which operations share small tensors, for new sites to be decided.
+    """
+
+    def __init__(self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool) -> None:
+        self._store, self.watched = store, watched
+        self._saving = Saving(-1)
+        self._users: dict[int, set[int]] = {}
+        self._waiting: list[Waiting] = []
+        self.undecided = False
+        """Whether something was saved at a site of which it was not known how."""
+
+    def saves(self, tensor: Tensor) -> Saving:
+        """Take note that an operation saves ``tensor``, and return it."""
+        number = get_sequence_nr() - 1
+        if number != self._saving.number:
+            self._saving = Saving(number)
+        saving = self._saving
+        saving.count += 1
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            self._parameters += 1
-            self._values = tensor.numel()
+            saving.parameters.append(tensor.numel())
+        if self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED and not _is_result(tensor):
+            address = tensor.untyped_storage()._cdata
+            saving.small.append((address, tensor.numel()))
+            self._users.setdefault(address, set()).add(number)
+        return saving
 
-    def put_off(self, view: QuantizedView, tensor: Tensor, layout: Layout, outer: Hooks | None) -> None:
-        """Let ``view`` have its values when the operation is settled."""
-        view.settle = self.settle
-        self._waiting.append((view, tensor, layout, tensor._version, _stream(tensor), outer))
+    def wait(
+        self, site: Site, view: QuantizedView, tensor: Tensor, layout: Layout, outer: Hooks | None, depth: int
+    ) -> None:
+        """Let ``tensor`` wait, as it is, until its operation is known."""
+        self.undecided = True
+        stay = Waiting(site, self._saving, view, tensor, layout, tensor._version, _stream(tensor), outer, depth)
+        view.settle = partial(self._leave_as_it_is, stay)
+        self._waiting.append(stay)
 
-    def settle(self) -> None:
-        """Store what waits."""
-        waiting, self._waiting = self._waiting, []
-        alone = self._count == 2 and self._parameters == 1
-        for place, (view, tensor, layout, version, stream, outer) in enumerate(waiting):
-            view.settle = None
-            if tensor._version != version:
-                view.stored = Unchanged(tensor, None, version)
+    def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
+        """Return whether an operation that is no product saves the factor with which what waits is multiplied.
+
+        Factors of nearly as many values are no steps of a quantization.
+        """
+        fewer = [address for address, values in stay.saving.small if values * _FEWER_VALUES <= stay.tensor.numel()]
+        users = [nodes.get(number) for address in fewer for number in self._users[address]]
+        return any(node is None or node.name() not in PRODUCTS for node in users)
+
+    def returned(self, outputs: Any, depth: int) -> None:
+        """Keep what waits and whose operation is found behind the outputs of a module.
+
+        Args:
+            outputs: What the module returned.
+            depth: How many modules run still; with none, all that waits is kept.
+        """
+        inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
+        if not inside:
+            return
+        if outputs is None and not depth:  # it raised, or was interrupted: the next forward decides
+            for stay in inside:
+                self._leave_as_it_is(stay)
+            return
+        nodes = nodes_since(outputs, min(stay.saving.number for stay in inside))
+        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
+        for stay in inside:
+            node = nodes.get(stay.saving.number)
+            if node is None and depth:
+                stay.depth = depth  # the module around may return what this one has not
+                self._waiting.append(stay)
                 continue
-            if self.is_attention and place >= 3:
-                view.stored = Unchanged(tensor, outer)
-                continue
-            with _on_stream(tensor, stream):
-                bits = self._bits[alone and tensor.numel() > self._values]
-                view.stored = self._store(tensor, layout, bits, outer, view.fqn)
+            stay.view.settle = None
+            with _on_stream(stay.tensor, stay.stream):
+                self._store(stay, nodes, self)
+
+    def _leave_as_it_is(self, stay: Waiting) -> None:
+        """Keep what is read before its module returns."""
+        stay.view.settle = None
+        stay.view.stored = Unchanged(stay.tensor, stay.outer, stay.version)
 
 
 class OpenHooks:
@@ -578,26 +753,26 @@ class OpenHooks:
 
     Args:
         pair: Pack and unpack hook.
-        operation: What is saving its tensors.
+        operations: What is saved in the scope.
         outer: The hooks around, ``None`` without any: then this package's functions are not seen.
     """
 
-    def __init__(self, pair: Hooks, operation: SavedOperation, outer: Hooks | None) -> None:
-        self.pair, self.settle, self.alone = pair, operation.settle, outer is None
+    def __init__(self, pair: Hooks, operations: Operations, outer: Hooks | None) -> None:
+        self.pair, self.operations, self.alone = pair, operations, outer is None
         self._context = torch.autograd.graph.saved_tensors_hooks(*pair)
         self._context.__enter__()
-        self._before = open_hooks(self)
+        open_hooks(self)
 
-    def close(self) -> None:
-        """Store what waits, and take the hooks off the stack."""
-        open_hooks(self._before)
+    def close(self, outputs: Any = None) -> None:
+        """Take the hooks off the stack, and keep what waits."""
+        close_hooks(self)
         self._context.__exit__(None, None, None)
-        self.settle()
+        self.operations.returned(outputs, 0)
 
 
 def _stream(tensor: Tensor) -> int:
     """Return the number of the current stream, 0 without a GPU."""
-    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
+    return raw_stream(tensor.device.index) if tensor.is_cuda else 0
 
 
 def _on_stream(tensor: Tensor, stream: int) -> AbstractContextManager[Any]:
@@ -613,6 +788,12 @@ class _Scope(threading.local):
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
         self.hooks: OpenHooks | None = None
+        self.outermost = ""
+
+
+def _has_children(module: nn.Module) -> bool:
+    """Return whether there are any: their own truth is their length, which is 0 or, of a compiled one, an error."""
+    return next(module.children(), None) is not None
 
 
 def _nowhere(fqn: str) -> bool:
@@ -631,8 +812,11 @@ class SavedTensorCompression:
         keep: How tensors are kept, of which ``bits`` and ``block_size`` count; by default in eight bits.
         min_values: Tensors of fewer values are left alone. Packing and unpacking one costs the host the same
             whatever its size, for which 2^16 values in 16 bits give back 64 KiB at most.
-        dense: Says of a module's fully qualified name whether what is saved while it runs is left alone.
+        dense: Says of a module's fully qualified name whether what is saved while it runs is left alone; of that of
+            ``module``, ``"(root)"``, whether what it saves itself is.
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
+        operations: Bits by the name of an operation (``"grid_sampler2_d"``, as tables show it), ``None`` to leave what
+            it saves as it is: in place of what is known of it (``operators.readers``).
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
             a strategy may route the whole step through, is no scope, but what it calls is.
 
@@ -656,6 +840,7 @@ class SavedTensorCompression:
         min_values: int = 2**16,
         dense: Callable[[str], bool] = _nowhere,
         parameter_bits: int | None = None,
+        operations: Mapping[str, int | None] | None = None,
         loss_inside: bool = False,
     ) -> None:
         self._module = check_model(module, "module")
@@ -666,15 +851,23 @@ class SavedTensorCompression:
             raise ValueError("`keep` must have `bits`: nothing else is done to what is saved. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
         self._parameter_bits = check_bits(parameter_bits, "parameter_bits") or keep.bits
-        self._min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
+        self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
+        self._operations = {name: check_bits(bits, "operations") for name, bits in (operations or {}).items()}
+        self._decisions: dict[Site, Decision] = {}
+        self.decided = Decided()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
-        self._left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
+        left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
+        self._left_alone_itself = {m for m in left_alone if self._names[m] == ROOT}
+        """Of the model, that is what it saves itself; of any other module, also what is in it."""
+        self._left_alone = left_alone - self._left_alone_itself
         self._weight_shapes: set[tuple[int, ...]] = set()
         self._handles: list[RemovableHandle] = []
         self._scope = _Scope()
         self._packed = Retainers()
         self._unchanged = Retainers()
+        self.on_unchanged: Callable[[Tensor, bool], None] | None = None
+        """Told of each tensor that stays as it is in forwards from now on, and whether for its few values alone."""
         self.reset()
 
     def __enter__(self) -> Self:
@@ -688,19 +881,28 @@ class SavedTensorCompression:
         """What was packed since the last ``reset``, in the order in which modules ran."""
         return list(self._rows.values())
 
+    @property
+    def left(self) -> list[LeftRow]:
+        """What would qualify, and was left as it is for its operation, since the last ``reset``."""
+        return list(self._left.values())
+
     def reset(self) -> None:
         """Forget what was counted."""
         self._rows: dict[Any, CompressedRow] = {}
+        self._left: dict[Any, LeftRow] = {}
         self.retained_twice_bytes = 0
         """Bytes stored of tensors whose storage something else saved as it is later on: they were added, not saved."""
 
     def attach(self) -> Self:
         """Let what the modules' next forwards save be quantized. Does nothing if attached."""
-        if not self._handles:
+        missing = refusal("Quantizing what no layer is known for", FOR_OPERATIONS)
+        if missing is not None:
+            warnings.warn(f"{missing} It stays as it is.", stacklevel=2)
+        elif not self._handles:
             weights = (p for p in self._module.parameters() if not is_lazy(p) and p.dim() > 1)
             self._weight_shapes = {tuple(sorted(p.shape)) for p in weights}
-            called = {self._module, *self._module.children()} | {m for m in self._module.modules() if any(m.children())}
-            called |= self._left_alone | {m for m in self._module.modules() if type(m) is nn.PReLU}
+            called = {self._module, *self._module.children()} | {m for m in self._module.modules() if _has_children(m)}
+            called |= self._left_alone
             called -= {self._module} if self._loss_inside else set()
             for module in called & eager_modules(self._module):
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -724,7 +926,8 @@ class SavedTensorCompression:
             # which torch calls no hook.
             self._close()
         if not scope.running:
-            scope.hooks = self._open()
+            scope.outermost = self._names.get(module, "")
+            scope.hooks = self._open(scope.outermost not in self.decided.settled)
         scope.running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -732,56 +935,138 @@ class SavedTensorCompression:
         if running and running[-1] is module:
             running.pop()
             if not running:
-                self._close()
+                self._close(output)
+            elif self._scope.hooks is not None:
+                self._scope.hooks.operations.returned(output, len(running))
 
-    def _open(self) -> OpenHooks | None:
-        if not (_autograd._saved_tensors_hooks_is_enabled() and torch.is_grad_enabled()) or backward_runs():
+    def _open(self, watched: bool) -> OpenHooks | None:
+        if not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or backward_runs():
             return None
-        outer = _autograd._top_saved_tensors_default_hooks(False)
+        outer = top_saved_tensors_hooks(False)
         if dropped_by_checkpoint(outer):
             return None
-        operation = SavedOperation(self._quantized, self._bits, self._parameter_bits)
-        return OpenHooks((partial(self._pack, outer, operation), _unpack), operation, outer)
+        operations = Operations(self._decide, watched)
+        # Chosen here, so that packing asks for no listener tensor by tensor.
+        pack = self._pack if self.on_unchanged is None else partial(self._pack_and_tell, self.on_unchanged)
+        return OpenHooks((partial(pack, outer, operations), unpack_saved), operations, outer)
 
-    def _close(self) -> None:
+    def _close(self, outputs: Any = None) -> None:
         scope = self._scope
         scope.running.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
-            hooks.close()
+            hooks.close(outputs)
+            settled = self.decided.settled
+            (settled.discard if hooks.operations.undecided else settled.add)(scope.outermost)
 
-    def _pack(self, outer: Hooks | None, operation: SavedOperation, tensor: Tensor) -> Unchanged | QuantizedView:
+    def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Unchanged | QuantizedView:
         # This runs for everything that is saved: what most of it is spared by comes first.
-        operation.saves(tensor)
-        if type(tensor) is not Tensor or tensor.numel() < self._min_values or tensor.dtype not in KERNEL_DTYPES:
+        saving = operations.saves(tensor)
+        if type(tensor) is not Tensor or tensor.numel() < self.min_values or tensor.dtype not in KERNEL_DTYPES:
             return Unchanged(tensor, outer)
-        if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or backward_runs():
+        if self._is_left_alone(tensor):
             return Unchanged(tensor, outer)
-        if tensor.layout != torch.strided or tensor.is_nested or not self._left_alone.isdisjoint(self._scope.running):
-            return Unchanged(tensor, outer)
-        layout = self._layout(tensor)
+        frame = caller()
+        layout = self._layout(tensor, frame)
         if layout is None or tensor.untyped_storage()._cdata in self._unchanged:
             return self._retain(tensor, outer)
-        view, running = QuantizedView(tensor.shape, layout.dense_strides, self._running_name()), self._scope.running
-        if is_own_result(tensor):
-            if not is_attention_result(tensor):
-                return self._retain(tensor, outer)
-            operation.is_attention = True
-        elif not (running and type(running[-1]) is nn.PReLU):
-            operation.put_off(view, tensor, layout, outer)
-            return view
-        view.stored = self._quantized(tensor, layout, self._bits, outer, view.fqn)
+        if is_own_result(tensor) and not is_attention_result(tensor):
+            return self._retain(tensor, outer)
+        site = Site(self._running_name(), frame.f_code, frame.f_lasti, saving.count - 1)
+        decision = self._decisions.get(site) or self._decision_before(site)
+        if decision is not None and not decision.bits:
+            self._count_left(site.fqn, decision, tensor)
+            return self._retain(tensor, outer)
+        view = QuantizedView(tensor.shape, layout.dense_strides, site.fqn, self._may_read)
+        if decision is None:
+            operations.wait(site, view, tensor, layout, outer, len(self._scope.running))
+        else:
+            view.stored = self._quantized(tensor, layout, decision.bits, outer, site.fqn)
         return view
 
-    def _layout(self, tensor: Tensor) -> Layout | None:
-        """Return how to read an activation, ``None`` of anything else."""
-        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or runs_again():
+    def _decision_before(self, site: Site) -> Decision | None:
+        """Return what was decided before a checkpoint."""
+        known = self.decided.before.get(site.described) if self.decided.before else None
+        if known is not None:
+            self._decisions[site] = Decision(*known)
+        return self._decisions.get(site)
+
+    def _may_read(self, node: str) -> bool:
+        return node in READERS or self._operations.get(operator_name(node)) is not None
+
+    def _decide(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> None:
+        """Decide how what a site saves is kept, and keep so what waits for that."""
+        decision = self._decision(stay, nodes, operations)
+        if operations.watched:
+            self._decisions[stay.site] = decision
+            self.decided.sites[stay.site.described] = decision
+        else:  # who shares small tensors was not noted: the next forward decides
+            decision = Decision(0, decision.operation, "it was not there in the forward before")
+        address, tensor = stay.tensor.untyped_storage()._cdata, stay.tensor
+        if decision.bits and tensor._version == stay.version and address not in self._unchanged:
+            stay.view.stored = self._quantized(tensor, stay.layout, decision.bits, stay.outer, stay.view.fqn)
+            return
+        if decision.reason:
+            self._count_left(stay.site.fqn, decision, tensor)
+        stay.view.stored = self._retain(tensor, stay.outer, stay.version)
+
+    def _decision(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Decision:
+        node = nodes.get(stay.saving.number)
+        if node is None:
+            return Decision(0, "unknown", "its operation is not behind an output of its module")
+        name, saving, tensor = operator_name(node.name()), stay.saving, stay.tensor
+        if name in self._operations:
+            bits = self._operations[name]
+            return Decision(bits or 0, name, "" if bits else "a rule leaves it as it is")
+        if not may_read(node):
+            return Decision(0, name, "its gradient is not known to be right for values in few bits")
+        if node.name() in ATTENTION:
+            masks = stay.site.place >= 3 and not is_attention_result(tensor)
+            return Decision(0, name, "it is a bias, which may mask") if masks else Decision(self._bits, name)
+        if node.name() in PRODUCTS and operations.shares(stay, nodes):
+            return Decision(0, name, "its other factor has a gradient that is a difference of sums")
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
+        if loses_values(_as_read(tensor, stay.layout), stay.layout.block):
+            return Decision(0, name, "an outlier takes all steps of its block for itself")
+        alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
+        fewer = alone and tensor.numel() > saving.parameters[0]
+        return Decision(self._parameter_bits if fewer else self._bits, name)
+
+    def _pack_and_tell(
+        self, tell: Callable[[Tensor, bool], None], outer: Hooks | None, operations: Operations, tensor: Tensor
+    ) -> Unchanged | QuantizedView:
+        kept = self._pack(outer, operations, tensor)
+        if isinstance(kept, Unchanged):
+            tell(tensor, self._is_too_small(tensor))
+        return kept
+
+    def _is_too_small(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor``, which an operation is saving, would be packed if it had more values."""
+        if type(tensor) is not Tensor or tensor.numel() >= self.min_values or tensor.dtype not in KERNEL_DTYPES:
+            return False
+        if self._is_left_alone(tensor) or self._layout(tensor, caller()) is None:
+            return False
+        return not is_own_result(tensor) or is_attention_result(tensor)
+
+    def _is_left_alone(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""
+        if tensor.is_nested or tensor.layout != torch.strided:  # of which nothing else may be asked
+            return True
+        if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or backward_runs():
+            return True
+        running = self._scope.running
+        return not (self._left_alone.isdisjoint(running) and self._left_alone_itself.isdisjoint(running[-1:]))
+
+    def _layout(self, tensor: Tensor, frame: FrameType) -> Layout | None:
+        """Return how to read an activation, ``None`` of anything else; ``frame``: who called the operation."""
+        if not tensor.requires_grad or tensor.shape[-1:] == (1,) or runs_again(frame):
             return None
         return layout_of(tensor.shape, tensor.stride(), self._block_size)
 
-    def _retain(self, tensor: Tensor, outer: Hooks | None) -> Unchanged:
+    def _retain(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> Unchanged:
         """Keep the tensor as it is, and know its storage as retained for as long as that is kept."""
-        kept, storage = Unchanged(tensor, outer), tensor.untyped_storage()
+        kept, storage = Unchanged(tensor, outer, version), tensor.untyped_storage()
         address = storage._cdata
         if address not in self._unchanged:
             self._unchanged.add(StorageWeakRef(storage), None, kept)  # type: ignore[no-untyped-call]
@@ -797,7 +1082,11 @@ class SavedTensorCompression:
             known: QuantizedRegion | None = self._packed.find(storage._cdata, (*region, as_good))
             if known is not None and known.goes_to(outer):
                 return known
-        packed = QuantizedRegion(tensor, layout, bits, outer)
+        packing.original = tensor
+        try:
+            packed = QuantizedRegion(tensor, layout, bits, outer)
+        finally:
+            packing.original = None
         self._packed.add(StorageWeakRef(storage), (*region, bits), packed)  # type: ignore[no-untyped-call]
         self._count(fqn, tensor, packed.nbytes)
         return packed
@@ -807,6 +1096,12 @@ class SavedTensorCompression:
         module = running[-1] if running else self._module
         return self._names.get(module, type(module).__name__)  # a replica of DataParallel's has no name of its own
 
+    def _count_left(self, fqn: str, decision: Decision, tensor: Tensor) -> None:
+        key = fqn, decision.operation
+        row = self._left.setdefault(key, LeftRow(fqn, decision.operation, decision.reason))
+        row.count += 1
+        row.nbytes += tensor.nbytes
+
     def _count(self, fqn: str, tensor: Tensor, stored_bytes: int) -> None:
         key = fqn, tensor.shape, tensor.dtype
         row = self._rows.setdefault(key, CompressedRow(fqn, tuple(tensor.shape), tensor.dtype))
@@ -815,5 +1110,6 @@ class SavedTensorCompression:
         row.stored_bytes += stored_bytes
 
 
-def _unpack(kept: Unchanged | QuantizedView) -> Tensor:
+def unpack_saved(kept: Unchanged | QuantizedView) -> Tensor:
+    """Return what was saved: the unpack hook of every scope."""
     return kept.tensor()

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.base import CompressedLayer, hooked
 from lightning_actprune.operators.norm import scaled
@@ -69,7 +70,7 @@ class CompressedScale(CompressedLayer):
 
     def keeps(self, x: Tensor, weight: Tensor) -> bool:
         """Return whether ``x`` is kept for the gradient of ``weight``."""
-        return torch.is_grad_enabled() and weight.requires_grad and self.takes(x, weight, (weight.numel(),))
+        return weight.requires_grad and may_compress(x) and self.takes(x, weight, (weight.numel(),))
 
     def scaled(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Return ``x * weight + bias + residual``, of parameters that have one value per feature."""

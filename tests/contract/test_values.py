@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune.codec.dispatch import force_backend
@@ -146,6 +149,42 @@ def test_strides_of_the_gradient(case: Case, place: torch.device):
         found, right = (gradients(ours, x, grad=g) for g in (grad, grad.contiguous()))
         for name in right:
             torch.testing.assert_close(found[name], right[name], rtol=1e-5, atol=1e-5)
+
+
+WRITES = {
+    "whole": lambda y: y.add_(1.5),
+    "part": lambda y: (y[..., :2].add_(1.5), y)[1],
+    "turned": lambda y: (y.transpose(0, -1).mul_(2), y)[1],
+    "rectified": lambda y: y.relu_(),
+}
+
+
+def check_writes(case: Case, device: torch.device, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Write to the output wherever that of the dense module may be written to: gradients are those of a copy."""
+    dense, ours = case.pair(device=device)
+    x = case.input(device)
+
+    def of(model: nn.Module, write: Callable[[Tensor], Tensor], copied: bool = False) -> dict[str, Tensor]:
+        with context():
+            return gradients(model, x, lambda x: write(model(x).clone() if copied else model(x)))
+
+    for name, write in WRITES.items():
+        try:
+            found = of(ours, write)
+        except RuntimeError:  # something in it needs its own output, as ReLU does in torch
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                of(dense, write)
+            continue
+        for parameter, expected in of(ours, write, copied=True).items():
+            assert torch.equal(found[parameter], expected), (name, parameter)
+
+
+def test_the_output_may_be_written_to(case: Case, device: torch.device):
+    check_writes(case, device, nullcontext)
+
+
+def test_the_output_may_be_written_to_outside_of_plain_eager_mode(case: Case):
+    check_writes(case, torch.device("cpu"), Watched)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

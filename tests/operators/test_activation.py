@@ -263,11 +263,6 @@ def test_fp64_in_one_bit():
     assert torch.equal(found, gradient(x, F.relu(x), x.detach()))
 
 
-def test_sparse_input_is_refused():
-    with pytest.raises(ValueError, match="`x` must be a dense tensor"):
-        activation(torch.eye(4).to_sparse().requires_grad_(), "relu")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", list(ACTIVATIONS))

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_actprune import revert
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
+from lightning_actprune.operators import attention
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support import oracle
 from tests.support.attention import (
@@ -62,7 +64,9 @@ CASES = {
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
-def run(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], **call: object) -> tuple[list[Tensor], list[Tensor]]:
+def run(
+    module: Callable[..., tuple[Tensor, Tensor | None]], inputs: tuple[Tensor, Tensor, Tensor], **call: object
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return the results and the gradients of the inputs; those of the parameters are left on them."""
     torch.manual_seed(1)
     output, weights = module(*inputs, **call)
@@ -89,6 +93,22 @@ def test_all_but_the_projection_weights_is_torchs_own(case: Case, need_weights: 
             torch.testing.assert_close(mine.grad, its.grad, **exact)
         else:
             assert not torch.allclose(mine.grad, its.grad, rtol=1e-3)
+
+
+@each_case
+def test_the_output_may_be_written_to(case: Case):
+    """With the gradients of the inputs of torch's own."""
+    dense, inputs, found = case.make(), case.tensors(), []
+    for module in (pruned_copy(dense), dense):
+
+        def written(*given: Tensor, module: nn.Module = module, **call: object) -> tuple[Tensor, Tensor | None]:
+            output, weights = module(*given, **call)
+            output += 1.5
+            output[..., :2] *= 2
+            return output, weights
+
+        found.append(run(written, copies(inputs), **case.call))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("scope", ["sample", "token"])
@@ -447,3 +467,33 @@ def test_compiled_attention_saves_what_eager_attention_saves():
         counts.append(sorted(t.shape for t in saved if t.dtype == torch.int32 or t.shape[-1] == BLOCK))
     assert counts[0] == counts[1]
     assert len(counts[0]) == 3 * 4
+
+
+def hidden(x, weight, bias=None):
+    """Be a function of another name that the copied code calls with a projection."""
+    return torch._C._nn.linear(x, weight, bias)
+
+
+def bound(q, k, v, w, b=None, linear=F.linear):
+    """Call torch's ``linear`` whatever the namespace says, on the weight alone."""
+    weights = getattr(w, "weight", w).chunk(3)
+    return [linear(x, weight) for x, weight in zip((q, k, v), weights, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("_in_projection_packed", bound), ("_in_projection_packed", hidden), ("multi_head_attention_forward", None)],
+)
+def test_attention_that_is_computed_in_another_way_stays_dense(name, other, monkeypatch):
+    monkeypatch.setattr(F, name, other) if other else monkeypatch.delattr(F, name)
+    attention.routing_refusal.cache_clear()
+    try:
+        model = nn.Sequential(nn.Linear(64, 64), nn.MultiheadAttention(64, 2))
+        report = convert(model, "max")
+    finally:
+        attention.routing_refusal.cache_clear()
+    assert [layer.fqn for layer in report.converted] == ["0"]
+    reasons = {layer.fqn: layer.reason for layer in report.skipped}
+    assert reasons["1"].startswith(f"torch {torch.__version__} computes attention in a way that is not known")
+    assert "1.out_proj" in reasons
+    assert type(model[1]) is nn.MultiheadAttention

@@ -176,7 +176,7 @@ def test_any_strides(device, groups):
         else:
             torchs = F.batch_norm(x, None, None, weight, bias, True, 0.0, EPS)
         torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-5)
-        if name in ("dense", "last", "shifted"):
+        if name in ("dense", "last", "shifted") or device.type == "cpu":
             assert ours.stride() == torchs.stride(), name
         elif name == "short" and not groups:
             assert ours.stride() == x.stride()
@@ -462,9 +462,11 @@ def test_one_compiled_graph_keeps_no_more_bytes(name, backend):
         kept.append(sum(t.nbytes for t in saved if t.data_ptr() not in own))
         wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
-        results.append((y, *torch.autograd.grad(y, wanted, grad), *module.buffers()))
+        results.append((y, *torch.autograd.grad(y, wanted, grad)))
         assert y.stride() == x.stride()
     assert kept[1] <= kept[0]  # not all of the statistics are
+    for eager, traced in zip(layer.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)  # in eager mode they are torch's own
     for eager, traced in zip(*results, strict=True):
         if backend == "inductor" or way == "frozen":
             # Generated code adds up in another order, after which a code may be the next one.

@@ -1,8 +1,8 @@
 """One table of every module that can be compressed: how to build it, call it, and what it may keep for backward.
 
 The contract suite (``tests/contract``) runs over it, so that a property that holds for all operators is tested once. A
-case names the classes that it covers, as they stand in the tables ``CLASSES`` and ``FOREIGN`` of ``operators/*.py``. A
-class that is a copy of another one (transformers has dozens of the same MLP) is covered by a case of its own with
+case names the classes that it covers, as they stand in the tables ``CLASSES`` and ``FOREIGN`` of ``operators/*.py``.
+Classes that are a copy of another one (transformers has a hundred of the same MLP) have a case of their own with
 ``copy_of``: it runs the comparison with the dense module, and nothing else.
 
 Bytes are written out here from the definition of the formats, independently of the package: blocks of 32 values with a
@@ -445,21 +445,39 @@ def tables(name: str) -> dict[Any, Any]:
     return found
 
 
+COPIES = {
+    "llama-norm": """
+        deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
+        granite.GraniteRMSNorm ministral.MinistralRMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
+        mllama.MllamaTextRMSNorm phi3.Phi3RMSNorm pixtral.PixtralRMSNorm qwen2.Qwen2RMSNorm
+        qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm
+        smollm3.SmolLM3RMSNorm
+    """,
+    "llama-mlp": """
+        aria.AriaSharedExpertsMLP cohere.CohereMLP cohere2.Cohere2MLP deepseek_v2.DeepseekV2MLP
+        deepseek_v3.DeepseekV3MLP diffllama.DiffLlamaMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP
+        glm4_moe.Glm4MoeMLP granite.GraniteMLP helium.HeliumMLP jamba.JambaMLP ministral.MinistralMLP
+        mistral.MistralMLP mllama.MllamaTextMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP
+        pixtral.PixtralMLP qwen2.Qwen2MLP qwen2_5_vl.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen2_vl.Qwen2MLP
+        qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP stablelm.StableLmMLP
+    """,
+    "phi3-mlp": "dia.DiaMLP glm.GlmMLP glm4.Glm4MLP",
+}
+"""Some models of transformers, and their classes whose forward is that of a class for which there is a case."""
+
+
 def copies() -> dict[str, Case]:
-    """Return a case for each class of transformers that is treated as another one for which there is a case."""
-    foreign_classes, covered = tables("FOREIGN"), {key for case in CASES.values() for key in case.covers}
+    """Return a case for each of these classes."""
     made = {}
-    for module, name in foreign_classes.keys() - covered:
-        if not module.startswith("transformers.models"):
-            continue
-        for original, build, argument in (
-            ("llama-norm", rows_norm, 72),
-            ("llama-mlp", gated, config()),
-            ("phi3-mlp", gated, config()),
-        ):
-            if foreign_classes[module, name] is foreign_classes.get(CASES[original].covers[0]):
-                made[f"{module.split('.')[2]}-{name}"] = foreign(build, module, name, argument, copy_of=original)
-    return dict(sorted(made.items()))
+    for original, build, argument in (
+        ("llama-norm", rows_norm, 72),
+        ("llama-mlp", gated, config()),
+        ("phi3-mlp", gated, config()),
+    ):
+        for model, _, name in (copied.partition(".") for copied in COPIES[original].split()):
+            module = f"transformers.models.{model}.modeling_{model}"
+            made[f"{model}-{name}"] = foreign(build, module, name, argument, copy_of=original)
+    return made
 
 
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}

@@ -1,0 +1,365 @@
+"""Classes whose forward is the code of a known one: which are known, and which are not for whatever differs."""
+
+from __future__ import annotations
+
+import abc
+import ast
+import functools
+import importlib
+import importlib.util
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune import convert, revert
+from lightning_actprune.operators.alike import computes_alike
+from lightning_actprune.operators.norm import CompressedLlamaRMSNorm
+from lightning_actprune.operators.registry import FOREIGN, compressed_class, operator_of
+from tests.support.compressed import compressed
+
+LLAMA, PHI3 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "phi3"))
+NORM = """
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, hidden_states):
+        wide = hidden_states.to(torch.float32)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (scale * wide).to(hidden_states.dtype)
+"""
+"""A stand-in for transformers' class, by its documented behaviour."""
+
+
+def module_of(text: str, name: str, **names: Any) -> ModuleType:
+    """Return a module of that name with the classes of ``text``."""
+    made = ModuleType(name)
+    vars(made).update({"torch": torch, "nn": nn, **names})
+    exec(compile(text, f"{name}.py", "exec"), vars(made))
+    return made
+
+
+def copy_of(text: str = NORM, **names: Any) -> type[nn.Module]:
+    """Return the class of ``text`` as one of another package."""
+    return module_of(text.replace("LlamaRMSNorm", "OurNorm"), "ours", **names).OurNorm
+
+
+@pytest.fixture
+def original(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
+    """The class that copies are compared with."""
+    monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
+    return sys.modules[LLAMA].LlamaRMSNorm
+
+
+def is_known(cls: type[nn.Module]) -> bool:
+    made = compressed_class(cls)
+    assert made is None or issubclass(made, CompressedLlamaRMSNorm)
+    return made is not None
+
+
+def test_a_copy_becomes_what_the_original_does(original):
+    copied = copy_of()
+    model = nn.Sequential(original(96), copied(96))
+    assert operator_of(copied(8)) == "norm"
+    assert [row.fqn for row in convert(model, "balanced").converted] == ["0", "1"]
+    x = torch.randn(5, 96, requires_grad=True)
+    outputs = [layer(x) for layer in model]
+    grads = [torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y, layer in zip(outputs, model, strict=True)]
+    assert torch.equal(*outputs)
+    assert all(map(torch.equal, *grads))
+    assert isinstance(model[1], copied)
+    assert revert(model) == ["0", "1"]
+    assert [type(layer) for layer in model] == [original, copied]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("forward(self, hidden_states):", "forward(self, hidden_states: Tensor) -> 'Tensor':"),
+        ("        wide =", "        # In fp32.\n\n        wide ="),
+        ("self.weight * (scale", "(self.weight) * (\n            scale"),
+    ],
+    ids=["annotations", "comment", "layout"],
+)
+def test_what_does_not_run_does_not_count(original, old, new):
+    assert old in NORM
+    assert is_known(copy_of(NORM.replace(old, new), Tensor=Tensor))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("-1", "-2"),
+        ("-1", "-1.0"),
+        ("keepdim=True", "keepdim=1"),
+        ("keepdim", "dim"),
+        (") + self", ") - self"),
+        ("scale * wide", "scale / wide"),
+        ("scale * wide", "wide * scale"),
+        ("self.weight *", "self.weight +"),
+        ("square", "abs"),
+        ("torch.rsqrt", "torch.sqrt"),
+        ("torch.rsqrt", "nn.rsqrt"),
+        ("torch.float32", "torch.float64"),
+        ("self.variance_epsilon)", "self.epsilon)"),
+        ("return self.weight", "return self.scale"),
+        ("return", "yield"),
+        ("(self, hidden_states)", "(self, *hidden_states)"),
+        ("(self, hidden_states)", "(self, hidden_states, /)"),
+        ("(self, hidden_states)", "(self, hidden_states, factor=1)"),
+        ("        wide", "        global wide\n        wide"),
+        ("def forward", "async def forward"),
+    ],
+    ids=lambda token: token.strip(),
+)
+def test_one_token_that_differs_counts(original, old, new):
+    assert NORM.count(old)
+    assert not is_known(copy_of(NORM.replace(old, new)))
+
+
+def with_attributes(**attributes: Any) -> Callable[[], type[nn.Module]]:
+    return lambda: type("Ours", (copy_of(),), {"forward": vars(copy_of())["forward"], **attributes})
+
+
+def wrapped() -> type[nn.Module]:
+    made = copy_of()
+    forward = vars(made)["forward"]
+    made.forward = functools.wraps(forward)(lambda self, x: 2 * forward(self, x))
+    return made
+
+
+def of_metaclass() -> type[nn.Module]:
+    return abc.ABCMeta("Ours", (nn.Module,), {"forward": vars(copy_of())["forward"]})
+
+
+NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
+    "another torch": lambda: copy_of(torch=ModuleType("torch")),
+    "a global": lambda: copy_of(mean=1),
+    "a property": with_attributes(weight=property(lambda self: 2 * self.scale)),
+    "a constant": with_attributes(variance_epsilon=1.0),
+    "a call": with_attributes(__call__=lambda self, x: x),
+    "an implementation of calls": with_attributes(_call_impl=lambda self, x: x),
+    "missing attributes": with_attributes(__getattr__=lambda self, name: 1),
+    "all attributes": with_attributes(__getattribute__=lambda self, name: 1),
+    "what is set": with_attributes(__setattr__=lambda self, name, value: None),
+    "subclasses": with_attributes(__init_subclass__=classmethod(lambda cls: None)),
+    "a name of ours": with_attributes(bits=4),
+    "a method of ours": with_attributes(keeps=lambda self, x: True),
+    "an inherited forward": lambda: type("Ours", (copy_of(),), {}),
+    "a wrapper": wrapped,
+    "an object": lambda: type("Ours", (copy_of(),), {"forward": functools.partialmethod(vars(copy_of())["forward"])}),
+    "a metaclass": of_metaclass,
+}
+
+
+@pytest.mark.parametrize("what", NOT_ALIKE)
+def test_the_same_code_that_means_something_else_is_not_known(original, what):
+    assert is_known(with_attributes()())
+    assert not is_known(NOT_ALIKE[what]())
+
+
+HELPED = """
+class Helped(nn.Module):
+    def forward(self, x):
+        return self.helped(x) + helper(x)
+
+    def helped(self, x):
+        return x
+"""
+
+
+def test_methods_and_functions_that_forward_calls_must_be_the_very_same(original):
+    known = module_of(HELPED, "theirs", helper=abs).Helped
+    alike = module_of(HELPED, "ours", helper=abs).Helped
+    assert not computes_alike(alike, known)  # a method of its own, if one that reads the same
+    alike.helped = known.helped
+    assert computes_alike(alike, known)
+    assert not computes_alike(module_of(HELPED, "ours", helper=round).Helped, known)
+
+
+def test_what_a_closure_holds_is_not_known(original):
+    def forward_with(size: int) -> Callable[..., Tensor]:
+        def forward(self, x):
+            return x * size
+
+        return forward
+
+    known, ours = (type("Closed", (nn.Module,), {"forward": forward_with(size)}) for size in (1, 2))
+    assert known.forward.__code__ == ours.forward.__code__
+    assert not computes_alike(ours, known)
+    assert not computes_alike(known, known)
+
+
+def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
+    copied = copy_of()
+    rows, learned, whole = copied(8), copied(8), copied(8)
+    rows.weight = nn.Parameter(torch.ones(4, 8))
+    del learned.variance_epsilon
+    learned.variance_epsilon = nn.Parameter(torch.tensor(1e-6))
+    model = nn.ModuleList([rows, learned, whole, nn.Linear(64, 64)])
+    report = convert(model, "balanced")
+    assert {row.fqn: row.reason for row in report.skipped} == {
+        "0": "its `weight` is no vector, so it is not known to normalise what the weight is for",
+        "1": "its `variance_epsilon` is a Parameter and no float",
+    }
+    assert [row.fqn for row in report.converted] == ["2", "3"]
+
+
+def test_a_forward_that_is_replaced_later_is_another(original):
+    copied = copy_of()
+    assert is_known(copied)
+    forward = copied.forward
+    copied.forward = lambda self, x: x
+    assert not is_known(copied)
+    copied.forward = forward
+    assert is_known(copied)
+
+
+def test_nothing_is_compared_with_an_original_that_somebody_has_changed(original, monkeypatch):
+    def forward(self, hidden_states):
+        return self.weight * hidden_states * self.variance_epsilon
+
+    monkeypatch.setattr(original, "forward", forward)
+    assert not is_known(type("Ours", (nn.Module,), {"forward": forward}))
+    monkeypatch.setattr(sys.modules[LLAMA], "LlamaRMSNorm", copy_of())
+    assert not is_known(copy_of())
+
+
+def test_no_package_is_imported_for_a_copy_and_one_that_comes_later_counts(monkeypatch):
+    copied = copy_of()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert not is_known(copied)
+    assert "transformers" not in sys.modules
+    monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
+    assert is_known(copied)
+
+
+def test_a_package_that_cannot_be_imported_knows_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, LLAMA, None)
+    assert not is_known(copy_of())
+
+
+def test_a_copy_is_pickled_by_the_name_of_its_class(original, monkeypatch):
+    ours = module_of(NORM, "our_models")
+    monkeypatch.setitem(sys.modules, "our_models", ours)
+    model = nn.Sequential(ours.LlamaRMSNorm(96))
+    convert(model, "balanced")
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert type(loaded[0]) is type(model[0])
+    assert revert(loaded) == ["0"]
+    monkeypatch.setattr(ours.LlamaRMSNorm, "forward", lambda self, x: x)
+    with pytest.raises(ValueError, match=r"made of our_models\.LlamaRMSNorm, whose forward is not known.*HINT"):
+        torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+# transformers, by its source.
+
+ORIGINALS = {"LlamaRMSNorm": LLAMA, "LlamaMLP": LLAMA, "Phi3MLP": PHI3}
+WIDTH, HIDDEN = 72, 40
+INPUT = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def forwards(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the classes of a file, and what their own forward is, but for what does not run."""
+    for node in ast.parse(file.read_text()).body:
+        for member in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(member, ast.FunctionDef) and member.name == "forward":
+                member.returns, member.decorator_list = None, []
+                for argument in ast.walk(member.args):
+                    if isinstance(argument, ast.arg):
+                        argument.annotation = None
+                yield node.name, ast.dump(member)
+
+
+def file_of(module: str) -> Path:
+    package, *folders = module.split(".")
+    pytest.importorskip(package)
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent.joinpath(*folders).with_suffix(".py")
+
+
+def layer_of(cls: type[nn.Module], original: str) -> nn.Module:
+    """Return a layer of a copy that holds what the forward of the original reads, and nothing else."""
+    torch.manual_seed(0)
+    layer = cls.__new__(cls)
+    nn.Module.__init__(layer)
+    if original == "LlamaRMSNorm":
+        layer.weight, layer.variance_epsilon = nn.Parameter(torch.randn(WIDTH)), 1e-5
+        return layer
+    layer.down_proj = nn.Linear(HIDDEN, WIDTH)
+    if original == "Phi3MLP":
+        layer.gate_up_proj, layer.activation_fn = nn.Linear(WIDTH, 2 * HIDDEN), nn.SiLU()
+    else:
+        layer.gate_proj, layer.up_proj, layer.act_fn = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.SiLU()
+    return layer
+
+
+def results(layer: nn.Module) -> list[Tensor]:
+    """Return output and gradients."""
+    x = INPUT.clone().requires_grad_()
+    y = layer(x)
+    return [y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))]
+
+
+def check_classes(module: str) -> dict[str, int]:
+    """Check all classes of a module with a forward, and return how many are copies, by the originals."""
+    originals = {text: name for name, at in ORIGINALS.items() for found, text in forwards(file_of(at)) if found == name}
+    assert len(originals) == 3
+    counts = dict.fromkeys(ORIGINALS, 0)
+    for name, text in forwards(file_of(module)):
+        cls = getattr(importlib.import_module(module), name)
+        made, original = compressed_class(cls), originals.get(text)
+        if original is None:
+            assert made is None or (module, name) in FOREIGN, (module, name)
+            continue
+        assert made is not None, (module, name)
+        assert issubclass(made, FOREIGN[ORIGINALS[original], original])
+        dense = layer_of(cls, original)
+        known = layer_of(getattr(importlib.import_module(ORIGINALS[original]), original), original)
+        ours, theirs = (compressed(nn.Sequential(layer), made.operator, bits=4) for layer in (dense, known))
+        assert type(ours[0]) is made
+        found = results(ours)
+        assert torch.equal(found[0], dense(INPUT)), (module, name)
+        assert all(map(torch.equal, found, results(theirs))), (module, name)
+        counts[original] += 1
+    return counts
+
+
+SOME = "apertus bamba dinov2 dinov3_vit gemma glm4v granitemoe jamba mamba olmoe phi4_multimodal qwen2_vl t5 zamba2"
+
+
+@pytest.mark.parametrize("model", SOME.split())
+def test_classes_of_transformers_with_the_source_of_a_known_one_are_converted(model):
+    counts = check_classes(f"transformers.models.{model}.modeling_{model}")
+    assert sum(counts.values()) == 0 if model == "t5" else sum(counts.values()) > 0
+
+
+@pytest.mark.slow
+def test_all_classes_of_transformers_with_the_source_of_a_known_one_are_converted():
+    counts = dict.fromkeys(ORIGINALS, 0)
+    reads = re.compile("variance_epsilon|act_fn|activation_fn")
+    for file in sorted(file_of("transformers.models.llama").parent.glob("*/modeling_*.py")):
+        if reads.search(file.read_text()):
+            try:
+                found = check_classes(f"transformers.models.{file.parent.name}.{file.stem}")
+            except ImportError:  # of what is not installed
+                continue
+            counts = {name: count + found[name] for name, count in counts.items()}
+    assert counts["LlamaRMSNorm"] > 50
+    assert counts["LlamaMLP"] > 50
+    assert counts["Phi3MLP"] > 3

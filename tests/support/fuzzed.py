@@ -1,0 +1,440 @@
+"""Layers of any arguments, inputs of any form and circumstances of any kind, as Hypothesis draws them.
+
+By how much a gradient may be off is a bound for each of its elements here, not a likely size, since ten thousand cases
+find what is unlikely. A stored value is off by half a step at most (``codec.formats``). A step is at most 9/8 of what
+its block needs, and no block needs more than the whole tensor, zero included. ``error`` is that, and ``u`` a few
+roundings of the type in which the layer computes.
+
+=============  ========================================================================================================
+products       ``grad_w`` is linear in the input: the gradient of absolute values, of ``error + u |x|`` in place of x
+derivatives    ``|g|`` times half a step of the range of the derivative
+norms          ``x^`` is off by ``e``, so ``grad_w`` by ``sum |g| e`` and ``grad_x`` by
+               ``rstd (e mean(|g w| (|x^| + e)) + |x^| mean(|g w|) e)``
+=============  ========================================================================================================
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.config import Keep
+from lightning_actprune.convert import convert
+from lightning_actprune.operators.scale import Affine
+from tests.support import convolutions, oracle
+
+Named = dict[str, Tensor]
+ROUNDINGS = 16
+SIZES = st.sampled_from([0, 1, 2, 3, 5])
+WIDTHS = st.sampled_from([1, 2, 3, 8, 31, 32, 33, 64, 72])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A layer and the shape of its input.
+
+    Args:
+        make: Builds the dense layer.
+        shape: Of the input.
+        operator: What rules call it.
+        bounds: Returns by how much each gradient may be off, see ``Step``.
+        equal: Whether the output is that of the dense layer bit for bit.
+        cut: Returns the input without the blocks that are dropped, for layers that drop some.
+    """
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    operator: str
+    bounds: Callable[[Step], Named]
+    equal: bool = True
+    cut: Callable[[Tensor, Keep], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What bounds are computed from: the dense layer, its input and the gradient of its output, all in fp64."""
+
+    layer: nn.Module
+    x: Tensor
+    grad: Tensor
+    keep: Keep
+    u: float
+
+    def error(self, stored: Tensor) -> float:
+        """Return by how much a value of ``stored`` may be off once it is read again."""
+        if self.keep.bits is None or not stored.numel():
+            return 0.0
+        high, low = max(float(stored.max()), 0.0), min(float(stored.min()), 0.0)
+        need = max((high - low) * 32 / 31, max(high, -low) * 32 / 63) / (2**self.keep.bits - 1)
+        return 9 / 16 * need * (1 + self.u)
+
+
+# Bounds.
+
+
+def of_products(step: Step) -> Named:
+    """Return the gradients of absolute values: those of the weight with the error in place of the input."""
+    absolute = copy.deepcopy(step.layer)
+    with torch.no_grad():
+        for parameter in absolute.parameters():
+            parameter.abs_()
+    sizes = gradients(absolute, step.x.abs(), step.grad.abs())
+    off = gradients(absolute, step.error(step.x) + step.u * step.x.abs(), step.grad.abs())
+    bounds = {name: off[name] if name == "weight" else step.u * size for name, size in sizes.items()}
+    return bounds | {"output": step.u * absolute(step.x.abs()).detach()}
+
+
+def of_derivative(extent: float) -> Callable[[Step], Named]:
+    """Return the bound of a derivative that is stored in the given range; of one in a bit, the range is 0."""
+
+    def bounds(step: Step) -> Named:
+        off = extent * 1.01 / 2 / (2 ** (step.keep.bits or 2) - 1)
+        return {"input": step.grad.abs() * (off + step.u)}  # the output is equal
+
+    return bounds
+
+
+def of_gate(step: Step) -> Named:
+    """``y = a s(b)``, of which ``s(b)`` and ``a s'(b)`` are stored, since gradients are products with these."""
+    dim = step.layer.dim
+    a, b = step.x.chunk(2, dim)
+    gate = b.sigmoid()
+    both = torch.stack([gate, a * gate * (1 - gate)])
+    off, g = step.error(both), step.grad.abs()
+    inputs = torch.cat([g * (off + step.u), g * (off + step.u * (1 + a.abs()))], dim)
+    return {"input": inputs, "output": step.u * (a * gate).abs()}
+
+
+def of_norm(sets: Callable[[Tensor], Tensor], back: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Step], Named]:
+    """Return the bound of a norm over the last dimension of ``sets(x)``; ``back(y, x)`` lays that out as x again."""
+
+    def bounds(step: Step) -> Named:
+        layer, x = step.layer, sets(step.x)
+        given = not layer.training and getattr(layer, "running_mean", None) is not None
+        mean, variance = statistics(layer, x, given)
+        scale = (variance + (layer.eps or 1e-6)).rsqrt()
+        # A mean is off by roundings of what it is the mean of.
+        normal, shift = (x - mean) * scale, torch.maximum(mean.abs(), average(x.abs())) * scale
+        u = step.u * (1 + shift)
+        e = step.error(normal) + u * (normal.abs() + 1)
+        weight, bias = (spread(layer, getattr(layer, name, None), step.x) for name in ("weight", "bias"))
+        weight = torch.ones_like(step.x) if weight is None else weight.expand_as(step.x)
+        g = sets((step.grad * weight).abs())
+        of_x = u * g
+        if not given:
+            of_x = of_x + u * average(g) + e * average(g * (normal.abs() + e)) + normal.abs() * average(g * e)
+            of_x = of_x + u * normal.abs() * average(g * normal.abs())
+        size = back(normal.abs() + shift, step.x) * weight.abs() + (0 if bias is None else bias.abs())
+        found = {"input": back(scale * of_x, step.x), "output": step.u * size}
+        plain = sets(step.grad.abs())
+        if layer.weight is not None:
+            found["weight"] = to_weight(layer, back(plain * e, step.x))
+        if bias is not None:
+            found["bias"] = to_weight(layer, step.u * step.grad.abs())
+        return found
+
+    return bounds
+
+
+def average(v: Tensor) -> Tensor:
+    """Return the mean of each set, of which an empty tensor has none."""
+    return v.mean(-1, keepdim=True) if v.numel() else v
+
+
+def statistics(layer: nn.Module, x: Tensor, given: bool) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of each set, or those that are given."""
+    if given:
+        return layer.running_mean[:, None], layer.running_var[:, None]
+    if isinstance(layer, nn.RMSNorm):
+        return torch.zeros(len(x), 1), x.square().mean(-1, keepdim=True)
+    return x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+
+
+def spread(layer: nn.Module, parameter: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return a parameter in a shape that multiplies ``x``."""
+    if parameter is None or isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return parameter
+    return parameter.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def to_weight(layer: nn.Module, terms: Tensor) -> Tensor:
+    """Return the sums of what each weight multiplies."""
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return terms.reshape(-1, *layer.weight.shape).sum(0)
+    return terms.transpose(0, 1).reshape(len(layer.weight), -1).sum(1)
+
+
+def gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> Named:
+    """Return the gradients by name, ``"input"`` among them."""
+    x = x.detach().clone().requires_grad_()
+    wanted = {"input": x} | dict(layer.named_parameters())
+    for parameter in layer.parameters():
+        parameter.requires_grad_()
+    with torch.enable_grad():
+        y = layer(x * 1.0)
+    found = torch.autograd.grad(y, list(wanted.values()), grad)
+    return dict(zip(wanted, found, strict=True))
+
+
+# Layers.
+
+
+@st.composite
+def linear(draw: st.DrawFn) -> Drawn:
+    width, out, bias = draw(WIDTHS), draw(st.sampled_from([1, 3, 16, 40])), draw(st.booleans())
+    shape = *draw(st.lists(SIZES, max_size=3)), width
+    samples = lambda x, keep: oracle.pruned(oracle.as_samples(x), keep.block_size, keep.sparsity).view(x.shape)  # noqa: E731
+    cut = lambda x, keep: samples(x, keep) if x.numel() else x  # noqa: E731
+    return Drawn(lambda: nn.Linear(width, out, bias), shape, "linear", of_products, cut=cut)
+
+
+@st.composite
+def convolution(draw: st.DrawFn) -> Drawn:
+    dims, groups, stride = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 2]))
+    options: dict[str, Any] = {
+        "stride": stride, "padding": draw(st.sampled_from([0, 1, "same"] if stride == 1 else [0, 1])),
+        "dilation": draw(st.sampled_from([1, 2])), "groups": groups, "bias": draw(st.booleans()),
+        "padding_mode": draw(st.sampled_from(["zeros", "zeros", "zeros", "circular", "reflect"])),
+    }  # fmt: skip
+    channels, out = groups * draw(st.sampled_from([1, 3, 8])), groups * draw(st.sampled_from([1, 4]))
+    kernel = draw(st.sampled_from([1, 2, 3]))
+    shape = draw(SIZES), channels, *[draw(st.sampled_from([1, 4, 5, 8])) for _ in range(dims)]
+    make = lambda: (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](channels, out, kernel, **options)  # noqa: E731
+    cut = lambda x, keep: convolutions.pruned(x, False, keep.block_size, keep.sparsity) if x.numel() else x  # noqa: E731
+    return Drawn(make, shape, "convolution", of_products, cut=cut)
+
+
+SMOOTH: dict[str, tuple[Callable[..., nn.Module], float]] = {
+    "gelu": (nn.GELU, 1.26), "gelu-tanh": (lambda: nn.GELU(approximate="tanh"), 1.26), "tanh": (nn.Tanh, 1.0),
+}  # fmt: skip
+WRITING: dict[str, tuple[Callable[..., nn.Module], float]] = {
+    "silu": (nn.SiLU, 1.2), "mish": (nn.Mish, 1.21), "hardswish": (nn.Hardswish, 2.0), "elu": (nn.ELU, 1.0),
+    "elu-2": (lambda inplace: nn.ELU(2.0, inplace), 2.0), "relu": (nn.ReLU, 0.0), "relu6": (nn.ReLU6, 0.0),
+    "hardtanh": (lambda inplace: nn.Hardtanh(-0.5, 2.0, inplace), 0.0), "hardsigmoid": (nn.Hardsigmoid, 0.0),
+    "leaky": (lambda inplace: nn.LeakyReLU(0.1, inplace), 0.0),
+    **{f"dropout {p}": (lambda inplace, p=p: nn.Dropout(p, inplace), 0.0) for p in (0.0, 0.3, 1.0)},
+}  # fmt: skip
+"""Activation functions that can write to their input."""
+
+
+@st.composite
+def activation(draw: st.DrawFn) -> Drawn:
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=4)))
+    name = draw(st.sampled_from([*SMOOTH, *WRITING]))
+    if name in SMOOTH:
+        make, extent = SMOOTH[name]
+        return Drawn(make, shape, "activation", of_derivative(extent))
+    build, extent = WRITING[name]
+    inplace = draw(st.booleans())
+    return Drawn(lambda: build(inplace=inplace), shape, "activation", of_derivative(extent))
+
+
+@st.composite
+def gate(draw: st.DrawFn) -> Drawn:
+    dim = draw(st.sampled_from([-1, 1, -2]))
+    shape = [draw(SIZES), draw(st.sampled_from([2, 3, 6])), draw(st.sampled_from([2, 6, 7, 64]))]
+    return Drawn(lambda: nn.GLU(dim), tuple(shape), "activation", of_gate, False)
+
+
+@st.composite
+def row_norm(draw: st.DrawFn) -> Drawn:
+    cut = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 32, 72]), min_size=1, max_size=2)))
+    shape = *draw(st.lists(SIZES, max_size=2)), *cut
+    affine, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
+    if draw(st.booleans()):
+        make: Callable[[], nn.Module] = lambda: nn.RMSNorm(cut, eps, affine)  # noqa: E731
+    else:
+        bias = draw(st.booleans())
+        make = lambda: nn.LayerNorm(cut, eps, affine, bias)  # noqa: E731
+    sets = lambda x: x.reshape(-1, torch.Size(cut).numel())  # noqa: E731
+    return Drawn(make, shape, "norm", of_norm(sets, lambda y, x: y.reshape(x.shape)), False)
+
+
+@st.composite
+def batch_norm(draw: st.DrawFn) -> Drawn:
+    dims, channels = draw(st.integers(0, 3)), draw(st.sampled_from([1, 3, 8, 24]))
+    options = {
+        "affine": draw(st.booleans()), "track_running_stats": draw(st.sampled_from([True, True, False])),
+        "momentum": draw(st.sampled_from([0.1, None])), "eps": draw(st.sampled_from([1e-5, 1e-2])),
+    }  # fmt: skip
+    shape = draw(SIZES), channels, *[draw(st.sampled_from([1, 2, 4])) for _ in range(dims)]
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
+    sets = lambda x: x.transpose(0, 1).reshape(channels, -1)  # noqa: E731
+    back = lambda y, x: y.reshape(x.transpose(0, 1).shape).transpose(0, 1)  # noqa: E731
+    return Drawn(lambda: kind(channels, **options), shape, "norm", of_norm(sets, back), False)
+
+
+@st.composite
+def group_norm(draw: st.DrawFn) -> Drawn:
+    groups, each, affine = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 3, 8])), draw(st.booleans())
+    shape = draw(SIZES), groups * each, *draw(st.lists(st.sampled_from([1, 2, 4]), max_size=3))
+    sets = lambda x: x.reshape(len(x) * groups, x[0].numel() // groups if len(x) else 1)  # noqa: E731
+    back = lambda y, x: y.reshape(x.shape)  # noqa: E731
+    return Drawn(lambda: nn.GroupNorm(groups, groups * each, affine=affine), shape, "norm", of_norm(sets, back), False)
+
+
+@st.composite
+def affine(draw: st.DrawFn) -> Drawn:
+    width = draw(WIDTHS)
+    return Drawn(lambda: Affine(width), (*draw(st.lists(SIZES, max_size=3)), width), "affine", of_products, False)
+
+
+LAYERS = {
+    "linear": linear, "convolution": convolution, "activation": activation, "gate": gate, "row norm": row_norm,
+    "batch norm": batch_norm, "group norm": group_norm, "affine": affine,
+}  # fmt: skip
+
+
+# Circumstances.
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """How a layer is called.
+
+    Args:
+        dtype: Of the layer and its input.
+        autocast: To bfloat16.
+        layout: How the input lies in memory, a name in ``FORMS``.
+        values: What the input holds, a name in ``VALUES``.
+        leaf: Whether the input is a leaf, to which nothing may be written.
+        trained: Whether the layer is in training mode.
+        frozen: Parameters that need no gradient; ``"input"`` is the input.
+        shared: How many layers read the input, or 0 for one layer that is called twice.
+        hook: A name in ``HOOKS``.
+        recorded: Whether gradients are recorded at all.
+        keep: How the layer keeps its tensor.
+        seed: Of values and parameters.
+    """
+
+    dtype: torch.dtype
+    autocast: bool
+    layout: str
+    values: str
+    leaf: bool
+    trained: bool
+    frozen: frozenset[str]
+    shared: int
+    hook: str
+    recorded: bool
+    keep: Keep
+    seed: int
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": lambda x: x,
+    "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x,
+    "gaps": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
+}
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "shifted": lambda x: x + 3,
+    "small": lambda x: x * 1e-3,
+    "large": lambda x: x * 30,
+    "integers": lambda x: x.round(),
+    "zeros": lambda x: x * 0,
+    "constant": lambda x: x * 0 + 0.7,
+    "outlier": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 5, 500),
+    "nan": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1, torch.nan),
+    "inf": lambda x: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1, torch.inf),
+}
+
+
+class Watcher:
+    """A hook on a layer that counts its calls and changes nothing, or hands on a copy."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> None:
+        self.calls += 1
+
+    def copied(self, module: nn.Module, *arguments: Any) -> Any:
+        """Return the output, or the inputs of a call, as new tensors."""
+        self.calls += 1
+        return arguments[-1] * 1.0 if isinstance(arguments[-1], Tensor) else tuple(x * 1.0 for x in arguments[0])
+
+
+HOOKS: dict[str, Callable[[nn.Module, Watcher], Any]] = {
+    "none": lambda layer, watcher: None,
+    "forward": lambda layer, watcher: layer.register_forward_hook(watcher.copied),
+    "before": lambda layer, watcher: layer.register_forward_pre_hook(watcher.copied),
+    "backward": lambda layer, watcher: layer.register_full_backward_hook(watcher),
+    "before backward": lambda layer, watcher: layer.register_full_backward_pre_hook(watcher),
+}
+
+
+@st.composite
+def circumstances(draw: st.DrawFn) -> Circumstances:
+    bits = draw(st.sampled_from([None, 2, 3, 4, 8]))
+    block = draw(st.sampled_from([32, 32, 8, 16, 48, 128] if bits else [32, 32, 1, 5, 16, 64]))
+    return Circumstances(
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64])),
+        autocast=draw(st.sampled_from([False, False, True])),
+        layout=draw(st.sampled_from(["dense", *FORMS])),
+        values=draw(st.sampled_from(["normal", *VALUES])),
+        leaf=draw(st.booleans()),
+        trained=draw(st.sampled_from([True, True, False])),
+        frozen=frozenset(draw(st.lists(st.sampled_from(["input", "weight", "bias"]), max_size=2))),
+        shared=draw(st.sampled_from([1, 1, 2, 0])),
+        hook=draw(st.sampled_from(["none", *HOOKS])),
+        recorded=draw(st.sampled_from([True] * 9 + [False])),
+        keep=Keep(bits=bits, sparsity=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6, 0.95])), block_size=block),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+class Model(nn.Module):
+    """Some layers that read one tensor, or one that is called twice; the output is the sum of theirs."""
+
+    def __init__(self, layer: nn.Module, shared: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer, *(copy.deepcopy(layer) for _ in range(shared - 1))])
+        self.twice = shared == 0
+
+    def forward(self, x: Tensor, leaf: bool = True) -> Tensor:
+        layers = [self.layers[0]] * 2 if self.twice else list(self.layers)
+        # A layer that writes to its input gets one of its own if there are several.
+        outputs = [layer(x if leaf else x * 1.0) for layer in layers]
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
+
+
+def keep_of(drawn: Drawn, given: Circumstances) -> Keep:
+    """Return how the layer keeps its tensor: only some layers drop blocks, the others need bits."""
+    if drawn.cut is not None:
+        return given.keep
+    return Keep(bits=given.keep.bits or 4, block_size=max(given.keep.block_size, 8))
+
+
+def build(drawn: Drawn, given: Circumstances, device: str) -> tuple[Model, Model]:
+    """Return the dense model, and a copy of it that is converted."""
+    torch.manual_seed(given.seed)
+    layer = drawn.make().to(given.dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0, parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1.0)
+        for name, buffer in layer.named_buffers():
+            if name == "running_var":
+                buffer.uniform_(0.5, 2)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in given.frozen)
+    dense = Model(layer.train(given.trained), given.shared).to(device)
+    ours = copy.deepcopy(dense)
+    convert(ours, rules={f"type:{drawn.operator}": keep_of(drawn, given), "*": None})
+    return dense, ours
+
+
+def values_of(drawn: Drawn, given: Circumstances, device: str) -> Tensor:
+    """Return the input, which is no leaf yet."""
+    generator = torch.Generator().manual_seed(given.seed)
+    x = torch.randn(drawn.shape, generator=generator, dtype=torch.float64)
+    return FORMS[given.layout](VALUES[given.values](x).to(given.dtype).to(device))
