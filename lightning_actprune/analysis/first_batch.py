@@ -66,17 +66,19 @@ from lightning_actprune.analysis.recorder import (
     LayerCall,
     Saved,
     SavedTensorRecorder,
-    SharedContext,
+    ThreadContext,
     eager_stance,
     hooks_are_innermost,
     input_layers,
     module_names,
 )
+from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_parts, split_blocks, stored_view
+from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
-from lightning_actprune.operators.registry import operator_of
+from lightning_actprune.operators.registry import ROOT, operator_of
 from lightning_actprune.operators.saved import Retainers, backward_runs, dropped_by_checkpoint
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity
@@ -192,7 +194,7 @@ class RetentionProbe(SavedTensorRecorder):
         Returns:
             These layers as they are now in ``report``, with the reason.
         """
-        return leave_dense(self._model, report, self.retained)
+        return leave_dense(self._model, report, {layer.fqn: layer.reason or "" for layer in self.retained})
 
     def _followed(self) -> Iterable[nn.Module]:
         return self._model.modules()
@@ -243,19 +245,18 @@ class RetentionProbe(SavedTensorRecorder):
         return "is a parameter or buffer" if key in self._parameters else None
 
     def _description(self, saved: Saved) -> str:
-        name = "" if saved.module is None else self._names[saved.module]
+        name = ROOT if saved.module is None else self._names[saved.module]
         if saved.call is not None and saved.call.keeps(saved.key):
             return _DENSE_LAYER.format(name)
         operator = self._operators.current if self._operators is not None else None
-        if not name:
+        if name == ROOT:
             return f"is kept for backward by {operator or 'the step itself'}"
         return f"is kept for backward by {name!r}" + (f" ({operator})" if operator else "")
 
 
-def leave_dense(model: nn.Module, report: ConversionReport, retained: Iterable[LayerReport]) -> list[LayerReport]:
-    """Turn the converted layers among ``retained`` back to dense; see ``RetentionProbe.apply``."""
-    converted = {layer.fqn for layer in report.converted}
-    reasons = {layer.fqn: layer.reason or "" for layer in retained if layer.fqn in converted}
+def leave_dense(model: nn.Module, report: ConversionReport, retained: Mapping[str, str]) -> list[LayerReport]:
+    """Turn the converted layers that ``retained`` names, with reasons, back to dense; see ``RetentionProbe.apply``."""
+    reasons = {layer.fqn: retained[layer.fqn] for layer in report.converted if layer.fqn in retained}
     revert_layers(model, {layer for fqns, layer in input_layers(model) if fqns[0] in reasons}.__contains__)
     for fqn, reason in reasons.items():
         report.leave_dense(fqn, reason)
@@ -353,7 +354,7 @@ def _watched() -> Iterator[_OperatorNames]:
         yield operators
 
 
-_watching = SharedContext(_watched)
+_watching = ThreadContext(_watched)
 
 
 def dropped_energy(x: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
@@ -462,9 +463,9 @@ class EnergyProbe(CallWatcher):
         if layer.owner is None or backward_runs():
             return
         sparsity = max(layer.highest_sparsity, self._sparsity)
-        if sparsity == 0 or not (torch.is_grad_enabled() and weight.requires_grad):
+        if sparsity == 0 or not weight.requires_grad:
             return
-        if isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0:
+        if isinstance(x, Tensor) and may_compress(x) and x.numel() > 0:
             sums = dropped_energy(x.detach(), sparsity, blocks)
             self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
 
@@ -525,5 +526,5 @@ class RecomputationProbe(CallWatcher):
             return
         if backward_runs():
             self._again.add(layer)
-        elif not dropped_by_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(False)):
+        elif not dropped_by_checkpoint(top_saved_tensors_hooks(False)):
             self._kept.add(layer)

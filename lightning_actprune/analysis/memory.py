@@ -4,9 +4,11 @@
 counts the distinct storages behind them and credits each to the module that was running. That is exact, costs no memory
 and needs no GPU. A row's ``dense_bytes`` is what the layer would keep *alone* if it were dense. A layer whose input
 something else retains too (the activation before it, a sister layer, the batch) frees nothing by letting go of it, so
-such bytes are counted once, where they stay. Under autocast the dense layers also keep copies of their weights; a
-report counts those that compressed layers do without. Hence its ``dense_bytes + other_bytes`` is what the dense model
-keeps, and ``saved_bytes`` the difference to what this one does.
+such bytes are counted once, where they stay.
+
+What the whole model would keep if nothing were converted is the union of two sets of storages: those that converted
+modules would keep (``analysis.dense``), and those that everything else does keep, or would but for being packed. Under
+autocast dense layers keep copies of their weights too; they are among them.
 
 **One step.** A step is cut at *moments*: where modules begin and end, where backward takes up a saved tensor, where a
 phase ends.
@@ -31,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,28 +44,30 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
+from lightning_actprune.analysis.dense import DenseForward
 from lightning_actprune.analysis.recorder import (
     LayerCall,
     Saved,
     SavedTensorRecorder,
+    hooks_are_innermost,
     input_layers,
     module_names,
     storages,
     unpack_listeners,
 )
+from lightning_actprune.codec.private import COMPILED, FOR_FAKES, FOR_NODES, current_autograd_node, refusal, tree_leaves
 from lightning_actprune.config import check_share
-from lightning_actprune.operators.saved import backward_runs
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.readers import operator_name
+from lightning_actprune.operators.saved import backward_runs, caller, runs_again
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = "forward", "backward", "optimizer"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _RETAINERS_NAMED = 3
-_NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
-_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,11 @@ class Retained:
 
     Args:
         nbytes: Its size.
-        packed: Whether it is part of a packed input.
+        packed: Whether it holds packed values.
         born: Index of the first moment at which it is kept.
         freed: Index of the first moment at which it no longer is, ``None`` if it outlives the step.
         retainers: All who keep it, in the order in which they saved it; it goes when the last of them lets go.
+        covered: Whether it holds packed values, or a converted layer keeps it.
     """
 
     nbytes: int
@@ -102,6 +108,7 @@ class Retained:
     born: int
     freed: int | None = None
     retainers: list[Retainer] = field(default_factory=list)
+    covered: bool = False
 
     def kept_at(self, moment: int) -> bool:
         """Return whether autograd keeps it at the moment of that index."""
@@ -171,12 +178,12 @@ class StepMemory:
 
     @functools.cached_property
     def packed_bytes(self) -> list[int]:
-        """Bytes of packed inputs kept at each moment."""
+        """Bytes of packed values kept at each moment."""
         return self._kept(storage for storage in self.retained if storage.packed)
 
     @functools.cached_property
     def activation_bytes(self) -> list[int]:
-        """Bytes that autograd keeps at each moment, those of packed inputs included."""
+        """Bytes that autograd keeps at each moment, those of packed values included."""
         return self._kept(self.retained)
 
     @functools.cached_property
@@ -226,11 +233,16 @@ class StepMemory:
         counted = self._counted_at(at)
         return counted | {"other": max(self.interval_bytes[index] - sum(counted.values()), 0)}
 
-    def groups(self, index: int) -> list[RetainerGroup]:
-        """Return who keeps what at a moment, largest first, corresponding modules taken together."""
+    def groups(self, index: int, *, uncovered: bool = False) -> list[RetainerGroup]:
+        """Return who keeps what at a moment, largest first, corresponding modules taken together.
+
+        Args:
+            index: The moment.
+            uncovered: Whether to leave out what was packed, or converted layers keep.
+        """
         found: dict[tuple[str, bool], list[int]] = {}
         for storage in self.retained:
-            if storage.kept_at(index):
+            if storage.kept_at(index) and not (uncovered and storage.covered):
                 found.setdefault((storage.label, storage.packed), []).append(storage.nbytes)
         groups = [RetainerGroup(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
         return sorted(groups, key=lambda group: -group.nbytes)
@@ -243,7 +255,7 @@ class StepMemory:
                 taken together. A storage with several retainers counts for the first.
         """
         counted = [self._counted_at(index) for index in range(len(self.moments))]
-        names = "parameters", "optimizer state", "gradients", "batch", "packed inputs"
+        names = "parameters", "optimizer state", "gradients", "batch", "packed tensors"
         made = {name: [moment[name] for moment in counted] for name in names}
         kept: dict[str, list[Retained]] = {}
         for storage in self.retained:
@@ -274,7 +286,7 @@ class StepMemory:
             "gradients": moment.gradient_bytes,
             "optimizer state": moment.optimizer_bytes,
             "batch": self.batch_bytes,
-            "packed inputs": packed,
+            "packed tensors": packed,
             "other saved tensors": self.activation_bytes[index] - packed,
         }
 
@@ -333,57 +345,55 @@ class MemoryReport:
     Args:
         rows: The layers that kept their input, whole or packed, in the order of the model.
         other_bytes: All other distinct storages that autograd saved; parameters, buffers and the batch aside.
+        dense_bytes: Distinct bytes that the whole model would keep if nothing were converted, ``None`` if compiled code
+            hides what is converted.
         measured_activation_bytes: Growth of the allocator's requested bytes over the forward, on CUDA only.
         measured_peak_bytes: Allocator's peak over the whole step, on CUDA only.
-        weight_copy_bytes: Autocast's copies of weights that the compressed layers would keep, if they were dense, and
-            that nothing else keeps; those of other layers are among ``other_bytes``.
+        compiled_bytes: What compiled code keeps, of ``other_bytes``.
         step: Memory over the whole step, if it was recorded.
     """
 
     rows: list[LayerFootprint] = field(default_factory=list)
     other_bytes: int = 0
+    dense_bytes: int | None = 0
     measured_activation_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    weight_copy_bytes: int = 0
+    compiled_bytes: int = 0
     step: StepMemory | None = None
 
     @property
-    def dense_bytes(self) -> int:
-        """Bytes that the listed layers would keep if all were dense: inputs and copies of weights."""
-        return sum(row.dense_bytes for row in self.rows) + self.weight_copy_bytes
-
-    @property
     def stored_bytes(self) -> int:
-        """Bytes that the listed layers keep."""
-        return sum(row.stored_bytes for row in self.rows)
+        """Bytes that the whole model keeps."""
+        return sum(row.stored_bytes for row in self.rows) + self.other_bytes
 
     @property
-    def saved_bytes(self) -> int:
-        """Bytes saved by compressing."""
-        return self.dense_bytes - self.stored_bytes
+    def saved_bytes(self) -> int | None:
+        """Bytes that the whole model keeps less than the dense one."""
+        return None if self.dense_bytes is None else self.dense_bytes - self.stored_bytes
 
     @property
-    def saved_fraction(self) -> float:
-        """Saved bytes as a fraction of the listed layers' dense bytes; 0 if there are none."""
-        return self.saved_bytes / self.dense_bytes if self.dense_bytes else 0.0
+    def saved_fraction(self) -> float | None:
+        """Saved bytes as a fraction of ``dense_bytes``; 0 if nothing would be kept."""
+        saved, dense = self.saved_bytes, self.dense_bytes
+        return None if saved is None or dense is None else saved / max(dense, 1)
+
+    @property
+    def other_dense_bytes(self) -> int | None:
+        """Bytes of ``dense_bytes`` that are not the inputs of the listed layers."""
+        return None if self.dense_bytes is None else self.dense_bytes - sum(row.dense_bytes for row in self.rows)
 
     @property
     def sparsity(self) -> float:
         """Highest sparsity of a listed layer; 0 if there are none."""
         return max((row.sparsity for row in self.rows), default=0.0)
 
-    @property
-    def total_bytes(self) -> int:
-        """All bytes that the forward keeps for backward."""
-        return self.stored_bytes + self.other_bytes
-
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.
 
         ``peak_bytes`` is that of the step, if it was recorded: measured on CUDA, elsewhere counted.
         """
-        names = ["sparsity", "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction", "weight_copy_bytes"]
-        names += ["other_bytes", "total_bytes", "measured_activation_bytes", "measured_peak_bytes"]
+        names = ["sparsity", "dense_bytes", "stored_bytes", "saved_bytes", "saved_fraction"]
+        names += ["other_bytes", "compiled_bytes", "measured_activation_bytes", "measured_peak_bytes"]
         peak = None if self.step is None else self.step.peak_bytes
         return {**{name: getattr(self, name) for name in names}, "peak_bytes": peak}
 
@@ -424,11 +434,18 @@ class SavedTensorMeter(SavedTensorRecorder):
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         super().__init__(model, batch)
+        missing = refusal("Counting what the dense model would keep", FOR_FAKES)
+        if missing is not None:
+            warnings.warn(f"{missing} What is kept now counts as dense.", stacklevel=2)
         self._packed: dict[LayerCall, dict[StorageWeakRef, int]] = {}
         self._other: dict[StorageWeakRef, int] = {}
         self._seen: set[StorageWeakRef] = set()
         self._sharing: set[LayerCall] = set()
         self._kept_copies: set[Any] = set()
+        self._converted: list[tuple[nn.Module, DenseForward | None]] = []
+        self._called: set[nn.Module] = set()
+        self._dense: dict[Any, int] = {}
+        self._compiled_bytes = 0
 
     def report(self) -> MemoryReport:
         """Return what was kept so far."""
@@ -438,17 +455,39 @@ class SavedTensorMeter(SavedTensorRecorder):
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in named}
         for call, packed in self._packed.items():
             _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
-        let_go = dict(call.weight_copy for call in self._packed if call.packs and call.weight_copy is not None)
+        counted = self._batch | self._parameters | self._kept_copies
         return MemoryReport(
             [row for row in rows.values() if row.calls],
             sum(self._other.values()),
-            weight_copy_bytes=sum(nbytes for key, nbytes in let_go.items() if key not in self._kept_copies),
+            None if self._hidden() else sum(nbytes for key, nbytes in self._dense.items() if key not in counted),
+            compiled_bytes=self._compiled_bytes,
         )
+
+    def _hidden(self) -> bool:
+        """Return whether compiled code keeps something, and converted modules were not called that may be in it."""
+        converted = {module for module in self._model.modules() if isinstance(module, CompressedLayer)}
+        return self._compiled_bytes > 0 and not converted <= self._called
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._enter_module(module, args, kwargs)
+        self._called.add(module)
+        if isinstance(module, CompressedLayer) and not self._converted:
+            self._called.update(module.modules())
+            self._converted.append((module, _dense_forward(module, args, kwargs)))
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave_module(module, args, output)
+        if self._converted and self._converted[-1][0] is module:
+            _, dense = self._converted.pop()
+            if dense is not None:
+                self._dense |= dense.storages(output)
 
     def _on_saved(self, saved: Saved) -> None:
         packed = self._packed.setdefault(saved.call, {}) if saved.call is not None else {}
         if saved.copy_key is not None:
             self._kept_copies.add(saved.copy_key)
+        if not self._converted or self._converted[-1][1] is None:
+            self._dense |= dict([saved.original or (saved.key, saved.nbytes)])
         if saved.key in self._batch or saved.key in self._parameters:
             return
         if saved.key in self._seen:
@@ -458,8 +497,20 @@ class SavedTensorMeter(SavedTensorRecorder):
         self._seen.add(saved.key)
         if saved.call is not None and _keeps_input(saved.call, packed, saved):
             packed[saved.key] = saved.nbytes
-        else:
-            self._other[saved.key] = saved.nbytes
+            return
+        self._other[saved.key] = saved.nbytes
+        if runs_again(caller(), (COMPILED,)):
+            self._compiled_bytes += saved.nbytes
+
+
+def _dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
+    """Return the forward of the dense module, ``None`` if nothing is kept or it cannot run without values."""
+    if backward_runs() or not (torch.is_grad_enabled() and hooks_are_innermost()):
+        return None
+    try:
+        return DenseForward(module, args, kwargs)
+    except Exception:  # whatever a module of somebody else's raises: what it keeps now counts as dense then
+        return None
 
 
 def _keeps_input(call: LayerCall, packed: dict[StorageWeakRef, int], saved: Saved) -> bool:
@@ -524,6 +575,8 @@ class StepMemoryRecorder(SavedTensorRecorder):
         >>> [(group.label, group.nbytes) for group in step.groups(step.forward_end)]
         [('* (gelu)', 4096), ('* (addmm)', 4096)]
     """
+
+    needs = FOR_NODES
 
     def __init__(
         self,
@@ -608,9 +661,9 @@ class StepMemoryRecorder(SavedTensorRecorder):
         self._add_forward_moment()
         super()._enter(module, call)
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module) -> None:
         self._add_forward_moment()
-        super()._leave_module(module, args, output)
+        super()._leave(module)
 
     def _add_forward_moment(self) -> None:
         self._add_moment(self._names.get(self._running[-1][0], "") if self._running else "", None)
@@ -620,10 +673,13 @@ class StepMemoryRecorder(SavedTensorRecorder):
         known = saved.key in self._batch or saved.key in self._parameters
         if known or kept is None or saved.device != self._device:
             return
-        packed = saved.call is not None and saved.call.packs
+        inside = any(isinstance(module, CompressedLayer) for module, _ in self._running)
+        packed = saved.original is not None or (saved.call is not None and saved.call.packs)
+        packed |= inside and saved.dtype == torch.uint8
         now = len(self._moments)
         storage = self._retained.setdefault(saved.key, Retained(saved.nbytes, packed, now))
         storage.freed = None
+        storage.covered |= inside or packed
         if id(kept) not in self._graph:
             self._graph[id(kept)] = _InGraph(kept, self._on_let_go)
         self._graph[id(kept)].saved.append((saved.key, len(storage.retainers)))
@@ -637,7 +693,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         if self._phase == "forward":
             self.mark("backward")
         self._add_moment(*self._taken_up)
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         operator = None if node is None else operator_name(node.name())
         for key, index in self._takers(kept):
             retainers = self._retained[key].retainers
@@ -696,8 +752,3 @@ class _InGraph:
         self.reference = weakref.ref(value, lambda _: on_let_go(number))
         self.saved: list[tuple[StorageWeakRef, int]] = []
         """The storages behind it, each time it was saved, with the index among their retainers."""
-
-
-def operator_name(node: str) -> str:
-    """Return the name of an autograd node in snake case: ``NativeLayerNormBackward0`` is ``native_layer_norm``."""
-    return _CAPITAL.sub("_", _NODE.sub("", node)).lower()

@@ -25,7 +25,7 @@ _FIXED = {
     "optimizer state": "#808080",
     "gradients": "#b3b3b3",
     "batch": "#d9d9d9",
-    "packed inputs": "#0072B2",
+    "packed tensors": "#0072B2",
     "other operations": "#F0F0F0",
 }
 """Grey is what activations do not change."""
@@ -53,7 +53,7 @@ class Panel(NamedTuple):
 def step_picture(steps: Mapping[str, StepMemory]) -> Figure:
     """Return a picture of memory over the step, one panel per entry, on a common scale.
 
-    What is counted is stacked: parameters, optimizer state, gradients, batch, packed inputs, and what operations keep
+    What is counted is stacked: parameters, optimizer state, gradients, batch, packed tensors, and what operations keep
     for backward. The line above it is the peak by the allocator, where there is one; what lies between is temporary.
 
     Args:
@@ -74,18 +74,27 @@ def series_picture(panels: Mapping[str, Panel]) -> Figure:
     """Return the picture that ``step_picture`` makes of steps, of figures as they are."""
     if not panels:
         raise ValueError("There is nothing to show: got no step. HINT: pass {'a title': monitor.report.step}.")
-    figure = _figure(4.4 * len(panels) + 1.8, 3.4)
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    # Two beside each other, or pages would shrink three to what nobody can read; a cell that is left has the legend.
+    rows, columns = -(-len(panels) // 2), min(len(panels), 2)
+    spare = rows * columns > len(panels)
+    figure = _figure(4.4 * columns + (0 if spare else 1.8), 3.4 if rows == 1 else 3.0 * rows)
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     colors = _color_map(panels.values())
     legend: dict[str, Artist] = {}
-    for one, (title, panel) in zip(axes, panels.items(), strict=True):
+    for empty in axes[len(panels) :]:
+        empty.remove()
+    for one, (title, panel) in zip(axes, panels.items(), strict=False):
         _draw(one, panel, colors)
         one.set_title(title, fontsize=9, pad=14)
         handles, labels = one.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
-    axes[0].set_ylabel("MiB", fontsize=8)
+    for first in axes[::columns]:
+        first.set_ylabel("MiB", fontsize=8)
     names = [name for name in (*colors, "in use, at most") if name in legend][::-1]
-    figure.legend([legend[name] for name in names], names, fontsize=7, loc="outside right center", frameon=False)
+    place: dict[str, Any] = {"loc": "outside right center"}
+    if spare:
+        place = {"loc": "center", "bbox_to_anchor": (0.75, 0.5 / rows)}
+    figure.legend([legend[name] for name in names], names, fontsize=7, frameon=False, **place)
     return figure
 
 
@@ -227,7 +236,8 @@ def _draw(axes: Axes, panel: Panel, colors: Mapping[str, str]) -> None:
     lines = {name: [nbytes / _MIB for nbytes in panel.series[name]] for name in colors if name in panel.series}
     x, last = range(len(panel.phases)), max(len(panel.phases) - 1, 1)
     shown = [colors[name] for name in lines]
-    axes.stackplot(x, *lines.values(), labels=list(lines), colors=shown, edgecolor="white", linewidth=0.2)
+    if lines:
+        axes.stackplot(x, *lines.values(), labels=list(lines), colors=shown, edgecolor="white", linewidth=0.2)
     if panel.peaks is not None:
         axes.plot(x, [nbytes / _MIB for nbytes in panel.peaks], color="black", linewidth=0.7, label="in use, at most")
     for phase in PHASES:

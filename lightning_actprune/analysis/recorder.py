@@ -29,25 +29,31 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.codec.autograd import settle_open_hooks
+from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks, input_geometry
 from lightning_actprune.codec.dispatch import autocast_dtype, compute_dtype
+from lightning_actprune.codec.private import (
+    FOR_BACKWARD,
+    FOR_RECORDERS,
+    no_dispatch_modes,
+    require,
+    top_saved_tensors_hooks,
+    tree_leaves,
+)
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
-from lightning_actprune.operators.saved import ForwardHook, backward_runs, eager_modules
+from lightning_actprune.operators.saved import ForwardHook, backward_runs, eager_modules, packing, unpack_saved
 
-_autograd: Any = torch._C._autograd
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -61,23 +67,25 @@ def module_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: plain_name(fqn) for fqn, module in model.named_modules()}
 
 
-class SharedContext(threading.local):
-    """A context that several users of a thread hold open: entered with the first, left with the last, in any order."""
+class SharedContext:
+    """A context that several users hold open: entered with the first, left with the last, in any order."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make = make
+        self._lock = threading.Lock()
         self._users = 0
         self._context: AbstractContextManager[Any] | None = None
         self._value: Any = None
 
     def enter(self) -> Any:
         """Return what the context gave when it was entered."""
-        if self._context is None:
-            context = self._make()
-            self._value = context.__enter__()
-            self._context = context
-        self._users += 1
-        return self._value
+        with self._lock:
+            if self._context is None:
+                context = self._make()
+                self._value = context.__enter__()
+                self._context = context
+            self._users += 1
+            return self._value
 
     @contextmanager
     def opened(self) -> Iterator[Any]:
@@ -90,37 +98,29 @@ class SharedContext(threading.local):
 
     def leave(self) -> None:
         """Undo one ``enter``."""
-        self._users -= 1
-        if self._users == 0 and self._context is not None:
-            context, self._context, self._value = self._context, None, None
-            context.__exit__(None, None, None)
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._context is not None:
+                context, self._context, self._value = self._context, None, None
+                context.__exit__(None, None, None)
+
+
+class ThreadContext(SharedContext, threading.local):
+    """The same, one for each thread."""
 
 
 eager_stance = SharedContext(lambda: torch.compiler.set_stance("force_eager"))
-"""Lets compiled modules run eagerly: one for all, since a stance that is left too early leaves the other's behind."""
+"""Lets compiled modules run eagerly: one for all threads, as the stance is the process's, and one that is left too
+early leaves the other's behind."""
 
 
-class WeightCopy(NamedTuple):
-    """A copy of a weight that a dense layer would keep.
-
-    Args:
-        key: Equal for two calls that would keep the same copy.
-        nbytes: Its bytes.
-    """
-
-    key: Any
-    nbytes: int
-
-
-def weight_copy(weight: Tensor, x: Tensor) -> WeightCopy | None:
-    """Return the copy of ``weight`` that a dense product with ``x`` would make now, ``None`` if it would make none.
+def copies_weight(weight: Tensor, x: Tensor) -> bool:
+    """Return whether a dense product with ``x`` would make a copy of ``weight`` now.
 
     A linear layer keeps it if ``x`` needs a gradient, a convolution always.
     """
     dtype = autocast_dtype(x)
-    if dtype is None or weight.dtype in (dtype, torch.float64):
-        return None
-    return WeightCopy(shared_copy(weight) or object(), weight.numel() * dtype.itemsize)
+    return dtype is not None and weight.dtype not in (dtype, torch.float64)
 
 
 def shared_copy(tensor: Tensor) -> Any:
@@ -133,12 +133,17 @@ def shared_copy(tensor: Tensor) -> Any:
     return _shared_key(tensor) if cached else None
 
 
-def kept_copy(saved: Tensor) -> Any:
-    """Return the key of the copy that ``saved`` is, or is a view of, ``None`` if it is no copy that others share."""
+def copied_leaf(saved: Tensor) -> Tensor | None:
+    """Return the leaf of which ``saved`` is a copy in 16 bits, or a view of one; ``None`` if it is no such copy."""
     copy = saved._base if saved._is_view() and saved._base is not None else saved
     if copy.grad_fn is None or copy.grad_fn.name() != "ToCopyBackward0" or copy.dtype.itemsize != 2:
         return None
-    leaf = getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+    return getattr(copy.grad_fn.next_functions[0][0], "variable", None)
+
+
+def kept_copy(saved: Tensor) -> Any:
+    """Return the key of the copy that ``saved`` is, or is a view of, ``None`` if it is no copy that others share."""
+    leaf = copied_leaf(saved)
     return None if leaf is None else shared_copy(leaf)
 
 
@@ -152,7 +157,7 @@ def _region() -> Any:
     leaf = _empty_leaf()
     # Autocast is off inside the operations that save tensors, and nobody should see this one: no hooks, no modes.
     hidden = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch._C._DisableTorchDispatch(), hidden, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+    with no_dispatch_modes(), hidden, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         product = torch.mm(leaf, leaf).grad_fn
     assert product is not None
     return product.next_functions[0][0]
@@ -176,8 +181,7 @@ class LayerCall:
             copy of its own, as it does under autocast.
         dense_bytes: Bytes of what the dense layer would keep.
         dense_copy: Which of autocast's copies the dense layer would keep as its input, if one that others share.
-        weight_copy: Autocast's copy of the weight that the dense layer would keep too; only known of a compressed one.
-        weight_keys: Storages of the weight itself, if that is what the dense layer would keep.
+        weight_keys: Storages of the weight, if the dense layer would keep that and no copy; only of a compressed one.
         blocks: How a compressed layer cuts its input into blocks and stores it, ``None`` of any other.
         sparsity: Fraction of blocks dropped in this call, known once it has saved something.
         packs: Whether what this call keeps is packed, known by then too.
@@ -192,7 +196,6 @@ class LayerCall:
     dense_key: StorageWeakRef | None
     dense_bytes: int
     dense_copy: Any = None
-    weight_copy: WeightCopy | None = None
     weight_keys: frozenset[StorageWeakRef] = frozenset()
     blocks: Blocks | None = None
     sparsity: float = 0.0
@@ -228,11 +231,11 @@ def layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None =
         x: The first argument, whatever it is.
         blocks: How a compressed layer cuts ``x`` into blocks if that does not lie as the layer's own means it.
     """
-    if not (torch.is_grad_enabled() and weight.requires_grad):
+    if not (isinstance(x, Tensor) and weight.requires_grad and may_compress(x)):
         return None
-    if not isinstance(x, Tensor) or _is_wrapper(x) or x.layout != torch.strided or not x.is_floating_point():
+    if _is_wrapper(x) or not x.is_floating_point():
         return None
-    dtype, convolution = compute_dtype(x), isinstance(layer, _ConvNd)
+    dtype, convolution = compute_dtype(x), isinstance(layer, Convolution)
     dense_key, dense_bytes = None, x.numel() * dtype.itemsize
     flat = convolution or _flattens_without_copy(x)
     if dtype == x.dtype and flat:
@@ -243,8 +246,7 @@ def layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None =
         call.dense_copy = shared_copy(x)
     if isinstance(layer, CompressedLayer):
         call.blocks = layer._state.blocks if blocks is None else blocks
-        call.weight_copy = weight_copy(weight, x) if x.requires_grad or convolution else None
-        if call.weight_copy is None:
+        if not (copies_weight(weight, x) and (x.requires_grad or convolution)):
             call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call
 
@@ -278,6 +280,11 @@ def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
     return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether values of ``tensor`` are one value in many places."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _is_wrapper(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor or its like, whose data is in other tensors."""
     return hasattr(tensor, "__tensor_flatten__")
@@ -294,7 +301,9 @@ class Saved:
         call: The call of a layer, if that is what is running.
         handle: What the graph holds; gone once the graph is.
         device: Where the storage is.
+        dtype: Type of the saved tensor.
         copy_key: Which of autocast's copies it is, ``None`` if none that others share.
+        original: The storage that it is saved in place of, with its bytes, if a tensor was packed for it.
     """
 
     key: StorageWeakRef
@@ -303,7 +312,9 @@ class Saved:
     call: LayerCall | None
     handle: weakref.ref[Any]
     device: torch.device
+    dtype: torch.dtype
     copy_key: Any
+    original: tuple[StorageWeakRef, int] | None = None
 
 
 class _Open(threading.local):
@@ -332,12 +343,12 @@ _open = _Open()
 @contextmanager
 def _recording() -> Iterator[bool]:
     """Open the recorders' hooks; gives whether there are others around them."""
-    outer = _autograd._top_saved_tensors_default_hooks(False)
+    outer = top_saved_tensors_hooks(False)
     with torch.autograd.graph.saved_tensors_hooks(partial(_pack, outer), _unpack):
         yield outer is not None
 
 
-_saving = SharedContext(_recording)
+_saving = ThreadContext(_recording)
 unpack_listeners: list[Callable[[Any], None]] = []
 """Told what backward takes up (what the graph holds) while its node runs, on a GPU in a thread of autograd's own."""
 
@@ -374,7 +385,13 @@ class SavedTensorRecorder:
     Args:
         model: The module whose calls are followed.
         batch: Whatever holds the step's input tensors, which are alive anyway.
+
+    Raises:
+        RuntimeError: When it is entered, if torch does not say what it needs to know (see ``codec.private``).
     """
+
+    needs: ClassVar[tuple[str, ...]] = FOR_RECORDERS
+    """Private names of torch that it rests on."""
 
     def __init__(self, model: nn.Module, batch: Any = None) -> None:
         self._model = model
@@ -392,6 +409,7 @@ class SavedTensorRecorder:
         """Whether other saved-tensor hooks, open around the recorders', decide what the graph holds."""
 
     def __enter__(self) -> Self:
+        require(type(self).__name__, self.needs)
         self.hands_on = _saving.enter()
         _open.recorders.append(self)
         watchers.append(self)
@@ -433,10 +451,12 @@ class SavedTensorRecorder:
         module, call = self._running[-1] if self._running else (None, None)
         if call is not None and not call.saved:
             call.saved, call.sparsity, call.packs = True, sparsity_of(call.layer), packs(call.layer)
+        original = next(iter(storages(packing.original)), None)
         for key, nbytes in storages(tensor):
             if tensor.dtype == torch.uint8:
                 self._note_quantized(key, call)
-            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(kept), tensor.device, copy_key))
+            where = tensor.device, tensor.dtype
+            self._on_saved(Saved(key, nbytes, module, call, weakref.ref(kept), *where, copy_key, original))
 
     def _note_quantized(self, key: StorageWeakRef, call: LayerCall | None) -> None:
         if call is None:
@@ -476,11 +496,11 @@ class SavedTensorRecorder:
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
         """Note that what ``enter_projection`` announced is over, also by an exception."""
-        self._leave_module(projection.layer, None, None)
+        if projection.layer in self._layers:
+            self._leave(projection.layer)
 
     def _enter(self, module: nn.Module, call: LayerCall | None) -> None:
         self.ran = True
-        settle_open_hooks()  # what was saved before belongs to who ran then
         call = None if backward_runs() else call
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
@@ -489,7 +509,9 @@ class SavedTensorRecorder:
             self._on_call(call)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        settle_open_hooks()
+        self._leave(module)
+
+    def _leave(self, module: nn.Module) -> None:
         if self._running and self._running[-1][0] is module:
             _, call = self._running.pop()
             if call is not None:
@@ -501,8 +523,8 @@ class SavedTensorRecorder:
 
 def hooks_are_innermost() -> bool:
     """Return whether what is saved now reaches the recorders, not hooks of the model such as a checkpoint's."""
-    hooks = _autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[1] is _unpack
+    hooks = top_saved_tensors_hooks(False)
+    return hooks is not None and hooks[1] in (_unpack, unpack_saved)
 
 
 class CallWatcher(ABC):
@@ -526,6 +548,7 @@ class CallWatcher(ABC):
         """Whether one of the layers was called, or there is none whose calls are seen."""
 
     def __enter__(self) -> Self:
+        require(type(self).__name__, FOR_BACKWARD)
         seen = set(self._model.modules()) if self._eagerly else eager_modules(self._model)
         compressed = [layer for _, layer in input_layers(self._model) if isinstance(layer, CompressedLayer)]
         self._layers = {layer for layer in compressed if layer in seen and layer.stores}

@@ -48,12 +48,17 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.analysis.recorder import eager_stance, in_reentrant_checkpoint, input_layers, module_names
+from lightning_actprune.analysis.recorder import (
+    eager_stance,
+    in_reentrant_checkpoint,
+    input_layers,
+    is_expanded,
+    module_names,
+)
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport
 from lightning_actprune.codec.blocks import (
     ALL_BLOCKS,
@@ -77,6 +82,7 @@ from lightning_actprune.codec.dispatch import (
     in_plain_eager_mode,
 )
 from lightning_actprune.codec.packed import pack, unpack
+from lightning_actprune.codec.private import DYNAMO, FOR_BACKWARD, require
 from lightning_actprune.config import (
     TYPE,
     Config,
@@ -93,7 +99,14 @@ from lightning_actprune.config import (
 from lightning_actprune.convert import candidates, convert_layers, is_converted, new_owner, refusal, revert
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
-from lightning_actprune.operators.convolution import input_rows, rows_of, weight_grad, windows_of, without_gaps
+from lightning_actprune.operators.convolution import (
+    Convolution,
+    input_rows,
+    rows_of,
+    weight_grad,
+    windows_of,
+    without_gaps,
+)
 from lightning_actprune.operators.linear import weight_grad_of
 from lightning_actprune.operators.registry import layers, operator_of, weights_of
 from lightning_actprune.operators.saved import ForwardHook, backward_runs
@@ -402,7 +415,7 @@ class ConvolutionInput(LayerInput):
         layer: The convolution.
     """
 
-    def __init__(self, x: Tensor, layer: _ConvNd) -> None:
+    def __init__(self, x: Tensor, layer: Convolution) -> None:
         autocast, x = autocast_dtype(x), x.detach()
         self._is_sample = x.dim() == layer.weight.dim() - 1
         x = x.unsqueeze(0) if self._is_sample else x
@@ -597,6 +610,7 @@ class SensitivityProbe:
         """Batches that were measured."""
 
     def __enter__(self) -> Self:
+        require(type(self).__name__, FOR_BACKWARD)
         try:
             self._select()
             check_names(self._model, self._grid)
@@ -606,7 +620,7 @@ class SensitivityProbe:
                 hook = ForwardHook(self._see_layer)
                 # First of all hooks: others may return another output.
                 self._handles.append(layer.register_forward_hook(hook, prepend=True, with_kwargs=True))
-            if "torch._dynamo" in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
+            if DYNAMO in sys.modules:  # nothing is compiled otherwise, and the import takes seconds
                 eager_stance.enter()
                 self._eager = True
         except BaseException:
@@ -717,12 +731,15 @@ class SensitivityProbe:
 
     def enter_projection(self, projection: Projection, x: Tensor) -> None:
         """Take note of the input of a projection inside an attention module."""
-        self._projected = projection.with_samples(x)
+        if projection.layer in self._layers:  # not one of another model, in another thread
+            self._projected = projection.with_samples(x)
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
         """See a projection as the call of a layer, which it is not."""
+        if projection.layer not in self._layers:
+            return
         x, self._projected = self._projected, None
-        if projection.layer in self._layers and x is not None and y is not None:
+        if x is not None and y is not None:
             measured, weight = self._layers[projection.layer], projection.weight
             # Parts of one weight have gradients of their own.
             self._see(measured, (weight.data_ptr(), weight.shape), weight, x, y, turned=True)
@@ -748,7 +765,7 @@ class SensitivityProbe:
             return
         measured.unmeasured = "no gradient of its output came: the loss does not depend on it"
         layer = measured.layer
-        if isinstance(layer, _ConvNd):
+        if isinstance(layer, Convolution):
             call = _Call(ConvolutionInput(x, layer))
         else:
             call = _Call(LinearInput(x, turned, self._grid.block_size))
@@ -882,7 +899,7 @@ def _unchanged(model: nn.Module, seed: int) -> Iterator[None]:
     names = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module, _ in modes]
     given = [b for _, buffers, _ in names for b in buffers.values() if b is not None and not is_lazy(b)]
     # Nobody writes to what is one value in many places; versions do not show what a batch norm writes.
-    values = [(b, b.detach().clone()) for b in given if torch._debug_has_internal_overlap(b) != 1]
+    values = [(b, b.detach().clone()) for b in given if not is_expanded(b)]
     devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
         # Not `torch.manual_seed`, which would seed devices whose state is not put back.

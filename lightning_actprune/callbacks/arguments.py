@@ -1,6 +1,6 @@
 """What the arguments of all callbacks have in common: how errors are raised, and how much ``verbose`` prints.
 
-``verbose`` of ``False`` or 0 prints nothing, 1 what is said once a fit, ``True`` or 2 also what is said in each epoch.
+``verbose`` of ``False`` or 0 prints nothing, 1 the most important once a fit, ``True`` or 2 all there is, each epoch.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def check_verbose(value: Any) -> Verbosity:
         return value
     if not isinstance(value, Integral) or value not in (0, 1, 2):
         raise MisconfigurationException(
-            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 what is said "
-            "once a fit, 2 (or True) also what is said in each epoch."
+            f"`verbose` must be a bool, 0, 1 or 2, got {value!r}. HINT: 0 (or False) prints nothing, 1 the most "
+            "important once a fit, 2 (or True) all there is, in each epoch."
         )
     return int(value)  # type: ignore[return-value]
 
 
-def each_epoch(verbose: Verbosity) -> bool:
-    """Return whether to print what is said in each epoch."""
+def in_detail(verbose: Verbosity) -> bool:
+    """Return whether to print all there is."""
     return verbose is True or verbose == 2  # `True == 1`

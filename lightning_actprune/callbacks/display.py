@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from rich import get_console
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -38,6 +38,19 @@ _NAMES: dict[Operator, str] = {
 }
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
+_MOST_NAMED = 3
+"""Names in a sentence, of layers or of who keeps what."""
+_OUT_OF_REACH = 1 / 3
+"""Fraction of what a dense model keeps above which what nothing covers is named."""
+_ADVICE = (
+    (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),
+    (
+        ("softmax", "nll_loss", "cross_entropy"),
+        "A loss keeps its logits: one that is computed in parts, or fused with the last layer, keeps less.",
+    ),
+)
+"""What can be done about operations by their names."""
+_ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
 _FRACTIONS = {0.5: "half", 1.0: "all"}
 _FULL = 0.999
 """Fraction of what is kept at most from which on a moment of the forward is called its end."""
@@ -87,7 +100,7 @@ def counted(number: int, noun: str) -> str:
 
 def enumerated(names: Sequence[str]) -> str:
     """Return ``a, b and c``."""
-    return " and ".join(", ".join(names).rsplit(", ", 1))
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
 
 
 def table(title: str, *columns: str) -> Table:
@@ -114,22 +127,41 @@ def corresponding(rows: Iterable[_Row], key: Callable[[_Row], Any]) -> list[tupl
     ]
 
 
-def conversion_summary(report: ConversionReport, last: Mapping[str, float]) -> RenderableType:
-    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
-    counts = Counter(layer.operator for layer in report.converted)
-    named = [counted(counts[operator], name) for operator, name in _NAMES.items() if counts[operator]]
-    text = f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."
+def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
+    """Return how each operator is kept, and which layers are dense and why; ``last``: sparsities in the end."""
+    kept: dict[tuple[Operator, str], int] = Counter(
+        (layer.operator, kept_text(layer.keep, layer.sparsity, last.get(layer.fqn, layer.sparsity)))
+        for layer in report.converted
+        if layer.keep is not None
+    )
+    by_operator = sorted(kept.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
+    named = [f"{counted(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
+    parts = [f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."]
     if left := [counted(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
-        text += f" Not covered: {enumerated(left)}."
+        parts.append(f"Not covered: {enumerated(left)}.")
     if report.saved is not None:
-        text += f" What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}."
-    if not report.layers:
-        return text
+        parts.append(f"What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}.")
+    if report.skipped:
+        parts.append(f"Dense: {_with_reasons(report.skipped)}.")
+    return " ".join(parts)
+
+
+def _with_reasons(layers: Sequence[LayerReport]) -> str:
+    """Return the names of some layers with their reasons, and how many more there are."""
+    groups = corresponding(layers, lambda layer: layer.reason)
+    cut = len(groups) if len(groups) <= _MOST_NAMED + 1 else _MOST_NAMED
+    text = "; ".join(f"{name}: {alike[0].reason}" for name, alike in groups[:cut])
+    rest = sum(len(alike) for _, alike in groups[cut:])
+    return text + (f"; and {rest} more (see `skipped`)" if rest else "")
+
+
+def conversion_table(report: ConversionReport, last: Mapping[str, float]) -> Table:
+    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
     made = table("Layers", "Layer", "Class ", "Kept ")
     for layers in (report.converted, report.skipped):
         _add_layers(made, layers, last)
         made.add_section()
-    return Group(text, made)
+    return made
 
 
 def _add_layers(made: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
@@ -165,19 +197,36 @@ def kept_text(keep: Keep, first: float, last: float) -> str:
     return ", ".join(parts)
 
 
-def decision_summary(decision: Decision, report: ConversionReport) -> Iterator[RenderableType]:
+def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]:
     """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
     if decision.retained:
         one, left = len(decision.retained) == 1, len(report.converted)
         does, what, them = ("stays", "its input", "it") if one else ("stay", "their inputs", "them")
-        text = (
+        yield (
             f"Activation pruning: {counted(len(decision.retained), _noun(decision.retained))} {does} dense, "
             f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
-            f"{left} {'is' if left == 1 else 'are'} converted."
+            f"{left} {'is' if left == 1 else 'are'} converted. {_with_reasons(decision.retained)}."
         )
+    if decision.spread:
+        layers = [layer for layer in report.layers if layer.fqn in decision.spread]
+        one = len(decision.spread) == 1
+        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
+        named = [name for name, _ in corresponding(layers, lambda layer: None)]
+        more = len(named) - _MOST_NAMED
+        shown = ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        yield (
+            f"Activation pruning: {counted(len(decision.spread), _noun(layers))} {does} no block, since the energy of "
+            f"{whose} is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all the same): "
+            f"{shown}."
+        )
+
+
+def decision_tables(decision: Decision) -> Iterator[Table]:
+    """Yield the same layer by layer."""
+    if decision.retained:
         made = table("Layers that stay dense", "Layer", "Class ", "Kept ")
         _add_layers(made, decision.retained, {})
-        yield Group(text, made)
+        yield made
     if decision.spread:
         made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
         shown, rest = shortened(list(decision.spread.items()))
@@ -185,14 +234,7 @@ def decision_summary(decision: Decision, report: ConversionReport) -> Iterator[R
             made.add_row(name, percent(share))
         if rest:
             made.add_row(f"... and {len(rest)} more")
-        noun = _noun([layer for layer in report.layers if layer.fqn in decision.spread])
-        one = len(decision.spread) == 1
-        does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
-        text = (
-            f"Activation pruning: {counted(len(decision.spread), noun)} {does} no block, since the energy of {whose} "
-            f"is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all the same)."
-        )
-        yield Group(text, made)
+        yield made
 
 
 def _span(shown: Iterable[str]) -> str:
@@ -205,24 +247,52 @@ def _noun(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
 
 
+def headline(report: MemoryReport) -> str:
+    """Return what the whole model keeps, and what it would keep if it were dense."""
+    stored = f"{mib(report.stored_bytes)} MiB"
+    if report.dense_bytes is None:
+        return (
+            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose layers are "
+            "not seen one by one; what the dense model would keep is not known."
+        )
+    if report.dense_bytes == report.stored_bytes:
+        return f"Activations: {stored}, as in the dense model."
+    change = -100 * (report.saved_fraction or 0.0)
+    return f"Activations: {mib(report.dense_bytes)} MiB dense -> {stored} ({change:+.1f} %)."
+
+
+def uncovered_text(report: MemoryReport) -> str:
+    """Return who keeps what nothing covers, and what can be done, if that is more than a third of the dense model."""
+    step = report.step
+    if step is None or report.dense_bytes is None or not any(storage.covered for storage in step.retained):
+        return ""
+    groups = step.groups(step.forward_end, uncovered=True)
+    total = sum(group.nbytes for group in groups)
+    if total <= report.dense_bytes * _OUT_OF_REACH:
+        return ""
+    named = groups[:_MOST_NAMED]
+    shown = enumerated([f"{group.label} {mib(group.nbytes)} MiB" for group in named])
+    hints = [hint for words, hint in _ADVICE if any(word in group.label for group in named for word in words)]
+    return (
+        f"Kept as it is: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
+        f"{shown}. HINT: {' '.join(hints or [_ANY_ADVICE])}"
+    )
+
+
 def memory_table(report: MemoryReport, epoch: int) -> Table:
     """Return what each linear layer and each other pruned layer keeps, and the totals."""
     made = table(f"Kept for backward, epoch {epoch}", "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
     shown, rest = shortened(corresponding(report.rows, _kept))
     for name, rows in shown:
-        made.add_row(name, _kept(rows[0]), *_byte_cells(MemoryReport(rows)))
+        made.add_row(name, _kept(rows[0]), *_bytes_of(rows))
     if rest:
         left = [row for _, rows in rest for row in rows]
-        made.add_row(f"... and {len(left)} more", "", *_byte_cells(MemoryReport(left)))
-    if report.weight_copy_bytes:
-        made.add_row("16-bit weight copies", "", *_byte_cells(MemoryReport(weight_copy_bytes=report.weight_copy_bytes)))
+        made.add_row(f"... and {len(left)} more", "", *_bytes_of(left))
     made.add_section()
-    made.add_row("These layers", "", *_byte_cells(report))
-    made.add_row("Other saved tensors", "", "", mib(report.other_bytes), "")
+    made.add_row("Everything else", "", *_byte_cells(report.other_dense_bytes, report.other_bytes))
+    made.add_row("Whole model", "", *_byte_cells(report.dense_bytes, report.stored_bytes))
     if report.measured_activation_bytes is not None:
         made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")
-    if report.measured_peak_bytes is not None:
-        made.add_row("Measured peak of the step", "", "", mib(report.measured_peak_bytes), "")
     return made
 
 
@@ -297,9 +367,12 @@ def _place(step: StepMemory, index: int) -> str:
     return f"in the {moment.phase}{where}{operator}"
 
 
-def _byte_cells(part: LayerFootprint | MemoryReport) -> tuple[str, str, str]:
-    if part.dense_bytes:
-        saved = percent(part.saved_bytes / part.dense_bytes)
-    else:
-        saved = "kept anyway" if part.stored_bytes else "-"
-    return mib(part.dense_bytes), mib(part.stored_bytes), saved
+def _bytes_of(rows: Sequence[LayerFootprint]) -> tuple[str, str, str]:
+    return _byte_cells(sum(row.dense_bytes for row in rows), sum(row.stored_bytes for row in rows))
+
+
+def _byte_cells(dense: int | None, stored: int) -> tuple[str, str, str]:
+    if dense is None:
+        return "not known", mib(stored), ""
+    saved = percent((dense - stored) / dense) if dense else "kept anyway" if stored else "-"
+    return mib(dense), mib(stored), saved

@@ -24,7 +24,9 @@ from lightning_actprune.analysis.first_batch import (
     keep_blocks,
     leave_dense,
 )
+from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import drops_blocks, shortened
+from lightning_actprune.operators.saved import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 
 
@@ -48,7 +50,10 @@ class Decisions:
         """Names of the layers that were converted, whatever was decided of them."""
         self.spread: dict[str, float] | None = None
         """Share of the energy that was to be dropped, of the layers that drop none for it; ``None`` if not judged."""
-        self._retained: list[LayerReport] = []
+        self.retained: dict[str, str] | None = None
+        """Of the layers that were turned dense, what keeps their input; ``None`` if none was judged."""
+        self.saved = Decided()
+        """How what operations save is kept that no layer is known for, which first forwards decide."""
         self._judged: frozenset[str] = frozenset()
         self._tried: weakref.ref[nn.Module] | None = None
 
@@ -59,7 +64,7 @@ class Decisions:
 
     def forget(self) -> None:
         """Forget all."""
-        self.spread, self._retained, self._judged, self._tried = None, [], frozenset(), None
+        self.spread, self.retained, self._judged, self._tried = None, None, frozenset(), None
 
     def end_with_the_fit(self) -> None:
         """Let what was decided hold for this fit only."""
@@ -71,7 +76,7 @@ class Decisions:
     def add(self, decision: Decision) -> None:
         """Take note of what was decided of the layers."""
         self.spread = (self.spread or {}) | decision.spread
-        self._retained += decision.retained
+        self.retained = (self.retained or {}) | {layer.fqn: layer.reason or "" for layer in decision.retained}
         self._judged |= set(self.layers)
 
     def add_trial_of(self, model: nn.Module) -> None:
@@ -88,15 +93,28 @@ class Decisions:
         self.layers = [layer.fqn for layer in report.converted]
         self._change(model, report)
 
-    def restore(self, model: nn.Module, report: ConversionReport, spread: dict[str, float]) -> None:
-        """Go on with what was decided before a checkpoint."""
-        self.spread = spread
-        self._change(model, report)
-        check_left(report)
+    def restore(
+        self, model: nn.Module, report: ConversionReport, spread: dict[str, float], retained: dict[str, str] | None
+    ) -> Decision:
+        """Go on with what was decided before a checkpoint, and return it.
 
-    def _change(self, model: nn.Module, report: ConversionReport) -> None:
-        leave_dense(model, report, self._retained)
+        Args:
+            model: The module that holds the layers, all of them converted.
+            report: The conversion.
+            spread: As it was.
+            retained: As it was; ``None`` if that is not known, so that a batch is still to show it.
+        """
+        self.spread, self.retained = spread, retained
+        if retained is not None:
+            self._judged = frozenset(self.layers)
+        found = self._change(model, report)
+        check_left(report)
+        return Decision(found, spread)
+
+    def _change(self, model: nn.Module, report: ConversionReport) -> list[LayerReport]:
+        found = leave_dense(model, report, self.retained or {})
         keep_blocks(model, report, self.spread or {})
+        return found
 
 
 def check_left(report: ConversionReport) -> None:
@@ -150,6 +168,10 @@ class FirstBatchProbe:
     def batch_starts(self, model: nn.Module, batch: Any) -> None:
         """Open the probes unless all is decided."""
         self.stop()  # of a batch that was skipped
+        missing = refusal("Finding out in the first batch which layers are better left dense", RetentionProbe.needs)
+        if self._asked and missing is not None:
+            rank_zero_warn(f"{missing} All stay converted.")
+            self._asked = False
         if not self._asked:
             return
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)

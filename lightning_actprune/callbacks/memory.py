@@ -14,14 +14,24 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter, StepMemoryRecorder
 from lightning_actprune.analysis.pictures import check_matplotlib, epochs_picture, layers_picture, step_picture
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, each_epoch
-from lightning_actprune.callbacks.display import MIB, keepers_table, memory_table, peak_text, show, step_table
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
+from lightning_actprune.callbacks.display import (
+    MIB,
+    headline,
+    keepers_table,
+    memory_table,
+    peak_text,
+    show,
+    step_table,
+    uncovered_text,
+)
+from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.config import check_count, check_flag
 
 if TYPE_CHECKING:
@@ -30,34 +40,39 @@ if TYPE_CHECKING:
 MAX_EPOCHS = 1000
 """Epochs that the history keeps, the latest."""
 _DPI = 150
-_IN_BAR = "actprune/saved_frac"
+_BATCH_SIZE = 1
+"""The weight of what is logged once an epoch, which counts for nothing; Lightning asks for it, or looks for it in the
+batch, and raises where it can see none: with ``training_step(self, dataloader_iter)``."""
 
 
 class ActivationMemoryMonitor(pl.Callback):
-    """Show and log what one training step per epoch keeps for backward, layer by layer, and where its peak is.
+    """Show and log what a training step per epoch keeps for backward, in all and layer by layer, and where its peak is.
 
-    Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes per layer
-    are counted exactly, on any device. On CUDA the allocator is asked too: growth of the requested bytes over the
-    forward, and the bytes in use over the step, for which the peak statistics of the device are reset again and again
-    in the measured step of an epoch.
+    Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes kept are
+    counted exactly, on any device; so are those that the same step would keep if no layer were converted, for which
+    converted layers run once more without values (``analysis.dense``). On CUDA the allocator is asked too: growth of
+    the requested bytes over the forward, and the bytes in use over the step, for which the peak statistics of the
+    device are reset again and again in the measured step of an epoch.
 
-    Printed are, once a fit, what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row, and in
-    which part of the step the peak lies: forward, backward or optimizer step, and what it would be with fewer
-    activations; also who keeps what at the end of the forward, by module and operator, packed or not, and what the
-    bytes in use consist of at the peak of each part. All of it, for every moment of the step, is in ``report.step``, a
-    ``StepMemory``. Without CUDA its bytes are counted: parameters, gradients, optimizer state, batch and saved tensors,
-    no temporary ones.
+    Printed are, once a fit, after the first measured step: what the whole model keeps, dense and now; who keeps more
+    than a third of it as it is; what each layer keeps, those at corresponding places (``blocks.*.fc1``) in one row; and
+    in which part of the step the peak lies: forward, backward or optimizer step, and what it would be with fewer
+    activations. All of it, for every moment of the step, is in ``report.step``, a ``StepMemory``. Without CUDA its
+    bytes are counted: parameters, gradients, optimizer state, batch and saved tensors, no temporary ones.
 
     Logged at the end of each epoch, as means over the ranks, to every logger and ``callback_metrics`` (so that
-    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them):
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them); ``callback_metrics`` and the progress bar have those of
+    the own rank as soon as a step was measured:
 
-    - ``actprune/dense_mib``: what the layers would keep if none were converted, in MiB, with the 16-bit copies of
-      weights that autocast makes and converted layers do without
-    - ``actprune/stored_mib``: what they keep, in MiB
+    - ``actprune/dense_mib``: what the whole model would keep if no layer were converted, in MiB
+    - ``actprune/stored_mib``: what it keeps, in MiB
     - ``actprune/saved_mib``, ``actprune/saved_frac``: the difference, in MiB and as a fraction of the first
     - ``actprune/sparsity``: the highest of a layer
     - ``actprune/activations_mib``: growth of the allocated bytes over the forward, in MiB (CUDA only)
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
+
+    Where compiled code hides converted layers, what the dense model would keep is not known: ``actprune/stored_mib``
+    is logged, and shown by the progress bar, in place of the first four.
 
     "Kept anyway" in the table means that something else keeps the layer's input too, such as a ReLU before it, a sister
     layer or the batch itself: the dense layer costs nothing there, and packing it adds what it stores.
@@ -71,9 +86,9 @@ class ActivationMemoryMonitor(pl.Callback):
             ``max_steps`` is reached before (of a loader that does not know its length, none is then, and a fit without
             any says so); the next one if it is skipped, that is, if ``training_step`` returns ``None``. The first
             batches also pay for what is set up lazily.
-        verbose: What is printed: nothing (``False`` or 0), the tables of the first epoch (1, the default), or a table
-            in the end of each epoch, too (``True`` or 2). The progress bar shows ``actprune/saved_frac`` unless it is
-            nothing; logging does not depend on it.
+        verbose: What is printed: nothing (``False`` or 0), the above once a fit (1, the default), or also who keeps
+            what by operation and what the peaks consist of, and the table of the layers in each epoch (``True`` or
+            2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging does not depend on it.
         log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
             and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. Where the model logs ``"step"``, which Lightning
             takes for the x-axis of the totals, layers and pictures stay at the step of the training.
@@ -81,8 +96,8 @@ class ActivationMemoryMonitor(pl.Callback):
             ``WandbLogger``, and to the latter a table of the layers. Needs matplotlib.
 
     Raises:
-        MisconfigurationException: If an argument is not allowed; when a fit begins, if ``log_figures`` lacks
-            matplotlib.
+        MisconfigurationException: If an argument is not allowed; when a fit begins, if the Trainer has another monitor
+            or ``log_figures`` lacks matplotlib.
 
     Example:
         >>> import lightning as L
@@ -101,6 +116,7 @@ class ActivationMemoryMonitor(pl.Callback):
         self.verbose = check_verbose(verbose)
         self.log_layers = checked(check_flag, log_layers, "log_layers")
         self.log_figures = checked(check_flag, log_figures, "log_figures")
+        self._fit = CurrentFit()
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
         self._to_log = False
@@ -145,8 +161,11 @@ class ActivationMemoryMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and self.log_figures:
-            _check_figures(trainer)
+        if stage == "fit":
+            self._fit.begin(self, trainer)
+            _check_alone(trainer)
+            if self.log_figures:
+                _check_figures(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -190,7 +209,10 @@ class ActivationMemoryMonitor(pl.Callback):
         if self._recorder is not None and pl_module.automatic_optimization and not self._backward:
             self._stop()  # skipped, so nothing was kept: measure the next one
             self._epoch = None
-        self._end_step()
+        if self._end_step() and self._report is not None:
+            _log_at_once(trainer, pl_module, self._report, in_bar=bool(self.verbose))
+            if self.verbose and not self._shown:
+                self._show(trainer, self._report)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -204,8 +226,8 @@ class ActivationMemoryMonitor(pl.Callback):
             _log_layers(trainer, report)
         if self.log_figures:
             _log_figures(trainer, report, self.history)
-        if each_epoch(self.verbose) or (self.verbose and not self._shown):
-            self._show(trainer, report)
+        if in_detail(self.verbose):
+            show(trainer, memory_table(report, trainer.current_epoch))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -218,21 +240,24 @@ class ActivationMemoryMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._stop()
+        if self._fit.end(trainer):
+            self._stop()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop()
+        if self._fit.end(trainer):
+            self._stop()
 
     def _show(self, trainer: pl.Trainer, report: MemoryReport) -> None:
-        epoch, step = trainer.current_epoch, report.step
-        parts: list[RenderableType] = [memory_table(report, epoch)]
-        if step is not None:
-            if not self._shown:  # once a fit: little changes, and it is long
-                parts += [keepers_table(step, epoch), step_table(step, epoch)]
-            parts.append(peak_text(step))
+        """Print what is printed once a fit."""
         self._shown = True
-        show(trainer, Group(*parts))
+        epoch, step, detailed = trainer.current_epoch, report.step, in_detail(self.verbose)
+        parts: list[RenderableType] = [text for text in (headline(report), uncovered_text(report)) if text]
+        parts += [] if detailed else [memory_table(report, epoch)]  # which the end of the epoch prints
+        if step is not None:
+            parts += [keepers_table(step, epoch), step_table(step, epoch)] if detailed else []
+            parts += [text for text in (peak_text(step),) if text]
+        show(trainer, *parts)
 
     def _begin(self, pl_module: pl.LightningModule, batch: Any, optimizers: Sequence[Optimizer]) -> None:
         self._stop()
@@ -253,19 +278,22 @@ class ActivationMemoryMonitor(pl.Callback):
             self._pending.measured_activation_bytes = _requested_bytes(pl_module.device) - self._requested_before
         self._close_meter()
 
-    def _end_step(self) -> None:
+    def _end_step(self) -> bool:
+        """Take over what was measured, if this step was; return whether it was."""
         if self._recorder is None:
-            return
+            return False
         if self._meter is not None:  # no hook ran between forward and backward: the allocator was asked too late
             self._pending = self._meter.report()
         self._recorder.__exit__()
         report, step = self._pending, self._recorder.result()
         self._stop()
-        if report is not None:
-            report.step = step
-            report.measured_peak_bytes = step.peak_bytes if step.measured else None
-            self._report, self._to_log = report, True
-            self._history.append({"epoch": self._epoch, "step": self._step, **report.totals()})
+        if report is None:
+            return False
+        report.step = step
+        report.measured_peak_bytes = step.peak_bytes if step.measured else None
+        self._report, self._to_log = report, True
+        self._history.append({"epoch": self._epoch, "step": self._step, **report.totals()})
+        return True
 
     def _stop(self) -> None:
         """Stop measuring, whatever happened in the step."""
@@ -310,6 +338,10 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
     """
     if trainer.barebones:  # which logs nothing, and warns of each attempt
         return
+    if trainer.world_size > 1:
+        # A progress bar in front, which one rank alone has, has asked for the metrics of the epoch, and so begun to
+        # reduce those that are reduced over the ranks. The other ranks must do that here, before anything else is.
+        _ = trainer.callback_metrics
     measured = report is not None
     all_have = trainer.strategy.reduce_boolean_decision(measured)
     any_has = trainer.strategy.reduce_boolean_decision(measured, all=False)
@@ -321,8 +353,36 @@ def _log_totals(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Memo
             )
         return
     assert report is not None, "all ranks have measured"
-    for name, value in _totals(report).items():
-        pl_module.log(name, value, prog_bar=in_bar and name == _IN_BAR, sync_dist=True)
+    _check_trainer(trainer, pl_module)
+    known = trainer.strategy.reduce_boolean_decision(report.dense_bytes is not None)
+    for name, value in _totals(report, known).items():
+        shown = in_bar and name == _in_bar(known)
+        pl_module.log(name, value, prog_bar=shown, sync_dist=True, batch_size=_BATCH_SIZE)
+
+
+def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: MemoryReport, in_bar: bool) -> None:
+    """Give the totals of this rank to ``callback_metrics`` and the progress bar, long before the epoch ends."""
+    if trainer.barebones:
+        return
+    _check_trainer(trainer, pl_module)
+    known = report.dense_bytes is not None
+    for name, value in _totals(report, known).items():
+        shown = in_bar and name == _in_bar(known)
+        pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=shown, logger=False, batch_size=_BATCH_SIZE)
+
+
+def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Raise if the module would log through another Trainer, which Lightning's own error takes for another mistake."""
+    if pl_module.trainer is not trainer:
+        raise MisconfigurationException(
+            "ActivationMemoryMonitor cannot log: the model was given to another Trainer during this fit. HINT: give "
+            "the other Trainer a copy of the model, or set `model.trainer` back to this one afterwards."
+        )
+
+
+def _in_bar(known: bool) -> str:
+    """Return which of the totals the progress bar shows."""
+    return "actprune/saved_frac" if known else "actprune/stored_mib"
 
 
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
@@ -348,17 +408,17 @@ def _step(trainer: pl.Trainer) -> int:
     ``"step"`` itself gives the totals that x-axis, which nobody can know here: it may still do so when all callbacks
     have been called, and to ask what it has logged would be a reduction over the ranks.
     """
-    return max(trainer.fit_loop.epoch_loop._batches_that_stepped - 1, 0)
+    return max(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step) - 1, 0)
 
 
-def _totals(report: MemoryReport) -> dict[str, float]:
-    metrics = {
-        "actprune/dense_mib": report.dense_bytes / MIB,
-        "actprune/stored_mib": report.stored_bytes / MIB,
-        "actprune/saved_mib": report.saved_bytes / MIB,
-        _IN_BAR: report.saved_fraction,
-        "actprune/sparsity": report.sparsity,
-    }
+def _totals(report: MemoryReport, known: bool) -> dict[str, float]:
+    """Return the totals by the names under which they are logged; ``known``: also those of the dense model."""
+    metrics = {"actprune/stored_mib": report.stored_bytes / MIB}
+    if known and report.dense_bytes is not None:
+        metrics["actprune/dense_mib"] = report.dense_bytes / MIB
+        metrics["actprune/saved_mib"] = (report.dense_bytes - report.stored_bytes) / MIB
+        metrics["actprune/saved_frac"] = report.saved_fraction or 0.0
+        metrics["actprune/sparsity"] = report.sparsity
     if report.measured_activation_bytes is not None:
         metrics["actprune/activations_mib"] = report.measured_activation_bytes / MIB
     if report.measured_peak_bytes is not None:
@@ -368,6 +428,17 @@ def _totals(report: MemoryReport) -> dict[str, float]:
 
 def _of_layer(row: LayerFootprint) -> dict[str, float]:
     return {"dense_mib": row.dense_bytes / MIB, "stored_mib": row.stored_bytes / MIB, "sparsity": row.sparsity}
+
+
+def _check_alone(trainer: pl.Trainer) -> None:
+    """Raise if there is another monitor: Lightning takes what both log under a name for two values of it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    count = sum(isinstance(callback, ActivationMemoryMonitor) for callback in callbacks)
+    if count > 1:
+        raise MisconfigurationException(
+            f"A Trainer takes one ActivationMemoryMonitor, got {count}: they log under the same names, so that loggers "
+            "would get means of what all of them measure. HINT: keep one of them in `callbacks`."
+        )
 
 
 def _check_figures(trainer: pl.Trainer) -> None:
@@ -428,7 +499,8 @@ def _figures(report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> dict
 
 def _prefixed(logger: TensorBoardLogger, name: str) -> str:
     """Return the name as the logger's own methods write it: with the prefix that it was given."""
-    return logger.LOGGER_JOIN_CHAR.join((logger._prefix, name)) if logger._prefix else name
+    prefix = getattr(logger, "_prefix", None)
+    return logger.LOGGER_JOIN_CHAR.join((prefix, name)) if prefix else name
 
 
 def _image(figure: Figure) -> Any:

@@ -15,14 +15,27 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_actprune.callbacks.advice import warn_of_idle, warn_of_optimizers, warn_of_surroundings
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
-from lightning_actprune.callbacks.display import conversion_summary, decision_summary, show
+from lightning_actprune.callbacks.advice import (
+    SmallTensorAdvice,
+    warn_of_idle,
+    warn_of_optimizers,
+    warn_of_surroundings,
+)
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail, refuses_removed
+from lightning_actprune.callbacks.display import (
+    conversion_table,
+    conversion_text,
+    decision_tables,
+    decision_text,
+    show,
+)
 from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
+from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.config import Config, Keep, PresetName, check_flag
-from lightning_actprune.convert import check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.operators.saved import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule
 
@@ -47,8 +60,16 @@ class ActivationPruning(pl.Callback):
     eagerly in that batch. It also shows the layers that run only inside an activation checkpoint, of which a warning
     tells (see ``RecomputationProbe``); without ``skip_retained`` nothing inside compiled modules is seen. In a fit with
     a tuner (``BatchSizeFinder``, ``LearningRateFinder``) it is the first batch of its trials.
+    A resumed fit goes on with what its checkpoint says of that, if the settings are the same; so it equals the one that
+    was never stopped, unless the checkpoint was saved before the end of the first batch.
 
-    Several instances can share a model if the ``rules`` give each its own layers. No argument can be changed later but
+    The batch after it shows whether tensors that are too small to be packed hold more than a tenth of what the model
+    keeps, of which a warning tells (see ``SmallTensorProbe``); not so without ``skip_retained``.
+
+    Several instances can share a model if the ``rules`` give each its own layers. Two whose ``rules`` have the same
+    patterns cannot be in one Trainer, whatever their other settings: Lightning finds their state under one key and
+    raises "Found more than one stateful callback of type `ActivationPruning`". Give each its own layers, as in
+    ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. No argument can be changed later but
     ``verbose``.
 
     Args:
@@ -65,7 +86,9 @@ class ActivationPruning(pl.Callback):
             several optimizers, say it.
         skip_retained: Whether to leave layers dense whose input is kept for backward anyway; ``False`` packs them all
             the same.
-        verbose: Whether to print, once a fit, how each layer is kept and what the first batch shows; 0, 1 or 2.
+        verbose: What is printed, once a fit: nothing (``False`` or 0); how operators are kept, which layers are dense,
+            and what the first batch shows, in a few lines (1, the default); or tables of the layers, too (``True``
+            or 2).
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
@@ -110,11 +133,13 @@ class ActivationPruning(pl.Callback):
                 f"`total_steps` is the length of a schedule, and no sparsity is one, got {total_steps!r}. HINT: leave "
                 "it out, or let the sparsity follow a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
             )
+        self._fit = CurrentFit()
         self._owner = new_owner(f"ActivationPruning(rules={self._patterns})")
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe(skip_retained)
         self._decisions = self._probe.decisions
+        self._small = SmallTensorAdvice()
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
@@ -151,11 +176,13 @@ class ActivationPruning(pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(rules=self._patterns)
+        # As Lightning makes it, in a method without a public name.
+        return type(self).__qualname__ + repr({"rules": self._patterns})
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._fit.begin(self, trainer)
             _check_precision(trainer, self._config)
             self._restored = None
             self._decisions.fit_begins(pl_module)
@@ -170,8 +197,10 @@ class ActivationPruning(pl.Callback):
             self._convert(pl_module)  # layers made in LightningModule.setup
         checked(check_conversion, pl_module, self._report, self._config)
         if self.verbose:
-            decided = decision_summary(Decision([], self.spread), self._report)  # in trials
-            show(trainer, conversion_summary(self._report, self._progress.last), *decided)
+            show(trainer, conversion_text(self._report, self._progress.last))
+            if in_detail(self.verbose) and self._report.layers:
+                show(trainer, conversion_table(self._report, self._progress.last))
+            self._show(trainer, Decision([], self.spread))  # in trials
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,9 +208,12 @@ class ActivationPruning(pl.Callback):
         warn_of_surroundings(trainer, pl_module.device)
         warn_of_optimizers(trainer, self.total_steps, self._progress.horizon)
         warn_of_idle(self.converted, self._progress.last)
-        self._restore(pl_module)
+        restored = self._restore(pl_module)
+        if restored is not None:
+            self._show(trainer, restored)
         self._progress.follow(trainer)
         self._probe.ask(self._report, self._progress.highest)
+        self._small.ask(self.skip_retained)  # without it, no hooks see what is saved
         self._decisions.end_with_the_fit()
 
     @override
@@ -190,6 +222,8 @@ class ActivationPruning(pl.Callback):
     ) -> None:
         self._progress.follow(trainer)
         self._probe.batch_starts(pl_module, batch)
+        if not self._probe.undecided:
+            self._small.batch_starts(pl_module, batch, self._owner)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -199,18 +233,21 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._small.batch_ends()
         decision = self._decide(trainer, pl_module)
-        if decision is not None and self.verbose:
-            show(trainer, *decision_summary(decision, self._report))
+        if decision is not None:
+            self._show(trainer, decision)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release(pl_module)
+        if self._fit.end(trainer):
+            self._release(pl_module)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release(pl_module)  # Lightning calls no `teardown` after an exception
-        self._decisions.end_with_the_fit()
+        if self._fit.end(trainer):  # Lightning calls no `teardown` after an exception
+            self._release(pl_module)
+            self._decisions.end_with_the_fit()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +257,10 @@ class ActivationPruning(pl.Callback):
             "rules": [[pattern, _ADDRESS.sub("", rule)] for pattern, rule in kept["rules"]],
             "total_steps": self._progress.horizon,
             "layers": self._decisions.layers,
+            "skip_retained": self.skip_retained,
             "spread": self._decisions.spread,
+            "retained": self._decisions.retained,
+            "saved": self._decisions.saved.state_dict(),
         }
 
     @override
@@ -237,6 +277,8 @@ class ActivationPruning(pl.Callback):
     def _convert(self, pl_module: pl.LightningModule) -> None:
         self._report = checked(convert_layers, pl_module, self._config, self._owner)
         self._decisions.apply(pl_module, self._report)
+        compression = attached_saved(pl_module, self._owner)
+        self._decisions.saved = Decided() if compression is None else compression.decided
         self._find_layers(pl_module)
 
     def _decide(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Decision | None:
@@ -244,6 +286,12 @@ class ActivationPruning(pl.Callback):
         if decision is not None:
             self._find_layers(pl_module)
         return decision
+
+    def _show(self, trainer: pl.Trainer, decision: Decision) -> None:
+        if self.verbose:
+            show(trainer, *decision_text(decision, self._report))
+        if in_detail(self.verbose):
+            show(trainer, *decision_tables(decision))
 
     def _begin_trials(self, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
@@ -261,23 +309,32 @@ class ActivationPruning(pl.Callback):
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._trials.leave()
+        self._small.stop()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
             _restore_configure_model(pl_module)
             revert(pl_module, self._owner)
 
-    def _restore(self, pl_module: pl.LightningModule) -> None:
+    def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        now = {name: value for name, value in self.state_dict().items() if name != "spread"}
-        judged_alike = all(then.get(name) == value for name, value in now.items() if name != "total_steps")
-        if then.get("spread") is not None and judged_alike:
-            if self._decisions.complete:  # by trials, which may have changed other layers
-                self._decisions.forget()
-                self._convert(pl_module)
-            self._decisions.restore(pl_module, self._report, then["spread"])
-            self._find_layers(pl_module)
+        found = "spread", "retained", "saved"
+        now = {name: value for name, value in self.state_dict().items() if name not in found}
         _warn_of_other_settings(self._owner, then, now)
+        # Older checkpoints do not say `skip_retained`; the number of steps, `total_steps`, changes no decision.
+        alike = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
+        if not then or not alike:
+            return None
+        decided = then.get("spread") is not None
+        if decided and self._decisions.complete:  # by trials, which may have changed other layers
+            self._decisions.forget()
+            self._convert(pl_module)
+        self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
+        if not decided:
+            return None
+        restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))
+        self._find_layers(pl_module)
+        return restored
 
 
 def _check_precision(trainer: pl.Trainer, config: Config) -> None:

@@ -16,6 +16,7 @@ from lightning_actprune.analysis.sensitivity_report import SensitivityReport
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
 from lightning_actprune.callbacks.display import MAX_ROWS, show
 from lightning_actprune.callbacks.first_batch import sum_over_ranks
+from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.config import Scope, Selection, check_count, check_share
 
@@ -79,6 +80,7 @@ class ActivationSensitivity(pl.Callback):
         self.at_step = checked(check_count, at_step, "at_step", hint)
         self.min_cosine = checked(check_share, min_cosine, "min_cosine")
         self.verbose = check_verbose(verbose)
+        self._fit = CurrentFit()
         self._probe: SensitivityProbe | None = None
         self._result: SensitivityReport | None = None
         self._left = 0
@@ -88,6 +90,12 @@ class ActivationSensitivity(pl.Callback):
     def result(self) -> SensitivityReport | None:
         """What was measured in the current or the last fit, ``None`` before."""
         return self._result
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._fit.begin(self, trainer)
+            self._release()  # of a fit whose end nobody told
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -125,11 +133,13 @@ class ActivationSensitivity(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._release()
+        if self._fit.end(trainer):
+            self._release()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._release()
+        if self._fit.end(trainer):
+            self._release()
 
     def _finish(self, trainer: pl.Trainer) -> None:
         assert self._probe is not None

@@ -65,15 +65,14 @@ def compare(
         model(x)
     revert(model)
     report = meter.report()
-    announced = Kept(report.dense_bytes + report.other_bytes, report.total_bytes, report.saved_bytes)
+    announced = Kept(report.dense_bytes, report.stored_bytes, report.saved_bytes)
     return Kept(dense_bytes, compact_bytes, dense_bytes - compact_bytes), announced, report
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_saved_is_what_the_dense_model_keeps_more(make):
-    found, announced, report = compare(make(), torch.randn(3, 8, E))
+    found, announced, _ = compare(make(), torch.randn(3, 8, E))
     assert announced == found
-    assert report.weight_copy_bytes == report.to_dict()["weight_copy_bytes"] == 2 * MODELS[make]
 
 
 @pytest.mark.parametrize("dense", [(), ("a",), ("b",)])
@@ -86,32 +85,28 @@ def test_one_copy_of_a_leaf_that_several_layers_read(make, dense):
 
 @pytest.mark.parametrize("make", [make for make in MODELS if make is not Uncached])
 def test_without_autocast_no_copies_are_announced(make):
-    found, announced, report = compare(make(), torch.randn(3, 8, E), nullcontext)
+    found, announced, _ = compare(make(), torch.randn(3, 8, E), nullcontext)
     assert announced == found
-    assert report.weight_copy_bytes == 0
 
 
 @pytest.mark.parametrize(("make", "outer", "copies"), [
     (TwoRegions, bf16, 2), (TwoRegions, nullcontext, 2), (RegionPerLayer, bf16, 1), (RegionPerLayer, nullcontext, 2),
 ])  # fmt: skip
 def test_each_region_has_copies_of_its_own(make, outer, copies):
-    found, announced, report = compare(make(), torch.randn(3, 8, E), outer)
+    found, announced, _ = compare(make(), torch.randn(3, 8, E), outer)
     assert announced == found
-    assert report.weight_copy_bytes == 2 * copies * ELEMENTS
 
 
 def test_no_copy_is_kept_of_a_layer_whose_input_needs_no_gradient():
     model, x = nn.Sequential(nn.Linear(E, 96), nn.GELU(), nn.Linear(96, E)), torch.randn(3, 8, E)
     for copies in (1, 2):
-        found, announced, report = compare(model, x.requires_grad_(copies == 2))
+        found, announced, _ = compare(model, x.requires_grad_(copies == 2))
         assert announced == found
-        assert report.weight_copy_bytes == 2 * copies * ELEMENTS
 
 
 def test_a_dense_layer_keeps_the_copy_of_the_weight_that_it_shares():
     found, announced, report = compare(Tied(), torch.randn(3, 8, E), dense=("b",))
     assert announced == found
-    assert report.weight_copy_bytes == 0
     assert report.saved_bytes > 0
 
 
@@ -121,23 +116,19 @@ def test_types_of_the_weights(dtype: torch.dtype, copies: int):
     model = CalledTwice()
     model.a.to(dtype)
     others = tuple(name for name, _ in model.named_children() if name != "a")
-    found, announced, report = compare(model, torch.randn(3, 8, E), dense=others)
+    found, announced, _ = compare(model, torch.randn(3, 8, E), dense=others)
     assert announced == found
-    assert report.weight_copy_bytes == 2 * copies * ELEMENTS
 
 
 def test_float16_autocast():
-    found, announced, report = compare(Base(), torch.randn(3, 8, E), lambda: torch.autocast("cpu", torch.float16))
+    found, announced, _ = compare(Base(), torch.randn(3, 8, E), lambda: torch.autocast("cpu", torch.float16))
     assert announced == found
-    assert report.weight_copy_bytes == 2 * 2 * ELEMENTS
 
 
 def test_conv1d(conv1d):
     model = nn.Sequential(block(conv1d, E), block(conv1d, E))
-    found, announced, report = compare(model, torch.randn(3, 8, E))
+    found, announced, _ = compare(model, torch.randn(3, 8, E))
     assert announced == found
-    weights = [p for name, p in model.named_parameters() if ".c_" in name and p.dim() == 2]
-    assert report.weight_copy_bytes == 2 * sum(weight.numel() for weight in weights)
 
 
 @pytest.mark.parametrize("outer", [bf16, nullcontext], ids=["outer", "none"])
@@ -162,6 +153,6 @@ def test_measuring_changes_neither_gradients_nor_autocast():
     with bf16(), SavedTensorMeter(model, x) as meter:
         loss = model(x).sum()
     assert not torch.is_autocast_enabled("cpu")
-    assert meter.report().weight_copy_bytes == 4 * ELEMENTS
+    assert meter.report().saved_bytes > 4 * ELEMENTS
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -215,7 +215,7 @@ def test_a_model_never_keeps_more_than_the_dense_one(seed: int, sparsity: float)
     dense = bytes_kept(model, x)
     with SavedTensorMeter(model, x) as meter:
         model(x)
-    counted = meter.report().total_bytes
+    counted = meter.report().stored_bytes
     report = convert(model, sparsity=sparsity, block_size=16, rules={"*.dense": None})
     always = bytes_kept(model, x)
     with RetentionProbe(model, x) as probe:
@@ -227,7 +227,7 @@ def test_a_model_never_keeps_more_than_the_dense_one(seed: int, sparsity: float)
         model(x)
     for block in model:
         block.kept.clear()
-    assert meter.report().total_bytes <= counted
+    assert meter.report().stored_bytes <= counted
     assert bytes_kept(model, x) <= min(dense, always)
 
 
@@ -238,13 +238,13 @@ def test_the_probed_step_is_exact_and_packs_nothing_that_was_kept_before(make):
     dense.load_state_dict(model.state_dict())
     with SavedTensorMeter(dense, x) as meter:
         expected = dense(x).square().sum()
-    before = meter.report().total_bytes
+    before = meter.report().stored_bytes
     state = torch.get_rng_state()
     with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
         loss = model(x).square().sum()
     assert torch.equal(torch.get_rng_state(), state)
     report = meter.report()
-    assert report.total_bytes == before
+    assert report.stored_bytes == before
     assert report.stored_bytes == report.dense_bytes
     grads = torch.autograd.grad(loss, list(model.parameters()))
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
@@ -336,7 +336,7 @@ def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int,
         layer.sparsity = 0.0
     with alone:
         model(x).sum()
-    assert contexts[1].report().total_bytes == alone.report().total_bytes
+    assert contexts[1].report().stored_bytes == alone.report().stored_bytes
     assert torch.overrides._get_current_function_mode() is None
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -550,7 +550,7 @@ def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
     rows = {row.fqn: row for row in meter.report().rows}
     assert rows["attn"].stored_bytes == rows["attn"].sparsity == 0  # the batch, which is there anyway
     assert rows["attn.out_proj"].stored_bytes < rows["attn.out_proj"].dense_bytes == 4 * 7 * 3 * 64
-    assert meter.report().total_bytes == dense.total_bytes - rows["attn.out_proj"].saved_bytes
+    assert meter.report().stored_bytes == dense.stored_bytes - rows["attn.out_proj"].saved_bytes
     assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
     assert torch.equal(loss, expected)
     names = [name for name, _ in model.named_parameters()]

@@ -77,7 +77,7 @@ def test_models_of_the_examples(name, autocast):
     kept = [{row.fqn for row in report.rows if row.stored_bytes} for report in reports]
     assert kept[1] - kept[0] == BEHIND[name]
     packs = {row.fqn: row.stored_bytes for row in reports[1].rows}
-    assert reports[1].total_bytes - reports[0].total_bytes == sum(packs[fqn] for fqn in BEHIND[name])
+    assert reports[1].stored_bytes - reports[0].stored_bytes == sum(packs[fqn] for fqn in BEHIND[name])
     assert all(row.stored_bytes == row.accounted_bytes for report in reports for row in report.rows)
     found, expected = (gradients(one, x, autocast) for one in (reusing, own))
     behind = {f"{fqn}.weight" for fqn in BEHIND[name]}
@@ -122,7 +122,7 @@ def test_what_is_counted_is_what_is_allocated(autocast):
     del y
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y, nbytes = growth(lambda: model(x))
-    assert nbytes - y.untyped_storage().nbytes() == report.total_bytes
+    assert nbytes - y.untyped_storage().nbytes() == report.stored_bytes
 
 
 def test_a_layer_that_keeps_nothing_is_worth_its_while():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import convert, measure_sensitivity
 from lightning_actprune.analysis.sensitivity import SensitivityGrid, SensitivityProbe
-from lightning_actprune.operators.attention import watchers
+from lightning_actprune.operators.attention import Projection, watchers
 from tests.support.conversion_models import deep, mlp
 from tests.support.sensitivity_models import SMALL, Checkpointed, Twice, gradients, square
 
@@ -279,3 +279,28 @@ def test_buffers_are_as_they_were():
     assert model.cache is None
     assert list(model._buffers) == ["shared", "cache"]
     assert not model._non_persistent_buffers_set
+
+
+def test_attention_of_another_model_is_not_measured_nor_does_it_get_between(monkeypatch):
+    """As it may in another thread, whose projections every probe is told of."""
+    torch.manual_seed(0)
+    model, other = (nn.MultiheadAttention(64, 2) for _ in range(2))
+    x, grid = torch.randn(5, 4, 64), SensitivityGrid([0.5], [4], names=["(root)", "out_proj"])
+    convert(other, sparsity=0.5)
+
+    def rows() -> list[Any]:
+        with SensitivityProbe(model, grid) as probe:
+            model(x, x, x, need_weights=False)[0].square().sum().backward()
+        return probe.report().rows
+
+    alone = rows()
+    own = Projection.linear
+
+    def interrupted(self: Projection, *args: Any) -> Tensor:
+        if self.layer not in other.modules():
+            other(x, x, x)
+        return own(self, *args)
+
+    monkeypatch.setattr(Projection, "linear", interrupted)
+    assert rows() == alone
+    assert {row.fqn for row in alone} == {"(root)", "out_proj"}

@@ -111,6 +111,31 @@ def test_labels():
     assert storage.label == "a.*.b.* (gelu) + layer1.x2 + (step) (mul) + 1 more"
 
 
+def test_what_the_model_saves_itself_is_told_from_what_the_step_does():
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cos()
+
+    model, x = Halved(), torch.ones(16, requires_grad=True)
+    with StepMemoryRecorder(model) as recorder:
+        model(x).sin().sum().backward()
+    step = recorder.result()
+    assert {group.label for group in step.groups(step.forward_end)} == {"(root) (cos)", "(step) (sin)"}
+
+
+def test_attention_of_another_model_makes_no_moments():
+    """As it may in another thread, whose projections every recorder is told of."""
+    model, other = (nn.MultiheadAttention(64, 2) for _ in range(2))
+    convert(model, sparsity=0.5)
+    convert(other, sparsity=0.5)
+    with StepMemoryRecorder(model) as recorder:
+        before = len(recorder.result().moments)
+        other(*[torch.randn(5, 4, 64)] * 3)
+        assert len(recorder.result().moments) == before
+        model(*[torch.randn(5, 4, 64)] * 3)
+        assert len(recorder.result().moments) > before
+
+
 def test_the_end_of_the_forward():
     def step(*phases: str) -> StepMemory:
         return StepMemory(0, 0, [MemoryMoment(phase, "", None, 0, 0) for phase in phases])
@@ -158,6 +183,18 @@ def test_picture(tmp_path):
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
     used = {name for step in steps.values() for name, line in step.series().items() if any(line)}
     assert shown == used | {"in use, at most"}
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (2, 1, 2), (3, 2, 2), (4, 2, 2), (5, 3, 2)])
+def test_panels_stand_two_by_two(count: int, rows: int, columns: int, tmp_path):
+    pytest.importorskip("matplotlib")
+    figure = step_picture({f"panel {number}": random_step(number, True) for number in range(count)})
+    assert [axes.get_title() for axes in figure.get_axes()] == [f"panel {number}" for number in range(count)]
+    grid = figure.get_axes()[0].get_gridspec()
+    assert (grid.nrows, grid.ncols) == (rows, columns)
+    figure.savefig(tmp_path / "step.png")
+    legend = figure.legends[0].get_window_extent()
+    assert not any(legend.overlaps(axes.get_window_extent()) for axes in figure.get_axes())
 
 
 def test_a_picture_of_nothing():
@@ -213,7 +250,7 @@ def test_the_end_of_the_forward_is_what_the_meter_counts(make, sparsity: float |
     report = meter.report()
     step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
     end = step.forward_end
-    assert step.activation_bytes[end] == report.total_bytes == max(step.activation_bytes)
+    assert step.activation_bytes[end] == report.stored_bytes == max(step.activation_bytes)
     assert step.packed_bytes[end] == sum(row.stored_bytes for row in report.rows if row.sparsity > 0)
     assert step.activation_bytes[-1] == 0
     assert all(storage.freed is not None for storage in step.retained)
@@ -356,8 +393,8 @@ def test_the_order_of_recorders_does_not_matter():
         loss = model(x).square().mean()
     loss.backward()
     step = recorder.result()
-    assert step.activation_bytes[-1] == meter.report().total_bytes
-    assert late.report().total_bytes == step.activation_bytes[-1] + x.nbytes
+    assert step.activation_bytes[-1] == meter.report().stored_bytes
+    assert late.report().stored_bytes == step.activation_bytes[-1] + x.nbytes
 
 
 def test_a_compiled_model():
@@ -368,7 +405,7 @@ def test_a_compiled_model():
     loss.backward()
     compiled = torch.compile(model, backend="aot_eager")
     step = recorded_step(compiled, x, torch.optim.SGD(model.parameters(), 0.1))
-    assert 0 < step.activation_bytes[step.forward_end] <= meter.report().total_bytes
+    assert 0 < step.activation_bytes[step.forward_end] <= meter.report().stored_bytes
     assert step.activation_bytes[-1] == 0
     assert torch.compile(model, backend="aot_eager")(x).shape == (3, 5, 4)
 

@@ -1,4 +1,4 @@
-"""What a fit is warned of before its first step."""
+"""What a fit is warned of: before its first step, and of tensors too small to be packed after it has seen some."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_actprune import ActivationPruning, Keep, convert
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
 from lightning_actprune.codec import dispatch
 from lightning_actprune.schedules import LinearSchedule
+from tests.support.compression import top_hooks
+from tests.support.helpers import assert_plain, trainer
 
 
 class Module(L.LightningModule):
@@ -92,6 +95,121 @@ def test_an_ordinary_fit_is_warned_of_none_of_it():
     rules = {"net.2": Keep(bits=4)}
     found = fit(ActivationPruning(sparsity=0.5, rules=rules, verbose=0))
     assert not [text for text in found if "HINT" in text]
+
+
+class Attending(L.LightningModule):
+    """Attention of four heads, of which query, key and value lie in one storage; a linear layer in front of it."""
+
+    def __init__(self, batch_size: int = 4, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.batch_size, self.fails_at = batch_size, fails_at
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.MultiheadAttention(64, 4, batch_first=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.fails_at:
+            raise KeyError("as asked for")
+        return self(batch).square().mean()
+
+    def forward(self, x: Any) -> Any:
+        x = self.net[0](x)
+        return self.net[1](x, x, x, need_weights=False)[0]
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(4 * self.batch_size, 32, 64), self.batch_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def warned_of_small_tensors(model: L.LightningModule, *callbacks: L.Callback) -> list[str]:
+    """Return what a fit says of small tensors."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(*callbacks).fit(model)
+    return [text for warning in caught if "are not packed" in (text := str(warning.message))]
+
+
+def test_small_tensors_that_hold_much_of_what_is_kept_are_counted_once_a_fit():
+    callback, monitor = ActivationPruning(verbose=0), ActivationMemoryMonitor(1, verbose=0)
+    for _ in range(2):
+        found = warned_of_small_tensors(Attending(), callback, monitor)
+        assert len(found) == 1
+        small = 4 * 32 * (3 * 64 + 64) * 4  # query, key and value, and the result
+        step = monitor.report.step
+        share = small / step.activation_bytes[step.forward_end]
+        assert "fewer than 65,536 values" in found[0]
+        assert (
+            f"keeps up to 2 of these for backward: {small / 2**20:.2f} MiB, {share:.1%}".replace("%", " %") in found[0]
+        )
+        assert "HINT: train on a larger batch" in found[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"preset": "paper"},
+        {"rules": {"type:saved": None}},
+        {"rules": {"net.1*": None}},
+        {"skip_retained": False},
+    ],
+    ids=str,
+)
+def test_small_tensors_are_no_matter_where_nothing_packs_their_like_or_hooks_may_not_look(arguments: Any):
+    assert warned_of_small_tensors(Attending(), ActivationPruning(**arguments, verbose=0)) == []
+
+
+def test_the_hint_about_small_tensors_helps():
+    assert warned_of_small_tensors(Attending(batch_size=32), ActivationPruning(verbose=0)) == []
+
+
+def test_small_tensors_that_hold_little_are_no_matter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lightning_actprune.callbacks.advice.MOST_IN_SMALL_TENSORS", 0.99)
+    assert warned_of_small_tensors(Attending(), ActivationPruning(verbose=0)) == []
+
+
+def test_small_tensors_are_those_of_the_fit_not_of_a_tuners_trials():
+    finder = BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=5)
+    model = Attending()
+    assert warned_of_small_tensors(model, ActivationPruning(verbose=0), finder) == []
+    assert model.batch_size == 32
+
+
+class Sines(nn.Module):
+    """Operations that no layer is known for, behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+
+    def forward(self, x: Any) -> Any:
+        return (self.fc(x).sin() * x.cos()).sin()
+
+
+class WithSines(Attending):
+    """A block inside a module that is not compiled."""
+
+    def __init__(self, compiled: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        block = torch.compile(Sines(), backend="aot_eager") if compiled else Sines()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.Sequential(block))
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_small_tensors_of_compiled_modules_are_the_compilers(compiled: bool):
+    found = warned_of_small_tensors(WithSines(compiled), ActivationPruning(verbose=0))
+    assert len(found) == (not compiled)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_counting_small_tensors_leaves_nothing_behind_after_an_exception(fails_at: int):
+    model = WithSines(fails_at=fails_at)
+    with pytest.raises(KeyError, match="as asked for"):
+        trainer(ActivationPruning(verbose=0)).fit(model)
+    assert_plain(model)
+    assert top_hooks() is None
 
 
 def test_the_length_of_no_schedule():

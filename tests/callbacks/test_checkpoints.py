@@ -143,7 +143,10 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "rules": [],
         "total_steps": BATCHES * EPOCHS,
         "layers": ["body.0", "body.2", "head"],
+        "skip_retained": True,
         "spread": {},
+        "retained": {},
+        "saved": {"sites": {}, "settled": []},
     }
 
 
@@ -172,8 +175,14 @@ def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
 
     assert key(sparsity=0.5, rules={"a": Keep(bits=4)}) == key(block_size=16, rules={"a": Keep(bits=3)})
     assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
-    with pytest.raises(RuntimeError, match="state_key"):
-        trainer(ActivationPruning(sparsity=0.6), ActivationPruning(sparsity=0.6))
+
+
+def test_two_with_the_same_rules_are_refused_by_lightning_with_words_that_the_documentation_explains():
+    with pytest.raises(RuntimeError, match="consult the documentation of `ActivationPruning`") as error:
+        trainer(ActivationPruning(sparsity=0.6), ActivationPruning("max"))
+    said, documented = str(error.value).partition(".")[0], " ".join(ActivationPruning.__doc__.split())
+    assert f'"{said}". Give each its own layers' in documented
+    assert "or remove one." in documented
 
 
 def test_two_instances_find_their_own_state(tmp_path, recwarn):

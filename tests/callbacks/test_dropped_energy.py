@@ -121,9 +121,10 @@ def test_limits_out_of_range_are_refused(value):
 
 def test_what_is_found_is_shown(caplog):
     caplog.set_level("INFO")
-    trainer(ActivationPruning(rules=judged())).fit(Uneven())
+    trainer(ActivationPruning(rules=judged(), verbose=2)).fit(Uneven())
     text = " ".join(caplog.text.split())
     assert "1 linear layer drops no block" in text
+    assert "drop some all the same): body.0." in text
     assert "body.0 │ 41." in text
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import signal
 import weakref
 
 import lightning.pytorch as pl
@@ -70,22 +69,6 @@ def test_an_exception_of_another_callback_leaves_a_plain_model(phase: str, first
         trainer(*callbacks, enable_checkpointing=True, default_root_dir=tmp_path).fit(model)
     assert_plain(model)
     assert "configure_model" not in vars(model)
-
-
-def test_keyboard_interrupt_leaves_a_plain_model():
-    model = Net()
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    model.training_step = interrupt
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
-            trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
-    assert_plain(model)
 
 
 def test_a_fit_without_a_usable_module_raises_lightnings_own_error():

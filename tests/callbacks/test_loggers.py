@@ -144,11 +144,11 @@ def test_every_logger_gets_the_layers_at_the_same_steps(fitted, logger: str):
         values = {layer: series(got, separator.join(("actprune_layers", layer, name))) for layer in LAYERS}
         assert all([step for step, _ in found] == STEPS for found in values.values())
         for epoch, total in enumerate(fitted.monitor.history):
-            sizes = [values[layer][epoch][1] for layer in LAYERS]
             if column is None:
-                assert sizes == [total["sparsity"]] * len(LAYERS)
-            else:
-                assert sum(sizes) == total[column] / MIB
+                assert [values[layer][epoch][1] for layer in LAYERS] == [total["sparsity"]] * len(LAYERS)
+        if column is not None:
+            sizes = [values[layer][-1][1] * MIB for layer in LAYERS]
+            assert sizes == [getattr(row, column) for row in fitted.monitor.report.rows]
     last = fitted.monitor.report.rows
     assert [row.fqn for row in last] == LAYERS
 
@@ -297,7 +297,7 @@ def test_the_history_is_that_of_the_last_fit_and_bounded(monkeypatch):
 
 def test_totals_that_a_rank_lacks_are_not_logged():
     strategy = SimpleNamespace(reduce_boolean_decision=lambda measured, all=True: not all)  # what all ranks are told
-    ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3, barebones=False)
+    ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3, barebones=False, world_size=2, callback_metrics={})
     for report in (MemoryReport(), None):
         with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch`"):
             _log_totals(ranks, Net(), report, in_bar=False)
@@ -345,6 +345,6 @@ def test_ranks_that_measure_different_things_wait_for_each_other(tmp_path):
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     ((_, alone), (other,)) = first["bytes"], second["bytes"]
     mean = (alone + other) / 2 / MIB
-    assert other == 3 * alone
+    assert 2.9 * alone < other < 3.1 * alone
     assert first["totals"] == second["totals"] == [first["monitored"]] == [second["monitored"]] == [mean]
     assert (len(first["layers"]), second["layers"]) == (2, [])  # of rank zero, which has measured twice

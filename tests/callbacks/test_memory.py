@@ -6,6 +6,7 @@ import csv
 import gc
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.callbacks import memory
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
 
@@ -48,8 +50,54 @@ def test_metrics_reach_callback_metrics_without_a_logger():
     assert metrics["actprune/saved_mib"] == pytest.approx(report.saved_bytes / MIB)
     assert metrics["actprune/saved_frac"] == pytest.approx(report.saved_fraction)
     assert metrics["actprune/sparsity"] == 0.5
-    assert report.stored_bytes == sum(row.accounted_bytes for row in report.rows)
+    assert [row.stored_bytes for row in report.rows] == [row.accounted_bytes for row in report.rows]
     assert (report.measured_activation_bytes, report.measured_peak_bytes) == (None, None)
+
+
+class Watching(pl.Callback):
+    """Notes the totals after each batch, in the metrics and in the progress bar."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[set[str], set[str]]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        metrics = ({*trainer.callback_metrics}, {*trainer.progress_bar_metrics})
+        self.seen.append(tuple({name for name in names if "actprune" in name} for names in metrics))
+
+
+def test_totals_are_there_as_soon_as_a_step_was_measured():
+    watching, monitor = Watching(), ActivationMemoryMonitor(measure_batch=1)
+    trainer(ActivationPruning(), monitor, watching, max_epochs=2).fit(Net())
+    nothing, all_of_them = (set(), set()), (NAMES, {"actprune/saved_frac"})
+    assert watching.seen == [nothing] * 2 + [all_of_them] * (2 * BATCHES - 2)
+
+
+@pytest.mark.parametrize("part", ["all", "body"])
+def test_a_compiled_model_shows_its_total(part: str, caplog):
+    model, monitor, dense = Net(), ActivationMemoryMonitor(), ActivationMemoryMonitor()
+    trainer(dense).fit(Net())
+    if part == "body":
+        model.body = torch.compile(model.body, backend="aot_eager")
+    whole = torch.compile(model, backend="aot_eager") if part == "all" else model
+    caplog.set_level("INFO")
+    made = trainer(ActivationPruning(), monitor)
+    made.fit(whole)
+    report = monitor.report
+    assert 0 < report.compiled_bytes <= report.stored_bytes < dense.report.stored_bytes
+    assert (report.dense_bytes, report.saved_fraction) == (None, None)
+    logged = {name: value for name, value in made.callback_metrics.items() if "actprune" in name}
+    assert logged == {"actprune/stored_mib": pytest.approx(report.stored_bytes / MIB)}
+    assert made.progress_bar_metrics["actprune/stored_mib"] > 0
+    text = " ".join(caplog.text.split())
+    assert "of it kept by compiled code, whose layers are not seen one by one" in text
+    assert " 0.00 " not in text.partition("Activations: ")[2].partition("MiB")[0]
+
+
+def test_two_in_one_trainer_are_refused_since_loggers_would_get_their_means():
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=r"takes one ActivationMemoryMonitor, got 2.*HINT: keep one"):
+        trainer(ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(0), ActivationMemoryMonitor(1)).fit(model)
+    assert_plain(model)
 
 
 @pytest.mark.parametrize("make", [Net, ConfiguredNet])
@@ -272,6 +320,26 @@ def test_in_the_place_of_a_skipped_step_the_next_is_measured(forward: bool):
     assert of_next[0]["sparsity"] == 0.5
 
 
+class Fetching(Net):
+    """Takes its batches from the loader itself: Lightning cannot see how large they are, and counts them too late."""
+
+    def training_step(self, dataloader_iter) -> torch.Tensor:
+        (x, y), _, _ = next(dataloader_iter)
+        return nn.functional.cross_entropy(self(x), y)
+
+
+@pytest.mark.parametrize("preset", ["paper", "max"])
+def test_steps_that_fetch_their_batch(preset: str):
+    monitor, usual = ActivationMemoryMonitor(1), ActivationMemoryMonitor(1)
+    made = trainer(ActivationPruning(preset, verbose=False), monitor, max_epochs=2)
+    made.fit(Fetching())
+    assert made.callback_metrics.keys() >= NAMES
+    assert [row["epoch"] for row in monitor.history] == [0, 1]
+    trainer(ActivationPruning(preset, verbose=False), usual, max_epochs=2).fit(Net())
+    # What is kept of the batch itself, the labels, counts here.
+    assert [row["saved_bytes"] for row in monitor.history] == [row["saved_bytes"] for row in usual.history]
+
+
 def test_where_all_steps_are_skipped_nothing_is_measured_or_logged():
     class Skipping(Net):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -369,6 +437,12 @@ def test_the_allocator_agrees_with_the_count():
     made = trainer(ActivationPruning(sparsity=0.6), monitor, accelerator="gpu")
     made.fit(Net(), data)
     report = monitor.report
-    assert report.measured_activation_bytes == pytest.approx(report.total_bytes, rel=0.02)
+    assert report.measured_activation_bytes == pytest.approx(report.stored_bytes, rel=0.02)
     assert report.measured_peak_bytes > report.measured_activation_bytes
     assert made.callback_metrics.keys() >= NAMES | {"actprune/activations_mib", "actprune/peak_mib"}
+
+
+def test_without_lightnings_own_names_the_step_is_the_trainers_and_there_is_no_prefix():
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace())
+    assert memory._step(SimpleNamespace(fit_loop=loop, global_step=5)) == 4
+    assert memory._prefixed(SimpleNamespace(), "name") == "name"

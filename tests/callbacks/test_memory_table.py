@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import pytest
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.memory import (
@@ -14,7 +18,14 @@ from lightning_actprune.analysis.memory import (
     StepMemory,
 )
 from lightning_actprune.callbacks import display
-from lightning_actprune.callbacks.display import keepers_table, memory_table, peak_text, step_table
+from lightning_actprune.callbacks.display import (
+    headline,
+    keepers_table,
+    memory_table,
+    peak_text,
+    step_table,
+    uncovered_text,
+)
 from tests.support.helpers import BARS, Net, trainer
 
 MIB = 2**20
@@ -30,9 +41,14 @@ def test_a_table_an_epoch(bar, verbose: bool, capsys, caplog):
     text = capsys.readouterr().out + ("" if bar else caplog.text)
     for epoch in range(2):
         assert text.count(f"Kept for backward, epoch {epoch}") == verbose
-    assert text.count("Peak of the step") == text.count("│ body.2 ") == 2 * verbose
-    for title in ("Kept at the end of the forward, by who keeps it", "Memory of the step at the peak"):  # once a fit
-        assert text.count(title) == verbose
+    assert text.count("│ body.2 ") == 2 * verbose
+    once = (
+        "Kept at the end of the forward, by who keeps it",
+        "Memory of the step at the peak",
+        "Peak of the step",
+        "MiB dense",
+    )
+    assert [text.count(title) for title in once] == [verbose] * 4
 
 
 def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
@@ -40,9 +56,8 @@ def test_a_fit_in_mixed_precision_saves_what_the_table_announces(caplog):
     trainer(dense, precision="bf16-mixed").fit(Net())
     with caplog.at_level("INFO"):
         trainer(ActivationPruning(sparsity=0.6, verbose=False), pruned, precision="bf16-mixed").fit(Net())
-    assert dense.report.total_bytes - pruned.report.total_bytes == pruned.report.saved_bytes
-    assert pruned.report.weight_copy_bytes == 2 * (128 * 64 + 64 * 4)  # the first layer reads the batch, normalised
-    assert "16-bit weight copies" in caplog.text
+    assert dense.report.stored_bytes - pruned.report.stored_bytes == pruned.report.saved_bytes
+    assert pruned.report.dense_bytes == dense.report.stored_bytes  # with the 16-bit copies of weights
 
 
 def test_table_text():
@@ -53,7 +68,7 @@ def test_table_text():
         LayerFootprint("a.2.fc", "ActivationPrunedLinear", 0.0, 1, 0, 0, 0, bits=4),
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
-    report = MemoryReport(rows, 3 * MIB, 11 * MIB, 20 * MIB, 8 * MIB)
+    report = MemoryReport(rows, 3 * MIB, 20 * MIB, 11 * MIB)
     lines = display.as_text(memory_table(report, 7)).splitlines()
     rules = [line.strip("│┃").replace("┃", "│").split("│") for line in lines if "│" in line or "MiB" in line]
     cells = [[cell.strip() for cell in line] for line in rules]
@@ -64,12 +79,15 @@ def test_table_text():
         ["b", "values as they are, drops 60 %", "0.00", "1.00", "kept anyway"],
         ["a.2.fc", "4 bits", "0.00", "0.00", "-"],
         ["c", "whole", "2.00", "2.00", "0.0 %"],
-        ["16-bit weight copies", "", "8.00", "0.00", "100.0 %"],
-        ["These layers", "", "20.00", "7.00", "65.0 %"],
-        ["Other saved tensors", "", "", "3.00", ""],
+        ["Everything else", "", "8.00", "3.00", "62.5 %"],
+        ["Whole model", "", "20.00", "10.00", "50.0 %"],
         ["Measured after forward", "", "", "11.00", ""],
-        ["Measured peak of the step", "", "", "20.00", ""],
     ]
+    assert headline(report) == "Activations: 20.00 MiB dense -> 10.00 MiB (-50.0 %)."
+    hidden = MemoryReport(rows, 3 * MIB, None, compiled_bytes=2 * MIB)
+    assert "10.00 MiB, 2.00 MiB of it kept by compiled code" in headline(hidden)
+    assert "not known" in display.as_text(memory_table(hidden, 7))
+    assert headline(MemoryReport(rows[-1:], MIB, 3 * MIB)) == "Activations: 3.00 MiB, as in the dense model."
 
 
 @pytest.mark.parametrize(("layers", "shown"), [(40, 40), (41, 41), (42, 40), (200, 40)])
@@ -125,7 +143,7 @@ def test_table_of_the_step():
         ["Gradients", "0.00", "0.00", "2.00"],
         ["Optimizer state", "3.00", "3.00", "3.00"],
         ["Batch", "5.00", "5.00", "5.00"],
-        ["Packed inputs", "8.00", "8.00", "0.00"],
+        ["Packed tensors", "8.00", "8.00", "0.00"],
         ["Other saved tensors", "12.00", "12.00", "0.00"],
         ["Temporary and other tensors", "1.00", "16.00", "33.00"],
         ["In use", "30.00", "45.00", "44.00"],
@@ -146,6 +164,44 @@ def test_table_of_the_retainers():
     assert "... and 8 more" in text
     assert "(mul)" not in text
     assert display.as_text(keepers_table(StepMemory(0, 0, step_of(*[None] * 6).moments), 0)).count("Kept by ") == 1
+
+
+@pytest.mark.parametrize(
+    ("operator", "hint"),
+    [("cudnn_rnn", "Recurrent"), ("log_softmax", "A loss keeps its logits"), ("mul", "A preset or a rule")],
+)
+def test_what_nothing_covers_is_named_if_it_is_more_than_a_third(operator, hint):
+    step = step_of(*[None] * 6)
+    for storage in step.retained:
+        storage.covered = storage.packed
+    step.retained.append(Retained(9 * MIB, False, 2, 4, [Retainer("head", operator)]))
+    text = uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=42 * MIB, step=step))
+    start = "Kept as it is: 21.00 MiB, 50.0 % of the dense model, most of it by block.* (gelu) 12.00 MiB and "
+    assert text.startswith(f"{start}head ({operator}) 9.00 MiB. HINT: {hint}")
+    assert uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=63 * MIB, step=step)) == ""
+    assert uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=None, step=step)) == ""
+
+
+def test_a_dense_model_gets_no_advice():
+    assert uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=30 * MIB, step=step_of(*[None] * 6))) == ""
+
+
+def test_by_default_a_fit_prints_twelve_lines_and_one_table(capsys):
+    class Deep(Net):
+        def make(self) -> None:
+            super().make()
+            for _ in range(12):
+                self.body.append(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)))
+
+    callbacks = ActivationPruning(), ActivationMemoryMonitor(), TQDMProgressBar(refresh_rate=0)
+    trainer(*callbacks, enable_progress_bar=True, max_epochs=3).fit(Deep())
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip() and "it/s" not in line]
+    of_table = [line for line in lines if line[0] in "┏┃┡│├└" or line.startswith("Kept for backward")]
+    assert sum(line[0] == "┏" for line in lines) == 1
+    said = "\n".join(textwrap.fill(line, 120) for line in lines if line not in of_table)
+    assert len(said.splitlines()) <= 12
+    assert any("body.*.1 (12)" in line for line in of_table)
+    assert len(of_table) < 24
 
 
 def test_an_empty_step():

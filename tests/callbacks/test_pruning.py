@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,7 +197,8 @@ def test_other_stages_are_untouched(stage: str):
 @pytest.mark.parametrize("plugin", [BitsandbytesPrecision, TransformerEnginePrecision])
 def test_precision_plugins_that_replace_linear_layers_are_refused(plugin: type):
     model = Net()
-    made = SimpleNamespace(precision_plugin=object.__new__(plugin))  # their packages are not installed
+    made = trainer()
+    made.strategy._precision_plugin = object.__new__(plugin)  # their packages are not installed
     with pytest.raises(MisconfigurationException, match=f"cannot work with {plugin.__name__}.*HINT"):
         ActivationPruning(sparsity=0.6).setup(made, model, "fit")
     assert_plain(model)
@@ -257,6 +257,20 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
     assert "configure_model" not in vars(model)
 
 
+def test_two_of_the_model_itself_with_the_same_rules_are_an_error_that_says_what_to_do():
+    """Lightning checks the keys of the Trainer's own callbacks alone."""
+
+    class WithCallbacks(Net):
+        def configure_callbacks(self):
+            return [ActivationPruning("max", rules={"head": None}) for _ in range(2)]
+
+    model, rules = WithCallbacks(), r"ActivationPruning\(rules=\['head \(dense\)'\]\) #\w+"
+    wrong = rf"already converted by {rules}, and {rules} claims it too. HINT: give each its own .* take a callback out"
+    with pytest.raises(MisconfigurationException, match=wrong):
+        trainer().fit(model)
+    assert_plain(model)
+
+
 def test_layers_built_compressed_stay_as_they_are():
     class Built(Net):
         def make(self) -> None:
@@ -289,11 +303,15 @@ def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
 @pytest.mark.parametrize("bar", BARS)
 def test_the_summary_says_once_how_each_layer_is_kept(bar, capsys, caplog):
     rules = {"head": None, "body.2": Keep(bits=2, sparsity=LinearSchedule(end=0.5)), "type:activation": Keep(bits=3)}
-    callbacks = [ActivationPruning(sparsity=0.5, rules=rules), *([bar()] if bar else [])]
+    callbacks = [ActivationPruning(sparsity=0.5, rules=rules, verbose=2), *([bar()] if bar else [])]
     with caplog.at_level("INFO"):
         trainer(*callbacks, enable_progress_bar=bar is not None).fit(Net())
     text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
-    assert text.count("2 linear layers and 2 activation functions converted, 1 dense") == 1
+    said = (
+        "1 linear layer (values as they are, drops 50 %), 1 linear layer (2 bits, drops 0 to 50 %) and 2 activation "
+        "functions (3 bits) converted, 1 dense. Dense: head: the rule 'head' keeps it dense."
+    )
+    assert text.count(said) == 1
     assert "body.0 │ Linear │ values as they are, drops 50 % │" in text
     assert "body.1 │ GELU │ 3 bits │" in text
     assert "body.2 │ Linear │ 2 bits, drops 0 to 50 % │" in text
@@ -315,8 +333,8 @@ def test_a_long_summary_is_cut(caplog):
             self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
 
     with caplog.at_level("INFO"):
-        trainer(ActivationPruning(sparsity=0.6), max_steps=1).fit(Deep())
-    assert "63 linear layers converted" in caplog.text
+        trainer(ActivationPruning(sparsity=0.6, verbose=2), max_steps=1).fit(Deep())
+    assert "63 linear layers (values as they are, drops 60 %) converted" in " ".join(caplog.text.split())
     assert "... and 23 more" in caplog.text
     assert "extra.36" in caplog.text
     assert "extra.37" not in caplog.text
@@ -329,7 +347,7 @@ def test_layers_at_corresponding_places_are_one_row_of_the_summary(caplog):
             self.extra = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
 
     caplog.set_level("INFO")
-    trainer(ActivationPruning(sparsity=0.6, rules={"extra.7.*": Keep(bits=4)}), max_steps=1).fit(Deep())
+    trainer(ActivationPruning(sparsity=0.6, rules={"extra.7.*": Keep(bits=4)}, verbose=2), max_steps=1).fit(Deep())
     assert "extra.*.0 (59) │ Linear │ values as they are, drops 60 % │" in " ".join(caplog.text.split())
     assert "extra.7.0 │ Linear │ 4 bits │" in " ".join(caplog.text.split())
 
@@ -344,11 +362,13 @@ def test_verbose_means_the_same_to_all_callbacks(verbose: Any, level: int, capsy
     once = (
         "Activation pruning: 3",
         "1 linear layer stays dense",
-        "by who keeps",
-        "Memory of the step",
+        "MiB dense ->",
+        "Peak of the step",
         "With a cosine of",
     )
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
+    in_detail = "Layers that stay dense", "by who keeps", "Memory of the step"
+    assert [text.count(part) for part in in_detail] == [level == 2] * len(in_detail)
     tables = [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(3)]
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
     assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)

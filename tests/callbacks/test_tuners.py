@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.callbacks import tuning
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_dropped_energy import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, trainer
@@ -47,7 +49,7 @@ class Judged(Uneven):
         if len(batch[0]) > self.largest:
             raise RuntimeError("CUDA out of memory.")
         in_fit = any(isinstance(callback, ActivationPruning) for callback in self.trainer.callbacks)
-        self.kept.append((in_fit, len(batch[0]), meter.report().total_bytes))
+        self.kept.append((in_fit, len(batch[0]), meter.report().stored_bytes))
         return loss
 
     @property
@@ -251,3 +253,9 @@ def test_hooks_that_others_have_put_on_the_module_stay():
     trainer(**QUICK).fit(model)
     assert wrapping.calls == 3
     assert model.seen == [[]] * BATCHES  # no layer is pruned
+
+
+def test_a_strategy_without_a_hook_is_left_alone():
+    strategy = SimpleNamespace()
+    undo = tuning._also(strategy, "on_train_start", lambda: pytest.fail("nobody calls it"))
+    undo()

@@ -1,0 +1,152 @@
+"""What a converted module would keep for backward if it were dense, found without keeping it.
+
+The dense model is not there to be measured, and a formula for every class would be a second description of each of
+them. So the forward of the dense class runs once more, on *fake* tensors, which have shapes, strides, types and devices
+but no values: torch itself says which tensors it would save. It runs on a twin of the module, made of the dense classes
+of it and of its children, with fake parameters and buffers and without any hooks, so nothing of the module changes: no
+running statistics, no random numbers, no caches of autocast.
+
+What is kept counts by storage, so each storage of the twin must be known as the storage that the real step has in its
+place. Those of inputs, parameters and buffers are known from the start, those of the output when the module has
+returned it: a ReLU keeps its result, which the next layer may keep as its input. A 16-bit copy of a weight that
+autocast makes is known by its leaf and region (``analysis.recorder``). All others are new.
+
+A forward that looks at values, or takes tensors that are more than memory with strides, such as a DTensor, cannot run
+so. Nothing is known of its module then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, shared_copy, storages
+from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
+from lightning_actprune.operators.base import CompressedLayer, dense_class
+
+_HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
+"""Attributes of a module that hold hooks."""
+
+
+class _FakeMode(FakeTensorMode):  # type: ignore[misc]
+    """Fake tensors on devices that there are: torch gets ready for others too, after which no process can be forked."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return False
+
+
+class DenseForward:
+    """One forward of the dense class of a converted module, on fake tensors.
+
+    Args:
+        module: The converted module.
+        args: What it is called with.
+        kwargs: The same, by keyword.
+
+    Raises:
+        Exception: Whatever the forward raises if it cannot run without values.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._fakes: dict[int, Tensor] = {}
+        self._real: dict[int, Tensor] = {}
+        self._keys: dict[StorageWeakRef, tuple[StorageWeakRef, int]] = {}
+        saved: list[Tensor] = []
+        cached = torch.is_autocast_cache_enabled()
+        with (
+            _FakeMode(allow_non_fake_inputs=True),
+            torch.autograd.graph.saved_tensors_hooks(_noting(saved), lambda tensor: tensor),
+        ):
+            torch.set_autocast_cache_enabled(False)  # or it would keep copies of fake parameters for the region
+            try:
+                twin = self._twin(module)
+                inputs = tree_map_only(Tensor, self._fake, (args, dict(kwargs)))
+                self._output = type(twin).forward(twin, *inputs[0], **inputs[1])
+            finally:
+                torch.set_autocast_cache_enabled(cached)
+        self._saved = [(tensor, self._shared(tensor)) for tensor in saved]
+
+    def storages(self, output: Any) -> dict[Any, int]:
+        """Return the bytes of each storage that the dense module would keep, autocast's copies by their own keys.
+
+        Args:
+            output: What the converted module has returned, ``None`` if it raised.
+        """
+        for fake, real in zip(tree_leaves(self._output), tree_leaves(output), strict=False):
+            if isinstance(fake, Tensor) and isinstance(real, Tensor):
+                self._same(fake, real)
+        found: dict[Any, int] = {}
+        for tensor, copy in self._saved:
+            for key, nbytes in storages(tensor):
+                found |= dict([self._keys.get(key, (key if copy is None else copy, nbytes))])
+        return found
+
+    def _shared(self, saved: Tensor) -> Any:
+        """Return the key of the copy that ``saved`` is, ``None`` if it is none that others share."""
+        leaf = copied_leaf(saved)
+        return None if leaf is None or id(leaf) not in self._real else shared_copy(self._real[id(leaf)])
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """Return a module of the dense class with fake parameters and buffers, twins for children, and no hooks."""
+        cls = type(module)
+        while issubclass(cls, CompressedLayer):
+            cls = dense_class(cls)
+        twin = cls.__new__(cls)
+        own = vars(module) | {name: OrderedDict() for name in _HOOKS}
+        own.pop("forward", None)
+        own["_modules"] = {name: child and self._twin(child) for name, child in module._modules.items()}
+        own["_parameters"] = {name: self._parameter(value) for name, value in module._parameters.items()}
+        own["_buffers"] = tree_map_only(Tensor, self._fake, dict(module._buffers))
+        vars(twin).update(own)
+        return twin
+
+    def _parameter(self, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        if id(parameter) not in self._fakes:
+            made = nn.Parameter(_empty_like(parameter), parameter.requires_grad)
+            self._know(made, parameter)
+        return self._fakes[id(parameter)]
+
+    def _fake(self, real: Tensor) -> Tensor:
+        """Return a tensor like ``real`` without values, the same one each time."""
+        if id(real) not in self._fakes:
+            made = _empty_like(real)
+            if real.requires_grad and (real.is_leaf or is_expanded(real)):
+                made.requires_grad_()
+            elif real.requires_grad:  # a result, which may be written to
+                made.add_(torch.zeros((), dtype=real.dtype, device=real.device, requires_grad=True))
+            self._know(made, real)
+        return self._fakes[id(real)]
+
+    def _know(self, fake: Tensor, real: Tensor) -> None:
+        self._fakes[id(real)], self._real[id(fake)] = fake, real
+        self._same(fake, real)
+
+    def _same(self, fake: Tensor, real: Tensor) -> None:
+        """Let the storage of ``fake`` stand for that of ``real``, unless it stands for one already."""
+        for (key, _), known in zip(storages(fake), storages(real), strict=False):
+            self._keys.setdefault(key, known)
+
+
+def _noting(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a pack hook that notes what is saved; the list keeps no memory, since fake tensors have none."""
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return note
+
+
+def _empty_like(real: Tensor) -> Tensor:
+    """Return a tensor of the same type and layout on the same device; inside a fake mode it has no memory."""
+    if type(real) not in (Tensor, nn.Parameter):
+        raise TypeError(f"A {type(real).__name__} is more than memory with strides.")
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)

@@ -1,0 +1,246 @@
+"""A fit inside another, fits in two threads, and processes that load data: each is as it would be by itself."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
+from lightning_actprune.operators.base import CompressedLayer
+from tests.support.everything import BATCHES, Everything, assert_nothing_open, sample
+from tests.support.helpers import trainer
+from tests.support.ranks import all_traces
+
+
+def ours() -> list[pl.Callback]:
+    measured = ActivationMemoryMonitor(1, verbose=False), ActivationSensitivity([0.5], [4], verbose=False)
+    return [ActivationPruning("max", verbose=False), *measured]
+
+
+def found(model: Everything, callbacks: list[pl.Callback]) -> tuple[Any, ...]:
+    """Return all that a fit has come to, but for its parameters."""
+    pruning, monitor, sensitivity = callbacks
+    rows = pruning.report.to_rows(), monitor.report.totals(), monitor.report.to_rows(), sensitivity.result.rows
+    return *rows, all_traces(model)
+
+
+def compressed(model: Everything) -> int:
+    return sum(isinstance(module, CompressedLayer) for module in model.modules())
+
+
+def fit(model: Everything, *callbacks: pl.Callback, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    trainer(*callbacks, **options).fit(model)
+    return model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[Any, dict[str, Tensor]]]:
+    """What a fit comes to, by the seed of its model."""
+    results = []
+    for seed in range(2):
+        model, callbacks = Everything(seed), ours()
+        state = fit(model, *callbacks)
+        results.append((found(model, callbacks), state))
+    return results
+
+
+def assert_as_alone(alone: Any, seed: int, model: Everything, callbacks: list[pl.Callback]) -> None:
+    expected, state = alone[seed]
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert found(model, callbacks) == expected
+
+
+class Once(pl.Callback):
+    """Does something in one call of a hook, of a callback or of the model."""
+
+    def __init__(self, hook: str, action: Callable[[pl.Trainer], Any], step: int = 0) -> None:
+        self.hook, self.action, self.step, self.called = hook, action, step, False
+        if hook not in ("forward", "training_step"):
+            setattr(self, hook, self.act)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.hook in ("forward", "training_step"):
+            original = getattr(pl_module, self.hook)
+            replaced = functools.wraps(original)(lambda *args: self.act(trainer) or original(*args))
+            setattr(pl_module, self.hook, replaced)
+
+    def act(self, trainer: pl.Trainer, *args: Any) -> None:
+        if not self.called and trainer.global_step == self.step:
+            self.called = True
+            state = torch.get_rng_state()
+            self.action(trainer)
+            torch.set_rng_state(state)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        vars(pl_module).pop(self.hook, None)
+        assert self.called
+
+
+CALLS = [
+    *(("forward", 0), ("training_step", 0), ("on_fit_start", 0), ("on_train_start", 0), ("on_train_batch_start", 0)),
+    *(("on_before_backward", 0), ("on_after_backward", 0), ("on_before_zero_grad", 0), ("on_train_batch_end", 1)),
+    *(("on_validation_start", 0), ("training_step", 2), ("on_after_backward", 2), ("on_train_end", BATCHES)),
+]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
+@pytest.mark.parametrize(("hook", "step"), CALLS)
+def test_a_fit_inside_a_fit(alone, hook: str, step: int, first: bool):
+    """Also while the outer one probes its first batch."""
+    outer, inner, models = ours(), ours(), (Everything(0), Everything(1))
+    once = Once(hook, lambda _: fit(models[1], *inner), step)
+    fit(models[0], *([once, *outer] if first else [*outer, once]))
+    assert_as_alone(alone, 0, models[0], outer)
+    assert_as_alone(alone, 1, models[1], inner)
+    assert_nothing_open()
+
+
+@pytest.mark.parametrize("shared", range(3))
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_callback_of_a_running_fit_is_refused_to_another(alone, shared: int, step: int):
+    """The fit that it is in goes on as if nothing had happened."""
+    callbacks, model, other = ours(), Everything(0), Everything(1)
+    name = type(callbacks[shared]).__name__
+
+    def start_another(_: pl.Trainer) -> None:
+        with pytest.raises(
+            MisconfigurationException, match=f"This {name} is in a fit of another .* HINT: .* an {name}"
+        ):
+            fit(other, callbacks[shared])
+
+    fit(model, *callbacks, Once("training_step", start_another, step))
+    assert_as_alone(alone, 0, model, callbacks)
+    assert compressed(other) == 0
+    fit(Everything(1), *callbacks)
+    assert_nothing_open()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_another_stage_with_the_callbacks_of_a_running_fit_leaves_it_alone(alone, stage: str):
+    callbacks, model, other = ours(), Everything(0), Everything(1)
+    other.test_step = other.predict_step = other.validation_step
+    once = Once("training_step", lambda _: getattr(trainer(*callbacks), stage)(other, DataLoader([sample(0)])), 2)
+    fit(model, *callbacks, once)
+    assert_as_alone(alone, 0, model, callbacks)
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_the_same_model_in_a_fit_inside_a_fit(alone, back: bool):
+    """It trains with the layers as they are; to convert them again is an error, and to log without its Trainer too."""
+    callbacks, model = ours(), Everything(0)
+    counts: list[int] = []
+
+    def start_another(outer: pl.Trainer) -> None:
+        counts.append(compressed(model))
+        with pytest.raises(MisconfigurationException, match=r"is already converted by ActivationPruning.* HINT: "):
+            fit(model, ActivationPruning("max"))
+        counts.append(compressed(model))
+        fit(model, ActivationMemoryMonitor(0, verbose=False), max_steps=1)
+        counts.append(compressed(model))
+        if back:
+            model.trainer = outer
+
+    once = Once("on_train_batch_end", start_another, 2)
+    if back:
+        fit(model, *callbacks, once)
+        assert callbacks[0].report.to_rows() == alone[0][0][0]
+    else:
+        with pytest.raises(
+            MisconfigurationException, match=r"cannot log: the model was given to another Trainer.* HINT"
+        ):
+            fit(model, *callbacks, once)
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert compressed(model) == 0
+    assert_nothing_open()
+
+
+class Ordered(Everything):
+    """Lets the first of two threads end its first batch while the second is still in its own."""
+
+    def __init__(self, seed: int, events: dict[str, threading.Event]) -> None:
+        super().__init__(seed)
+        self.seed, self.events = seed, events
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.seed == 0 and batch_idx == 0:
+            self.events["first in"].set()
+            assert self.events["second in"].wait(60)
+        if self.seed == 0 and batch_idx == 1:
+            self.events["first out"].set()
+        if self.seed == 1 and batch_idx == 0:
+            self.events["second in"].set()
+            assert self.events["first out"].wait(60)
+        return super().training_step(batch, batch_idx)
+
+    def on_fit_start(self) -> None:
+        assert self.seed == 0 or self.events["first in"].wait(60)
+
+
+def test_two_threads_train_two_models(alone):
+    """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
+    events = {name: threading.Event() for name in ("first in", "second in", "first out")}
+    models, callbacks = [Ordered(seed, events) for seed in range(2)], [ours(), ours()]
+    threads = [
+        threading.Thread(target=trainer(*own).fit, args=(model,)) for model, own in zip(models, callbacks, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_nothing_open()
+    for seed, (model, own) in enumerate(zip(models, callbacks, strict=True)):
+        for name in ("seed", "events"):
+            delattr(model, name)
+        model.__class__ = Everything
+        assert_as_alone(alone, seed, model, own)
+
+
+class Samples(Dataset[Tensor]):
+    """Runs a part of the model in the process that loads the data, while a fit has converted it."""
+
+    def __init__(self, model: Everything) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, number: int) -> Tensor:
+        x = sample(number)
+        z = self.model.spread(self.model.late(self.model.act(self.model.first(x[None]))))
+        z = self.model.attention(z, z, z)[0].detach()
+        return x + 0 * z.mean()
+
+
+class Loading(Everything):
+    def __init__(self, context: str, inside: bool) -> None:
+        super().__init__()
+        self.context, self.inside = context, inside
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.inside and batch_idx == 0:  # which is probed
+            assert len(list(self.train_dataloader())) == BATCHES
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(self), 4, num_workers=2, multiprocessing_context=self.context)
+
+
+@pytest.mark.parametrize(
+    ("context", "inside"), [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.slow)]
+)
+def test_processes_that_load_data_run_a_converted_model(alone, context: str, inside: bool):
+    model, callbacks = Loading(context, inside), ours()
+    fit(model, *callbacks, limit_val_batches=0)
+    torch.testing.assert_close(model.state_dict(), alone[0][1], rtol=0, atol=0)
+    assert found(model, callbacks)[:-1] == alone[0][0][:-1]
+    assert_nothing_open()
