@@ -4,6 +4,8 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,9 +59,53 @@ def test_lora(tmp_path, monkeypatch):
 def test_out_of_memory(tmp_path, monkeypatch, recwarn):
     names = run("out_of_memory.md", tmp_path, monkeypatch)
     assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes
-    assert names["monitor"].report.total_bytes < 0.5 * names["pruned"]
+    assert names["monitor"].report.stored_bytes < 0.5 * names["pruned"]
     assert names["data"].batch_size == 32
     assert not [w for w in recwarn if "inside an activation checkpoint" in str(w.message)]
+
+
+def test_the_first_screen_of_the_site_has_the_line_to_add_and_what_it_saves():
+    head = (ROOT / "docs" / "index.md").read_text().partition("\n## ")[0]
+    (block,) = code_blocks(head, "python")
+    assert block.endswith('\nL.Trainer(callbacks=[ActivationPruning("max")])\n')
+    assert sum(row.startswith("| ") and "**-" in row for row in head.splitlines()) == 5
+    assert len(head.splitlines()) < 40
+
+
+def test_the_site_needs_no_other_server():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert site["theme"]["font"] is False
+    for name in (*site["extra_css"], *site["extra_javascript"]):
+        assert not re.search(r"url\(|https?:|import|fetch", (ROOT / "docs" / name).read_text())
+
+
+TABLE = """
+const made = (text) => ({
+  textContent: text, style: {}, attributes: {}, listeners: {},
+  getAttribute(name) { return this.attributes[name] ?? null; },
+  setAttribute(name, value) { this.attributes[name] = value; },
+  removeAttribute(name) { delete this.attributes[name]; },
+  addEventListener(name, listener) { this.listeners[name] = listener; },
+});
+const heads = [made("model"), made("cosine")];
+let rows = [["b", "0.9000"], ["a", "-"], ["c", "4e-07"], ["d", "12.5 %"], ...Array(30).fill(["z", "-"])];
+rows = rows.map((texts) => ({ cells: texts.map(made) }));
+const body = { rows, append(...sorted) { this.rows = sorted; } };
+global.document = { querySelectorAll: () => [{ tHead: { rows: [{ cells: heads }] }, tBodies: [body] }] };
+const shown = () => console.log(body.rows.slice(0, 4).map((row) => row.cells[0].textContent).join(""));
+"""
+"""A table as a browser has it, with what the script asks for."""
+
+
+def test_long_tables_are_sorted_by_a_click_on_a_head():
+    if shutil.which("node") is None:
+        pytest.skip("there is no node to run the script")
+    script = (ROOT / "docs" / "sortable.js").read_text()
+    clicks = "".join(f"heads[{head}].listeners.{event}; shown();" for head, event in (
+        (1, "click()"), (1, "keydown({key: 'Enter'})"), (0, "click()"), (0, "keydown({key: 'Tab'})")
+    ))  # fmt: skip
+    found = subprocess.run(["node", "-e", TABLE + script + clicks], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["cbda", "dbca", "abcd", "abcd"]
 
 
 def test_index(tmp_path, monkeypatch):
@@ -187,3 +233,11 @@ def test_the_citation_is_that_of_the_readme():
     names = " & ".join(author["family-names"] for author in paper["authors"])
     assert f"[{names}, {paper['year']}]({paper['url']})" in (ROOT / "README.md").read_text()
     assert paper["doi"].endswith(paper["url"].split("/")[-1])
+
+
+def test_the_version_is_the_newest_one_of_the_changelog_and_the_one_to_cite():
+    releases = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert releases[0] == ("Unreleased", "")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert releases[1] == (lightning_actprune.__version__, str(cited["date-released"]))
+    assert cited["version"] == lightning_actprune.__version__
