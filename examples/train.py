@@ -86,7 +86,7 @@ def train(method: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "method": method,
         "test_acc": test["test_acc"],
-        "activation_bytes": report.total_bytes,
+        "activation_bytes": report.stored_bytes,
         "peak_bytes": report.measured_peak_bytes,
         "seconds": seconds,
     }

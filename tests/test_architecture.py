@@ -12,13 +12,14 @@ from pathlib import Path
 
 import lightning_actprune
 from lightning_actprune import functional
+from lightning_actprune.codec import private
 
 NAME = "lightning_actprune"
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / NAME
 LAYERS = (
     {"config", "schedules"},
-    {"codec.formats", "codec.blocks"},
+    {"codec.formats", "codec.blocks", "codec.private"},
     {"kernels"},
     {"codec"},
     {"operators"},
@@ -28,7 +29,7 @@ LAYERS = (
     {"__init__", "__main__"},
 )
 """A module imports from its own layer and from those before it. ``codec.formats`` is not of the layer ``codec``."""
-FOR_KERNELS = {"codec.formats", "codec.blocks", "codec.dispatch", "kernels"}
+FOR_KERNELS = {"codec.formats", "codec.blocks", "codec.private", "codec.dispatch", "kernels"}
 """All that kernels may know of the package; ``codec.dispatch`` for what runs inside an operator."""
 ONLY_IN = {"lightning": "callbacks", "lightning_utilities": "callbacks", "triton": "kernels"}
 
@@ -95,6 +96,88 @@ def test_other_packages_stay_in_their_part():
     assert any(module.startswith("kernels.") and target.startswith("triton") for module, target in found)
     assert any(module.startswith("callbacks") and target.startswith("lightning.") for module, target in found)
     assert any(module.startswith("codec.") and target.startswith(f"{NAME}.kernels") for module, target in found)
+
+
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
+ELSEWHERE = {
+    ("callbacks.memory", "_batches_that_stepped"),  # Lightning's
+    ("callbacks.memory", "_prefix"),
+    ("operators.saved", "_getframe"),  # Python's
+    ("operators.saved", "_orig_mod"),  # of a compiled module, if there is one
+}
+"""Private names of others that may stand in a module, which has good reasons."""
+
+
+def docstrings(tree: ast.AST) -> set[ast.AST]:
+    return {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def dotted(node: ast.AST) -> str:
+    """Return ``"torch._C.name"`` of such an expression."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_of_torch(path: Path) -> Iterator[str]:
+    """Yield the private names of torch that a file imports, reads, or has in a text."""
+    tree = ast.parse(path.read_text())
+    ignored = docstrings(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in ignored:
+            found = [node.value]
+        else:
+            found = [re.sub(r"^(F|nn)\.", "torch.nn.", dotted(node))]
+        yield from (name for name in found if PRIVATE_OF_TORCH.match(name))
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines, or gives to what it makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            yield node.attr
+
+
+def private_attributes(tree: ast.AST) -> Iterator[str]:
+    """Yield the private attributes that a file reads of anything, also by ``getattr``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr"):
+            names = [argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+            yield from (name for name in names if PRIVATE.fullmatch(name))
+
+
+def test_private_names_of_torch_stand_in_one_module():
+    files = modules()
+    home = files.pop("codec.private")
+    found = {(module, name) for module, path in files.items() for name in private_of_torch(path)}
+    assert found == set()
+    assert "torch._C._len_torch_dispatch_stack" in private_of_torch(home)  # the walk sees what it must judge
+
+
+def test_private_attributes_of_others_are_listed():
+    files = {module: ast.parse(path.read_text()) for module, path in modules().items() if module != "codec.private"}
+    own = {name for tree in files.values() for name in own_names(tree)} | {"_replace"}
+    found = {(module, name) for module, tree in files.items() for name in private_attributes(tree) if name not in own}
+    listed = {name for names in private.ATTRIBUTES.values() for name in names} | set(private.OPTIONAL)
+    assert {(module, name) for module, name in found if name not in listed} == ELSEWHERE
+    read = {name for tree in files.values() for name in private_attributes(tree)}
+    assert listed - read == {
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    }  # whose text is put together
 
 
 def test_the_surface_is_small():

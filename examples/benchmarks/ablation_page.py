@@ -6,6 +6,7 @@ python examples/benchmarks/ablation_page.py
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -54,7 +55,7 @@ START = """\
 ## Energy of dropped blocks at the start
 
 Share of the energy (sum of squares) of their inputs that the smallest blocks of 32 values hold, before the first step:
-what `max_dropped_energy` is compared with. Independent normal values would have .41 at s = 0.5."""
+what `max_dropped_energy` is compared with. Independent normal values would have 41 % at s = 0.5."""
 
 
 def page(accuracy: Records, fidelity: Records, start: Records) -> str:
@@ -73,7 +74,7 @@ def energies(records: Records) -> str:
     variants = list(dict.fromkeys(r["variant"] for r in records))
     rows = []
     for (model, kind), group in groups(records, "model", "kind").items():
-        shares = {r["variant"]: f"{r['error']:.2f}" for r in group}
+        shares = {r["variant"]: f"{100 * r['error']:.0f} %" for r in group}
         rows.append([f"{model}, {kind}", *(shares[variant] for variant in variants)])
     return markdown(["layers", *(f"s = {variant[1:]}" for variant in variants)], rows)
 
@@ -105,7 +106,8 @@ def gradients(records: Records) -> str:
 def legend() -> str:
     """Return how variants are written, from the module that reads them."""
     text = emulation.__doc__ or ""
-    return text[text.index("A variant is") :].rstrip().replace("\n`", "\n- `").replace("\n    ", "\n  ")
+    text = text[text.index("A variant is") :].rstrip()
+    return re.sub(r"^(`.*`)\n    ", r"- \1: ", text, flags=re.MULTILINE).replace("\n    ", "\n  ")
 
 
 def main() -> None:

@@ -232,21 +232,23 @@ def run_case(name: str, method: str, cap_gib: float) -> dict[str, Any]:
 
 
 def summary(records: Records) -> Summary:
-    """Return the table: one row per model and method, with the ratio of the batch to the dense one."""
+    """Return the table: one row per model and method, with how many times the dense batch it is."""
     dense = {r["model"]: r["batch"] for r in records if r["method"] == "dense" and "error" not in r}
     rows = []
     for r in records:
         if "error" in r:
             rows.append([r["model"], r["method"], r["error"], "-", "-"])
             continue
-        ratio = f" ({r['batch'] / dense[r['model']]:.2f})" if dense.get(r["model"]) else ""
+        ratio = (
+            f" ({r['batch'] / dense[r['model']]:.2f} times)" if dense.get(r["model"]) and r["method"] != "dense" else ""
+        )
         found = (
             "-" if r["finder_batch"] is None else f"{r['finder_batch']}{'' if r['finder_fits'] else ', out of memory'}"
         )
         peak = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
         rows.append([r["model"], r["method"], f"{r['batch']}{ratio}", peak, found])
     header = ("model", "method", "largest batch", "peak MiB", "BatchSizeFinder")
-    return Summary("Largest batch under the cap; in brackets the ratio to dense", header, rows)
+    return Summary("Largest batch under the cap; in brackets, how many times that of dense", header, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -38,7 +38,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.common import environment, write_records
+from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.kernels import CASES, inputs
 from examples.benchmarks.timing import gpu_us
 from lightning_actprune.codec import blocks
@@ -239,12 +239,13 @@ def report(records: list[dict[str, Any]]) -> None:
     print(f"0.9 of dense is out of reach in {len(below)} of {len(records)} settings")
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
     parser.add_argument("--out", type=Path, default=Path("bound.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    require_gpu()
     torch.set_float32_matmul_precision("highest")
     records: list[dict[str, Any]] = []
     start = time.perf_counter()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, require_gpu, write_records
 from examples.benchmarks.kernels import CASES, chosen_method, inputs
-from examples.benchmarks.summaries import Records, Summary, case_name, geometric_mean, groups
+from examples.benchmarks.summaries import Records, Summary, case_name, geometric_mean, groups, percent
 from examples.benchmarks.timing import gpu_us
 from examples.benchmarks.vocabulary import BITS, BlockSelection
 from lightning_actprune.codec.blocks import block_and_keep, sparsity_parts
@@ -71,7 +71,7 @@ def summary(records: Records, figure: str, title: str) -> Summary:
 
 
 def ratios(records: Records) -> Summary:
-    """Return times over those of unquantised largest blocks: geometric mean over the cases, the worst in brackets."""
+    """Return times beside those of unquantised largest blocks: geometric mean over the cases, the worst in brackets."""
     names = [name for name in dict.fromkeys(map(name_of, records)) if name != "same"]
     rows = []
     for title, figure in (("pack", "pack_us"), ("weight gradient", "grad_us")):
@@ -81,9 +81,9 @@ def ratios(records: Records) -> Summary:
             cells = []
             for name in names:
                 found = [times[case, name] / times[case, "same"] for case in cases]
-                cells.append(f"{geometric_mean(found):.2f} ({max(found):.2f})")
+                cells.append(f"{percent(geometric_mean(found))} ({percent(max(found))})")
             rows.append([f"{title}, b = {block}, s = {sparsity:g}", *cells])
-    return Summary("Time over that of values as they are", ("", *names), rows)
+    return Summary("Time beside that of values as they are", ("", *names), rows)
 
 
 def name_of(record: dict[str, Any]) -> str:

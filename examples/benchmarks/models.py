@@ -10,8 +10,8 @@ of each its own, but not its time, so ``step_ms`` is of one process at a time on
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` its maximum over the
 step. ``accounted_mib`` is what ``SavedTensorMeter`` counts in a further forward, ``announced_mib`` what its report says
-that the layers save, ``weight_copies_mib`` of it 16-bit copies of weights. ``packed`` is how many of the ``converted``
-layers packed an input at all: frozen ones do not, nor those whose weight the model uses without calling the layer.
+that it saves. ``packed`` is how many of the ``converted`` layers packed an input at all: frozen ones do not, nor those
+whose weight the model uses without calling the layer.
 
 The program fails, and says where, if a case failed; if a pruned model's activations or peak are more than 0.5 % above
 the dense one's; or if what was saved, by the allocator, is more than 2 % off what was announced.
@@ -119,8 +119,8 @@ def accounted(training: Training) -> tuple[dict[str, int], int]:
     with SavedTensorMeter(training.model, training.batch) as meter:
         training.forward()
     report = meter.report()
-    kept = {"accounted_mib": report.total_bytes}
-    saved = {"announced_mib": report.saved_bytes, "weight_copies_mib": report.weight_copy_bytes}
+    kept = {"accounted_mib": report.stored_bytes}
+    saved = {"announced_mib": report.saved_bytes}
     return (kept | saved if training.conversion else kept), sum(row.sparsity > 0 for row in report.rows)
 
 

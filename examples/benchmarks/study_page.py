@@ -42,6 +42,10 @@ energy has a limit.
 - The presets are {presets}."""
 
 
+TITLES = {"resmlp": "ResMLP", "vit": "ViT", "gpt": "GPT", "resnet": "ResNet"}
+"""Tasks as headings."""
+
+
 def page(accuracy: Records, fidelity: Records) -> str:
     """Return the page."""
     settings = {name: results.kept(asdict(parse_setting(name))) for name in PRESETS}
@@ -49,7 +53,7 @@ def page(accuracy: Records, fidelity: Records) -> str:
     parts = [HEAD.format(presets=", ".join(named[:-1]) + " and " + named[-1])]
     gradients_of = groups(fidelity, "task")
     for key, group in groups(accuracy, "task").items():
-        parts += [f"## {key[0]}", *trainings(group), *gradients(gradients_of.get(key, []))]
+        parts += [f"## {TITLES[key[0]]}", *trainings(group), *gradients(gradients_of.get(key, []))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -122,7 +122,8 @@ def tradeoff(records: Records) -> Figure:
         color, marker = styles[value_format]
         filled = color if selection == "largest" else "white"
         marker = {"unbiased": "D"}.get(selection, marker)
-        label = value_format if selection == "largest" else f"{value_format}, {selection}"
+        stored = "as they are" if value_format == "same" else value_format
+        label = stored if selection == "largest" else f"{stored}, {selection}"
         draw_points(axes, runs, score, label, color=color, marker=marker, markerfacecolor=filled)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -174,7 +175,10 @@ def titled(figure: Figure, records: Records) -> Figure:
     """Return ``figure`` with the study it is of above it."""
     seeds = sorted({len(runs) for runs in results.by_setting(records).values()})
     numbers = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])
-    figure.suptitle(f"{results.study_title(records[0])}, {numbers} seeds", fontsize=7, wrap=True)
+    # Which data these are, to the last byte, says the page: a picture has no room for it.
+    checksum = records[0].get("sha256")
+    title = results.study_title(records[0]).replace(f" ({checksum})", "").replace(f", {checksum})", ")")
+    figure.suptitle(f"{title}, {numbers} seeds", fontsize=7, wrap=True)
     return figure
 
 

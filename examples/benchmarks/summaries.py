@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-Records = list[dict[str, Any]]
+Record = dict[str, Any]
+Records = list[Record]
 
 
 class Summary(NamedTuple):
@@ -21,14 +22,29 @@ class Summary(NamedTuple):
     rows: list[list[str]]
 
     def rich(self) -> Table:
-        """Return it for the terminal; columns whose every cell starts with a digit are aligned to the right."""
+        """Return it for the terminal, figures to the right."""
         table = Table(title=self.title, title_justify="left")
         for number, name in enumerate(self.header):
-            figures = all(row[number][:1].isdigit() for row in self.rows)
+            figures = are_figures([row[number] for row in self.rows])
             table.add_column(name, justify="right" if figures else "left")
         for row in self.rows:
             table.add_row(*row)
         return table
+
+
+def are_figures(cells: Sequence[str], longest: int = 40) -> bool:
+    """Return whether the cells of a column are figures, which stand to the right; words stand to the left.
+
+    A cell that goes on after its figure for more than ``longest`` characters is a sentence.
+    """
+    filled = [cell for cell in cells if cell not in ("", "-")]
+    return all(re.match(r"(\*\*)?[-+]?\d", cell) and len(cell) <= longest for cell in filled)
+
+
+def percent(ratio: float) -> str:
+    """Return by how many percent something is more or less, if it is ``ratio`` times what it is compared with."""
+    change = round(100 * (ratio - 1))
+    return f"{change:+d} %" if change else "0 %"
 
 
 def groups(records: Records, *keys: str) -> dict[tuple[Any, ...], Records]:
@@ -91,31 +107,33 @@ def pack(records: Records, block_size: int = 32, sparsity: float = 0.6) -> Summa
     rows = []
     for r in records:
         if (r["block_size"], r["sparsity"]) == (block_size, sparsity):
-            cells = [f"{r['copy_us']:.1f}", f"{r['pack_us']:.1f}", f"{r['pack_us'] / r['copy_us']:.2f}"]
+            cells = [f"{r['copy_us']:.1f}", f"{r['pack_us']:.1f}", percent(r["pack_us"] / r["copy_us"])]
             rows.append([r["dtype"], case_name(r["case"]), *cells])
     title = f"Pack at b = {block_size}, s = {sparsity}"
-    return Summary(title, ("dtype", "case", "copy us", "pack us", "pack / copy"), rows)
+    return Summary(title, ("dtype", "case", "copy us", "pack us", "more than the copy"), rows)
 
 
-def speedup_grid(records: Records) -> Summary:
-    """Dense time over ours, sparsities across: geometric mean over the cases and, in brackets, the worst case."""
+def time_grid(records: Records) -> Summary:
+    """Our time beside the dense one, sparsities across: geometric mean over the cases and, in brackets, the worst."""
     found = groups(records, "dtype", "block_size", "sparsity")
     sparsities = sorted({r["sparsity"] for r in records})
     rows = []
     for dtype, block in groups(records, "dtype", "block_size"):
         cells = []
         for sparsity in sparsities:
-            ratios = [speedup(r) for r in found.get((dtype, block, sparsity), [])]
-            cells.append(f"{geometric_mean(ratios):.2f} ({min(ratios):.2f})" if ratios else "-")
+            ratios = [1 / speedup(r) for r in found.get((dtype, block, sparsity), [])]
+            cells.append(f"{percent(geometric_mean(ratios))} ({percent(max(ratios))})" if ratios else "-")
         rows.append([f"{dtype}, b = {block}", *cells])
-    return Summary("Dense / ours", ("weight gradient", *(f"s = {s}" for s in sparsities)), rows)
+    return Summary(
+        "Time beside that of the dense product", ("weight gradient", *(f"s = {s}" for s in sparsities)), rows
+    )
 
 
 STEP_METHODS = ("dense", "checkpoint", "pruned")
 
 
 def steps(records: Records) -> Summary:
-    """Training steps, one row per model and mode: times with their ratio to dense, and memory, by method."""
+    """Training steps, one row per model and mode: times, also beside dense, and memory, by method."""
     rows = []
     for (model, batch, precision, mode), group in groups(records, "model", "batch", "precision", "mode").items():
         by_method = {r["method"]: r for r in group}
@@ -130,7 +148,7 @@ def steps(records: Records) -> Summary:
 
 
 def presets(records: Records) -> Summary:
-    """Steps of real models, one row per model and method: memory and time with their ratio to dense in that mode.
+    """Steps of real models, one row per model and method: memory and time, also beside dense in that mode.
 
     The last column is how long the host takes to issue a step; an eager step takes no less.
     """
@@ -143,19 +161,19 @@ def presets(records: Records) -> Summary:
             host = f"{r['host_ms']:.1f}"
             rows.append([f"{model}, batch {batch}", r["method"], layers, *memory, _time(r, dense), host])
     header = ("model", "method", "layers that drop blocks", "activations MiB", "peak MiB", "ms a step", "host ms")
-    return Summary("Presets on real models; in brackets the ratio to dense", header, rows)
+    return Summary("Presets on real models; in brackets, how much more or less than dense", header, rows)
 
 
 def beside(record: dict[str, Any], dense: dict[str, Any], name: str, digits: int) -> str:
-    """Return a figure and, for other methods than dense, its ratio to that of dense."""
+    """Return a figure and, for other methods than dense, how much more or less than that of dense it is."""
     if record[name] is None:
         return "-"
     figure = f"{record[name]:.{digits}f}"
-    return figure if record is dense else f"{figure} ({record[name] / dense[name]:.2f})"
+    return figure if record is dense else f"{figure} ({percent(record[name] / dense[name])})"
 
 
 def _time(record: dict[str, Any] | None, dense: dict[str, Any] | None) -> str:
-    """Return the milliseconds and, for other methods than dense, their ratio to it."""
+    """Return the milliseconds and, for other methods than dense, how much more or less they are."""
     if record is None:
         return "-"
     return f"{record['ms_median']:.2f}" if dense is None else beside(record, dense, "ms_median", 2)
@@ -196,7 +214,7 @@ def timeline(records: Records) -> Summary:
     for r in records:
         parts = r["parts_mib"][r["peak_phase"]]
         fixed = sum(parts[name] for name in ("parameters", "gradients", "optimizer state", "batch"))
-        shares = fixed, parts["packed inputs"], parts["other saved tensors"], parts["other"]
+        shares = fixed, parts["packed tensors"], parts["other saved tensors"], parts["other"]
         phases = " / ".join(f"{sum(part.values()):.0f}" for part in r["parts_mib"].values())
         without = [f"{mib:.0f} ({phase})" for mib, phase in r["without_mib"].values()]
         where = r["peak_phase"] + (f" of {r['peak_at']}" if r["peak_at"] else "")
@@ -205,6 +223,80 @@ def timeline(records: Records) -> Summary:
     made_of = ("parameters, gradients, state", "packed", "other saved", "temporary")
     header = ("step", "peak MiB", "lies in", "forward / backward / optimizer", *made_of, "half gone", "all gone")
     return Summary("Where the peak of a step is", header, rows)
+
+
+ZOO_MIN_VALUES = 1024
+"""Least values of a tensor that is packed there: inputs are small."""
+ZOO_PRESETS = "balanced", "max"
+ZOO_STEADY = 0.95
+"""A model whose gradient with rounded inputs has a cosine below that is chaotic: its gradients prove nothing."""
+_AS_IT_IS = {ord(mark): f"&#{ord(mark)};" for mark in "|*_`<[]"}
+"""Marks of Markdown in what is quoted there, as text."""
+_ZOO_HEADER = ("model", "rounded inputs", "balanced", "max", "kept, balanced", "kept, max")
+
+
+def zoo(records: Records, most: int = 10) -> list[Summary]:
+    """The models of the zoo whose gradients with ``max`` are furthest off, and those that keep most with it."""
+    measured = [r for r in records if zoo_is_measured(r)]
+    by_cosine = sorted(measured, key=lambda r: r["max_cosine"])[:most]
+    by_bytes = sorted(measured, key=lambda r: -zoo_share(r, "max"))[:most]
+    return [
+        Summary(f"Models with the {what}, max", _ZOO_HEADER, [zoo_cells(r) for r in worst])
+        for what, worst in (("lowest cosine", by_cosine), ("most kept", by_bytes))
+    ]
+
+
+def zoo_models(records: Records) -> Summary:
+    """All models of the zoo, with the largest difference of an output and what is to be said of them."""
+    rows = []
+    for r in records:
+        differences = [r[f"{preset}_forward"] for preset in ZOO_PRESETS if f"{preset}_forward" in r]
+        difference = f"{max(differences):.0e}".replace("0e+00", "0") if differences else "-"
+        notes = ["chaotic"] if r.get("noise") is not None and r["noise"] < ZOO_STEADY else []
+        notes += dict.fromkeys(r[key] for key in r if key.endswith(("error", "left")))
+        rows.append([*zoo_cells(r), difference, "; ".join(notes).translate(_AS_IT_IS)])
+    return Summary("All models of the zoo", (*_ZOO_HEADER, "output", "notes"), rows)
+
+
+def zoo_worst(records: Records, most: int) -> Records:
+    """Return the models of the zoo with the lowest cosines with ``balanced``, of those that are not chaotic."""
+    steady = [r for r in records if zoo_is_measured(r) and r["noise"] >= ZOO_STEADY]
+    return sorted(steady, key=lambda r: float(r["balanced_cosine"]))[:most]
+
+
+def zoo_causes(records: Records) -> Summary:
+    """What eight bits for one operator make of the worst gradients of the zoo, and bytes that they cost."""
+    labels = "balanced", "linear", "convolution", "activation", "norm", "all"
+    rows = []
+    for r in sorted(records, key=lambda r: float(r["balanced"])):
+        cosines = [f"{r[label]:.4f}" if label in r else "-" for label in labels]
+        costs = [
+            f"{r[f'{label}_kib'] / r['balanced_kib'] - 1:+.0%}".replace("%", " %") for label in ("activation", "all")
+        ]
+        rows.append([f"{r['zoo_causes']}/{r['model']}", *cosines, *costs])
+    return Summary("Eight bits in place of four", ("model", *labels, "bytes, activation", "bytes, all"), rows)
+
+
+def zoo_is_measured(record: Record) -> bool:
+    """Return whether a model of the zoo has gradients with both presets."""
+    return all(record.get(f"{preset}_cosine") is not None for preset in ZOO_PRESETS)
+
+
+def zoo_name(record: Record) -> str:
+    """Return the name of a model of the zoo with its library."""
+    return f"{record['zoo']}/{record['model']}"
+
+
+def zoo_share(record: Record, preset: str) -> float:
+    """Return what a model keeps with a preset, over what it keeps dense."""
+    return float(record[f"{preset}_kib"] / record["kib"])
+
+
+def zoo_cells(record: Record) -> list[str]:
+    """Return the name of a model, the cosines of its gradients, and what it keeps, ``-`` for what is not known."""
+    cosines = [record.get(name) for name in ("noise", *(f"{preset}_cosine" for preset in ZOO_PRESETS))]
+    shares = [f"{100 * zoo_share(record, p):.1f} %" if f"{p}_kib" in record else "-" for p in ZOO_PRESETS]
+    return [zoo_name(record), *("-" if value is None else f"{value:.4f}" for value in cosines), *shares]
 
 
 def _failures(group: Records) -> str:

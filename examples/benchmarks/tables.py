@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import batch_size as batch_sizes
 from examples.benchmarks import formats as format_times
+from examples.benchmarks import lightning_tests as own_tests
 from examples.benchmarks import plots, sensitivity, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
-from examples.benchmarks.summaries import Records, Summary, groups
+from examples.benchmarks.summaries import Record, Records, Summary, are_figures, groups, percent
 
 ROOT = RESULTS.parents[2]
 README = ROOT / "README.md"
@@ -39,8 +41,9 @@ def load(name: str, results: Path = RESULTS) -> Records | None:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a Markdown table: names to the left, figures to the right."""
-    align = [":--", *["--:"] * (len(header) - 1)]
+    """Return a Markdown table: names and words to the left, figures to the right."""
+    columns = range(1, len(header))
+    align = [":--", *("--:" if are_figures([str(row[number]) for row in rows]) else ":--" for number in columns)]
     lines = [header, align, *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
@@ -70,6 +73,19 @@ def memory(records: Records) -> str:
     return markdown(header, rows) + source(records[0])
 
 
+def grouped(summary: Summary) -> Summary:
+    """Return a summary with a row for each name of its first column above those that begin with it, one column less."""
+    rows: list[list[str]] = []
+    for (name,), group in groups([{"name": row[0], "row": row} for row in summary.rows], "name").items():
+        rows += [[f"**{name}**", *[""] * (len(summary.header) - 2)], *(r["row"][1:] for r in group)]
+    return summary._replace(header=summary.header[1:], rows=rows)
+
+
+def narrowed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the rows of a wide table with what is in brackets on a line of its own, so that a page has room for it."""
+    return [[re.sub(r"(?<=\w) \((?=[^()]*\)$)", "<br>(", cell) for cell in row] for row in rows]
+
+
 def summarised(summary: Summary, records: Records) -> str:
     """Return a summary as Markdown with its source."""
     return markdown(summary.header, summary.rows) + source(records[0])
@@ -79,34 +95,34 @@ PRESETS_TEXT = """\
 Trainings: a ResMLP, a ViT and a ResNet (whose convolutions are pruned) on CIFAR-10, a GPT on the source text of
 Python's standard library. Stored bits are those of the inputs of the blocks' linear layers, or convolutions, positions
 and headers included, over the tasks; scores are means ± standard deviations over three to six seeds with, in brackets,
-the difference to dense runs of the same seeds. `docs/accuracy.md` has their numbers and the commands."""
+the difference to dense runs of the same seeds. [Accuracy](accuracy.md) has their numbers and the commands."""
 PRESET_STEPS_TEXT = """\
-Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets the
-ratio to dense. `checkpoint` runs every block again in backward."""
+Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets, how
+much more or less that is than dense. `checkpoint` runs every block again in backward."""
 
 
 OTHER_STEPS_TEXT = """\
-Steps of models as their libraries build them, bf16 autocast, every operator covered; in brackets the ratio to dense in
-the same mode. `graph` replays the eager step from a CUDA graph, which takes the host's part away; `budget` is that of
-the compiler, `activation_memory_budget=0.5`; `reduce-overhead` is compiled with CUDA graphs, whose memory the allocator
-does not tell apart. `host ms`: how long Python takes to issue a step to an idle GPU. Each record of `others.json` names
-the command it is from; below is the first."""
+Steps of models as their libraries build them, bf16 autocast, every operator covered; in brackets, how much more or less
+that is than dense in the same mode. `graph` replays the eager step from a CUDA graph, which takes the host's part away;
+`budget` is that of the compiler, `activation_memory_budget=0.5`; `reduce-overhead` is compiled with CUDA graphs, whose
+memory the allocator does not tell apart. `host ms`: how long Python takes to issue a step to an idle GPU. Each record
+of `others.json` names the command it is from; below is the first."""
 
 
 def other_steps(steps: Records) -> str:
     """Memory and time of real models whose other layers keep few bits too."""
-    return OTHER_STEPS_TEXT + "\n\n" + summarised(summaries.presets(steps), steps)
+    return OTHER_STEPS_TEXT + "\n\n" + summarised(grouped(summaries.presets(steps)), steps)
 
 
 def presets(trainings: Records) -> str:
     """What the presets store and what they do to accuracy."""
     scores = study.presets(trainings)
-    return PRESETS_TEXT + "\n\n" + markdown(scores.header, scores.rows)
+    return PRESETS_TEXT + "\n\n" + markdown(scores.header, narrowed(scores.rows))
 
 
 def preset_steps(steps: Records) -> str:
     """Memory and time of real models with the presets."""
-    return PRESET_STEPS_TEXT + "\n\n" + summarised(summaries.presets(steps), steps)
+    return PRESET_STEPS_TEXT + "\n\n" + summarised(grouped(summaries.presets(steps)), steps)
 
 
 def kernels(records: Records) -> str:
@@ -114,7 +130,7 @@ def kernels(records: Records) -> str:
     dtypes = dict.fromkeys(r["dtype"] for r in records)
     paths = {dtype: plots.picture_path(PICTURE, dtype).relative_to(DOCS) for dtype in dtypes}
     pictures = [f"![Weight gradient, {dtype}]({path.as_posix()})" for dtype, path in paths.items()]
-    parts = [summarised(summaries.speedup_grid(records), records), *pictures]
+    parts = [summarised(summaries.time_grid(records), records), *pictures]
     if len({r["command"] for r in records}) == 1 and all("elapsed_s" in r for r in records):
         elapsed = max(r["elapsed_s"] for r in records)
         parts.insert(1, f"Measuring took {elapsed:.0f} s, compilation of kernels not yet in Triton's cache included.")
@@ -132,9 +148,9 @@ def formats(records: Records) -> str:
 
 
 STEP_TEXT = """\
-Whole training steps (forward, backward, fused AdamW), linear layers of the blocks pruned at s = 0.6, b = 32; ratios to
-dense in brackets, memory as dense / checkpoint / pruned. `graph` is the eager step captured in one CUDA graph: the
-GPU's time without Python's; `compile` is `torch.compile(fullgraph=True)`."""
+Whole training steps (forward, backward, fused AdamW), linear layers of the blocks pruned at s = 0.6, b = 32; in
+brackets, how much more or less time that is than dense; memory as dense / checkpoint / pruned. `graph` is the eager
+step captured in one CUDA graph: the GPU's time without Python's; `compile` is `torch.compile(fullgraph=True)`."""
 
 
 def step(records: Records) -> str:
@@ -153,36 +169,44 @@ weight the model uses without calling the layer."""
 def models(records: Records) -> str:
     """Which third-party models are pruned as they come, and what it saves."""
     settings = next(r for r in records if r["method"] == "pruned")
-    return MODELS_TEXT.format_map(settings) + "\n\n" + summarised(summaries.models(records), records)
+    summary = summaries.models(records)
+    number, reasons = summary.header.index("left dense"), []
+    for row in summary.rows:
+        # Reasons are sentences, which would make the table as wide as two pages.
+        count, _, reason = row[number].partition(" (")
+        if reason:
+            reasons.append(f"- {row[0]}: {reason.removesuffix(')')}")
+            row[number] = count
+    parts = [MODELS_TEXT.format_map(settings), summarised(summary, records)]
+    return "\n\n".join([*parts, "Why layers are left dense:", "\n".join(reasons)] if reasons else parts)
 
 
 TIMELINE_TEXT = """\
 The peak of a step, where it lies, and what it consists of there, in MiB; last, what it would be at most with half or
-all of the activations gone. {batch} images, bf16 autocast, AdamW, s = {sparsity}, b = {block_size}."""
+all of the activations gone. {batch} images, bf16 autocast, AdamW; checkpointing is of every block."""
 
 
 def peak(records: Records) -> str:
     """Where the peak of a step is, with a picture per model."""
-    settings = next(r for r in records if r["method"] == "pruned")
     pictures = [
         f"![Memory over a step, {name}]({timeline.picture_path(name).relative_to(DOCS).as_posix()})"
         for name in dict.fromkeys(r["model"] for r in records)
     ]
-    return "\n\n".join(
-        [TIMELINE_TEXT.format_map(settings), summarised(summaries.timeline(records), records), *pictures]
-    )
+    summary = summaries.timeline(records)
+    summary = summary._replace(rows=narrowed(summary.rows))
+    return "\n\n".join([TIMELINE_TEXT.format_map(records[0]), summarised(summary, records), *pictures])
 
 
 BATCH_SIZE_TEXT = """\
 The largest batch found with which a fit of three steps completes in a process that may allocate {cap_gib:g} GiB,
-searched to 1 in 32 (what the allocator cannot join adds about as much): `Trainer(precision="bf16-mixed")`, fused
-AdamW; in brackets the ratio to dense. Last, what Lightning's `BatchSizeFinder` finds by itself (`mode="binsearch"`,
+searched to 1 in 32 (what the allocator cannot join adds about as much): `Trainer(precision="bf16-mixed")`, fused AdamW;
+in brackets, how many times that of dense. Last, what Lightning's `BatchSizeFinder` finds by itself (`mode="binsearch"`,
 no margin), and whether the fit that goes on with it runs out of memory."""
 
 
 def batch_size(records: Records) -> str:
     """How large a batch fits under a cap."""
-    return BATCH_SIZE_TEXT.format_map(records[0]) + "\n\n" + summarised(batch_sizes.summary(records), records)
+    return BATCH_SIZE_TEXT.format_map(records[0]) + "\n\n" + summarised(grouped(batch_sizes.summary(records)), records)
 
 
 SENSITIVITY_TEXT = """\
@@ -203,53 +227,114 @@ HEADLINE = {
     "resnet50": ("ResNet-50", "resnet"),
     "resmlp_12_224": ("ResMLP-12", "resmlp"),
 }
-"""Models of the README's first table: what they are called, and the task of the study that trains a small one."""
+"""Models of the first tables: what they are called, and the task of the study that trains a small one."""
 HEADLINE_METHODS = ("checkpoint", "max, others")
+_COMPARED = "activations_mib", "peak_mib", "ms_median"
 HEADLINE_TEXT = """\
-One training step in eager mode on an {gpu}, in bf16 autocast with fused AdamW. "Checkpointing" recomputes every
-block, "ours" is `ActivationPruning("max")`; percentages are relative to dense training. Accuracy is that of *smaller*
-models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of Python, where a higher loss is
-worse): mean ± standard deviation of the difference to dense runs of the same seeds
+Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with checkpointing of every block;
+step times are changes too. One training step in eager mode on an {gpu}, in bf16 autocast with fused AdamW. Accuracy
+is that of *smaller* models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of Python, where
+a higher loss is worse): mean ± standard deviation of the difference to dense runs of the same seeds
 ({trained}).
 The models of the table themselves were not trained."""
 
 
-def percent(record: dict[str, Any], dense: dict[str, Any], name: str) -> str:
-    """Return by how many percent a figure is off that of dense."""
-    change = round(100 * (record[name] / dense[name] - 1))
-    return f"{change:+d} %" if change else "0 %"
+BRIEF_TEXT = """\
+One training step with `ActivationPruning("max")` in eager mode on an {gpu}, in bf16 autocast with fused AdamW, beside
+dense training. In brackets: the same step with every block checkpointed. Times of eager steps depend on [how fast the
+host is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller* models of the same kind, `"max"` beside
+dense (a higher loss is worse). [Benchmarks](benchmarks.md) and [accuracy](accuracy.md) have the whole tables."""
+
+
+def brief(steps: Records, trainings: Records) -> str:
+    """What the README's first table says, in columns that a phone can show."""
+    rows = []
+    for model, (title, task) in HEADLINE.items():
+        dense, checkpoint, ours = headline_steps(steps, model)
+        cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _COMPARED]
+        change, _ = study.difference_of("max+others", [r for r in trainings if r["task"] == task])
+        rows.append([title, *cells, change or "not measured"])
+    header = ["model", "activations", "peak memory", "step time", "accuracy"]
+    return markdown(header, rows) + "\n\n" + BRIEF_TEXT.format(gpu=steps[0]["gpu"])
+
+
+def headline_steps(steps: Records, model: str) -> Records:
+    """Return the steps of a model that the first tables show: dense, checkpointed, ours."""
+    found = {r["method"]: r for r in steps if (r["model"], r["mode"]) == (model, "eager")}
+    return [found[method] for method in ("dense", *HEADLINE_METHODS)]
 
 
 def headline(steps: Records, trainings: Records) -> str:
     """What five models need, checkpointed and with ``"max"``, beside dense, and what that does to accuracy."""
     rows, trained = [], []
     for model, (title, task) in HEADLINE.items():
-        found = {r["method"]: r for r in steps if (r["model"], r["mode"]) == (model, "eager")}
-        dense, others = found["dense"], [found[method] for method in HEADLINE_METHODS]
-        cells = []
-        for name in ("activations_mib", "peak_mib"):
-            cells += [f"{dense[name]:.0f} MiB", *(percent(r, dense, name) for r in others)]
-        cells += [percent(r, dense, "ms_median") for r in others]
+        dense, checkpoint, ours = headline_steps(steps, model)
+        cells = [
+            (f"{dense[name]:.0f} MiB: " if name.endswith("_mib") else "") + _changes(dense, checkpoint, ours, name, " ")
+            for name in _COMPARED
+        ]
         change, what = study.difference_of("max+others", [r for r in trainings if r["task"] == task])
         trained += [f"{title}: {what}"] if what else []
         rows.append([f"{title}, batch {dense['batch']}", *cells, change or "not measured"])
-    header = [
-        "model",
-        *_beside("activations"),
-        *_beside("peak memory"),
-        *_beside("step time")[1:],
-        "accuracy of a smaller model",
-    ]
+    header = ["model", "activations", "peak memory", "step time", "accuracy of a smaller model"]
     text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained))
     return markdown(header, rows) + "\n\n" + text
 
 
-def _beside(name: str) -> list[str]:
-    return [f"{name}, dense", f"{name}, checkpointing", f"{name}, **ours**"]
+def _changes(dense: Record, checkpoint: Record, ours: Record, name: str, between: str) -> str:
+    return f"**{percent(ours[name] / dense[name])}**{between}({percent(checkpoint[name] / dense[name])})"
+
+
+ZOO_TEXT = """\
+{count} models of {libraries}, untrained, with small inputs, in fp32 on a CPU. Cosines are those of the gradient of all
+parameters with the one of the dense model. "Rounded inputs" is the dense model again, with what goes into it rounded to
+bfloat16: a model where that is far from 1 is chaotic at its start, and its other cosines do not mean much. "Kept" is in
+percent of what the dense model keeps for backward; tensors of fewer than {least} values are left alone. "Output" is by
+how much outputs differ from those of the dense model, in parts of the largest, 0 if they are equal bit by bit."""
+
+
+def zoo(records: Records) -> str:
+    """What the presets keep of each model of the zoo, and how close gradients are: medians, and model by model."""
+    libraries = groups([r for r in records if summaries.zoo_is_measured(r)], "zoo")
+    medians = []
+    for (library,), group in libraries.items():
+        cosines, kept = (
+            [statistics.median(of(r, preset) for r in group) for preset in summaries.ZOO_PRESETS]
+            for of in (lambda r, preset: r[f"{preset}_cosine"], summaries.zoo_share)
+        )
+        cells = [*(f"{cosine:.4f}" for cosine in cosines), *(f"{share:.1%}".replace("%", " %") for share in kept)]
+        medians.append([f"{library} {group[0]['version']}", str(len(group)), *cells])
+    names = " and ".join(library for (library,) in libraries)
+    text = ZOO_TEXT.format(count=len(records), libraries=names, least=summaries.ZOO_MIN_VALUES)
+    header = ("library", "models", "balanced", "max", "kept, balanced", "kept, max")
+    parts = [text, "Medians of all models with a gradient:", markdown(header, medians), "Model by model:"]
+    return "\n\n".join([*parts, summarised(summaries.zoo_models(records), records)])
+
+
+def zoo_causes(records: Records) -> str:
+    """Which operator the worst gradients of the zoo are off by."""
+    return summarised(summaries.zoo_causes(records), records)
+
+
+LIGHTNING_TESTS_TEXT = """\
+Lightning {lightning} with the tests of {tests_of} (commit {commit:.7}), torch {torch}, Python {python}, {cpu}, no GPU.
+A test counts as failing only with our callbacks if it passes without them and fails with them twice. Folders were run
+in calls of their own, the first of them before the last corrections of the monitor."""
+
+
+def lightning_tests(records: Records) -> str:
+    """How many of Lightning's own tests pass with our callbacks in every Trainer, and why others do not."""
+    first = records[0]
+    text = LIGHTNING_TESTS_TEXT.format(commit=first["tests_commit"], **first)
+    counted, causes = own_tests.counted(records), own_tests.causes(records)
+    parts = [text, markdown(counted.header, counted.rows)]
+    parts += ["Why these fail:", markdown(causes.header, causes.rows)] if causes.rows else []
+    return "\n\n".join(parts) + f"\n\n<sub>`{first['command']}`</sub>"
 
 
 TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "headline": (("others", "accuracy"), headline),
+    "brief": (("others", "accuracy"), brief),
     "memory": (("memory",), memory),
     "presets": (("accuracy",), presets),
     "preset_steps": (("presets",), preset_steps),
@@ -262,6 +347,9 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "peak": (("timeline",), peak),
     "batch_size": (("batch_size",), batch_size),
     "sensitivity": (("sensitivity",), sensitivities),
+    "zoo": (("zoo",), zoo),
+    "zoo_causes": (("zoo_causes",), zoo_causes),
+    "lightning_tests": (("lightning_tests",), lightning_tests),
 }
 """Tables by the name of their markers: the result files, and what is made of their records."""
 

@@ -1,9 +1,9 @@
-"""Memory over one training step, dense, checkpointed and pruned: where the peak is and what it is made of.
+"""Memory over one training step, dense, checkpointed and with ``"max"``: where the peak is and what it is made of.
 
     python examples/benchmarks/timeline.py --out timeline.json
 
-timm models, bf16 autocast, fused AdamW; s = 0.6, b = 32, all linear layers that ``convert`` takes, those with a held
-input left dense; checkpointing per block. Every case runs in a fresh process: three warm-up steps, one plain step whose
+timm models, bf16 autocast, fused AdamW; with ``"max"``, layers whose input is kept anyway are left dense; checkpointing
+is per block. Every case runs in a fresh process: three warm-up steps, one plain step whose
 peak is ``plain_peak_mib``, then one step recorded by ``StepMemoryRecorder``. As in a Trainer, gradients of the step
 before are freed only when the forward is over.
 
@@ -28,16 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.common import MIB, RESULTS, environment, require_gpu, write_records
-from examples.benchmarks.models import SETTINGS, Training, warm_up
+from examples.benchmarks.models import Training, warm_up
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
-from examples.benchmarks.vocabulary import Preset
+from examples.benchmarks.vocabulary import PRESETS
 from lightning_actprune.analysis.memory import PHASES, StepMemory, StepMemoryRecorder
 from lightning_actprune.analysis.pictures import Panel, series_picture
 
 MODELS = ("resmlp_12_224", "vit_base_patch16_224")
-METHODS = ("dense", "checkpoint", "pruned")
-TITLES = {"dense": "dense", "checkpoint": "checkpointing", "pruned": 'preset "paper"'}
-"""What the methods are called in pictures; those of ``SETTINGS`` are the paper's."""
+METHODS = ("dense", "checkpoint", "max")
+TITLES = {"dense": "dense", "checkpoint": "checkpointing", "max": 'preset "max"'}
+"""What the methods are called in pictures."""
 DOCS = RESULTS.parents[2] / "docs"
 POINTS = 200
 HOLDERS = 12
@@ -66,7 +66,7 @@ def recorded(training: Training) -> StepMemory:
 
 def measure(name: str, method: str, device: torch.device) -> dict[str, Any]:
     """Return the figures of one case."""
-    training = Training(name, Preset(**SETTINGS) if method == "pruned" else None, device)
+    training = Training(name, PRESETS.get(method), device, others=True)
     if method == "checkpoint":
         checkpoint_blocks(training.model)
     warm_up(training)
@@ -144,9 +144,8 @@ def run_case(name: str, method: str) -> dict[str, Any]:
     output = subprocess.run([sys.executable, __file__, "--case", name, method], capture_output=True, text=True)
     if output.returncode:
         raise RuntimeError(f"{name}, {method} failed:\n{output.stderr[-3000:]}")
-    settings = SETTINGS if method == "pruned" else dict.fromkeys(SETTINGS)
     head = {"model": name, "batch": WORKLOADS[name].batch, "precision": "bf16-mixed", "method": method}
-    return {**head, **settings, **json.loads(output.stdout.splitlines()[-1])}
+    return {**head, **json.loads(output.stdout.splitlines()[-1])}
 
 
 def main() -> None:

@@ -37,5 +37,5 @@ def counted(training, pruned_extra=0):
     """Take the place of the allocator: what is really kept, and ``pruned_extra`` bytes on top if pruned."""
     with SavedTensorMeter(training.model, training.batch) as meter:
         training.finish(training.forward())
-    bytes_ = meter.report().total_bytes + (pruned_extra if training.conversion else 0)
+    bytes_ = meter.report().stored_bytes + (pruned_extra if training.conversion else 0)
     return {"activations_mib": bytes_, "peak_mib": bytes_ + PEAK}

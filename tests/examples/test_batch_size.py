@@ -93,7 +93,7 @@ def test_what_counts_as_out_of_memory(message: str, expected: bool):
     assert batch_size.out_of_memory(RuntimeError(message)) is expected
 
 
-def test_the_table_names_what_failed_and_the_ratio_to_dense():
+def test_the_table_names_what_failed_and_how_many_times_the_dense_batch_fits():
     head = {"model": "net", "peak_mib": 10.0, "finder_batch": 30, "finder_fits": True}
     records = [
         head | {"method": "dense", "batch": 20},
@@ -103,6 +103,6 @@ def test_the_table_names_what_failed_and_the_ratio_to_dense():
     console = Console(file=io.StringIO(), width=120)
     console.print(batch_size.summary(records).rich())
     text = console.file.getvalue()
-    assert "50 (2.50)" in text
+    assert "50 (2.50 times)" in text
     assert "60, out of memory" in text
     assert "took over 560 s" in text

@@ -12,6 +12,7 @@ from rich.console import Console
 from examples.benchmarks import (
     activations,
     attention,
+    bound,
     formats,
     kernels,
     norms,
@@ -66,7 +67,7 @@ def test_picks_are_compared_with_the_better_method(records):
 
 
 def test_pack_is_shown_at_one_setting(records):
-    assert summaries.pack(records).rows[3] == ["float32", "(8, 16, 32) → 64", "5.0", "12.0", "2.40"]
+    assert summaries.pack(records).rows[3] == ["float32", "(8, 16, 32) → 64", "5.0", "12.0", "+140 %"]
     assert summaries.pack(records[:1]).rows == []
 
 
@@ -85,14 +86,14 @@ def test_steps_are_one_row_per_model_and_mode():
     compiled = [step_record("dense", "compile", 8.0), step_record("pruned", "compile", 10.0)]
     rows = summaries.steps(eager + compiled).rows
     name = "net, 8 images, 32-true"
-    assert rows[0] == [name, "eager", "10.00", "14.00 (1.40)", "11.00 (1.10)", "100 / 140 / 110", "200 / 280 / 220"]
-    assert rows[1] == [name, "compile", "8.00", "-", "10.00 (1.25)", "80 / - / 100", "160 / - / 200"]
+    assert rows[0] == [name, "eager", "10.00", "14.00 (+40 %)", "11.00 (+10 %)", "100 / 140 / 110", "200 / 280 / 220"]
+    assert rows[1] == [name, "compile", "8.00", "-", "10.00 (+25 %)", "80 / - / 100", "160 / - / 200"]
 
 
 def test_readme_table_has_sparsities_across(records):
     text = tables.kernels(records)
     assert "| weight gradient | s = 0.6 | s = 0.9 |" in text
-    assert "| bfloat16, b = 16 | 1.06 (0.75) | - |" in text
+    assert "| bfloat16, b = 16 | -6 % (+33 %) | - |" in text
     assert "took 61 s" in text
     assert "](kernels_float32.png)" in text
     merged = [*records, {**records[0], "command": "python another.py"}]
@@ -142,10 +143,49 @@ def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
     runs = [("dense",), 0, 70.0], [("dense",), 1, 72.0], [("pruned", 0.5, 32, "int2"), 0, 69.5]
     trainings = [study_record(*run, task="vit", **(others if run[0] != ("dense",) else {})) for run in runs]
     rows = tables.headline(steps, trainings).splitlines()[2:7]
-    assert (
-        rows[0] == "| ViT-B/16, batch 8 | 100 MiB | -90 % | 0 % | 200 MiB | 0 % | -55 % | +30 % | 0 % | -0.50 points |"
-    )
+    memory = "100 MiB: **0 %** (-90 %) | 200 MiB: **-55 %** (0 %)"
+    assert rows[0] == f"| ViT-B/16, batch 8 | {memory} | **0 %** (+30 %) | -0.50 points |"
     assert all(row.endswith("| not measured |") for row in rows[1:])
+    first, *others = tables.brief(steps, trainings).splitlines()[2:7]
+    assert first == "| ViT-B/16 | **0 %**<br>(-90 %) | **-55 %**<br>(0 %) | **0 %**<br>(+30 %) | -0.50 points |"
+    assert all(row.endswith("| not measured |") for row in others)
+
+
+@pytest.mark.parametrize(
+    ("cells", "right"),
+    [
+        (["1.5", "-", "+3 %", "-12 %", "", "**-7 %**<br>(+2 %)", "12 of 37"], True),
+        (["dense", "1.5"], False),
+        (["0", "12 layers, which something else keeps for backward anyway"], False),
+    ],
+)
+def test_figures_stand_to_the_right_and_words_to_the_left(cells, right):
+    table = tables.markdown(["name", "what"], [["-", cell] for cell in cells])
+    assert table.splitlines()[1] == ("| :-- | --: |" if right else "| :-- | :-- |")
+
+
+def test_percentages_say_more_or_less():
+    assert [summaries.percent(ratio) for ratio in (0.364, 0.998, 1.0, 1.004, 1.27, 4)] == [
+        "-64 %",
+        "0 %",
+        "0 %",
+        "0 %",
+        "+27 %",
+        "+300 %",
+    ]
+
+
+def test_names_that_begin_several_rows_get_one_of_their_own():
+    summary = summaries.Summary("", ("model", "method", "ms"), [["a", "x", "1"], ["a", "y", "2"], ["b", "x", "3"]])
+    found = tables.grouped(summary)
+    assert found.header == ("method", "ms")
+    assert found.rows == [["**a**", ""], ["x", "1"], ["y", "2"], ["**b**", ""], ["x", "3"]]
+
+
+def test_brackets_of_wide_tables_get_a_line_of_their_own():
+    assert tables.narrowed([["`max` (new)", "0.5 ± 0.1 (+0.2 ± 0.1)", "f(x)"]]) == [
+        ["`max` (new)", "0.5 ± 0.1<br>(+0.2 ± 0.1)", "f(x)"]
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -242,7 +282,8 @@ def test_norms_are_measured_beside_those_of_torch(monkeypatch, tmp_path, capsys)
     assert "11.0 (1.00)" in capsys.readouterr().out
 
 
-def test_a_machine_without_a_gpu_gets_a_hint(monkeypatch, tmp_path):
+@pytest.mark.parametrize("benchmark", [kernels, bound], ids=["kernels", "bound"])
+def test_a_machine_without_a_gpu_gets_a_hint(benchmark, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     for version, hint in (
@@ -251,7 +292,7 @@ def test_a_machine_without_a_gpu_gets_a_hint(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(SystemExit, match="needs an NVIDIA GPU, and torch finds none") as error:
-            kernels.main([])
+            benchmark.main([])
         assert hint in str(error.value)
     assert list(tmp_path.iterdir()) == []
 

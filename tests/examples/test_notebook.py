@@ -84,8 +84,8 @@ def test_its_cells_run_in_order(cells, tmp_path, monkeypatch, capfd):
             exec(compile(cell.replace(full, short), f"cell {i}", "exec"), names)
     finally:
         torch.set_num_threads(threads)
-    assert names["pruned"].total_bytes < 0.2 * names["dense"].total_bytes
-    assert 0.5 * names["dense"].total_bytes < names["paper"].total_bytes < 0.9 * names["dense"].total_bytes
+    assert names["pruned"].stored_bytes < 0.2 * names["dense"].stored_bytes
+    assert 0.5 * names["dense"].stored_bytes < names["paper"].stored_bytes < 0.9 * names["dense"].stored_bytes
     for picture in ("memory", "gradients"):
         assert names[picture]._repr_png_().startswith(PNG)
     cosines, layers = names["cosines"], list(names["exact"])

@@ -183,5 +183,5 @@ def test_table_compares_with_dense_of_the_same_model():
     compiled = [record("dense, compiled", 0.8), record("max, others, compiled", 0.2, peak_mib=None)]
     rows = summaries.presets([record("dense", 1), record("max", 0.5, converted=9, dropping=4), *compiled]).rows
     assert rows[0] == ["net, batch 8", "dense", "-", "400", "800", "10.00", "4.2"]
-    assert rows[1] == ["net, batch 8", "max", "4 of 9", "200 (0.50)", "400 (0.50)", "5.00 (0.50)", "4.2"]
-    assert rows[3][3:] == ["80 (0.25)", "-", "2.00 (0.25)", "4.2"]
+    assert rows[1] == ["net, batch 8", "max", "4 of 9", "200 (-50 %)", "400 (-50 %)", "5.00 (-50 %)", "4.2"]
+    assert rows[3][3:] == ["80 (-75 %)", "-", "2.00 (-75 %)", "4.2"]

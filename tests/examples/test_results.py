@@ -90,6 +90,6 @@ def test_presets_are_shown_with_their_settings_and_the_main_study_of_each_task()
     assert shown.header[-2:] == ("net, test accuracy %", "gpt, validation loss")
     dense, paper, balanced, most = shown.rows
     assert dense == ["dense", "-", "-", "-", "2.50 - 16.00", "70.50 ± 0.71", "1.5000"]
-    assert paper == ["`paper`", "0.6", "`same`", "1", "-", "-", "-"]
-    assert balanced[:4] == ["`balanced`", "0", "`int4`", "1"]
-    assert most == ["`max`", "0.5", "`int2`", "0.2", "1.25 - 2.50", "69.50 ± 0.71 (-1.00 ± 0.00)", "1.2500 (-0.2500)"]
+    assert paper == ["`paper`", "0.6", "`same`", "-", "-", "-", "-"]
+    assert balanced[:4] == ["`balanced`", "0", "`int4`", "-"]
+    assert most == ["`max`", "0.5", "`int2`", "20 %", "1.25 - 2.50", "69.50 ± 0.71 (-1.00 ± 0.00)", "1.2500 (-0.2500)"]

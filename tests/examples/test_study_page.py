@@ -29,9 +29,9 @@ def test_every_task_has_a_section_with_its_main_study_first():
     records += trained(DENSE, [-1.5], **text) + trained(HALF, [-1.75], **text, command="later")
     head, images, texts = study_page.page(records, []).split("\n## ")
     assert "`paper` (s = 0.6, b = 32), `balanced` (s = 0, b = 32, int4) and `max` (s = 0.5 where" in head
-    assert images.startswith("resmlp\n\nnet on images, 2 epochs of 3 batches of 4, bf16:\n\n| method |")
+    assert images.startswith("ResMLP\n\nnet on images, 2 epochs of 3 batches of 4, bf16:\n\n| method |")
     assert images.index("batches of 4") < images.index("batches of 8")
-    assert texts.startswith("gpt\n\ngpt on stdlib (10 bytes, ab), 2 epochs of 3 batches of 4, bf16, compiled:\n\n")
+    assert texts.startswith("GPT\n\ngpt on stdlib (10 bytes, ab), 2 epochs of 3 batches of 4, bf16, compiled:\n\n")
     assert "| pruned, s = 0.5, b = 16 | 16.00 | 1 | 1.7500 | +0.2500 |" in texts
     assert texts.count("<sub>") == 2
     assert "`python made_up.py`" in texts
@@ -124,5 +124,5 @@ def test_pages_show_presets_once_records_are_there(tmp_path):
     (tmp_path / "presets.json").write_text(json.dumps([step]))
     text = "\n".join(tables.rendered(pages, tmp_path).values())
     assert "| dense | - | - | - | 16.00 | 71.00 ± 1.41 |" in text
-    assert "| net, batch 8 | dense | - | 400 | 800 | 10.00 | 4.0 |" in text
+    assert "| **net, batch 8** |  |  |  |  |  |\n| dense | - | 400 | 800 | 10.00 | 4.0 |" in text
     assert "`measured`" in text

@@ -67,7 +67,7 @@ def test_tradeoff_has_a_point_per_setting_and_dense_as_a_band():
     axes = study_plots.tradeoff(runs + dense).axes[0]
     assert axes.get_xscale() == "log"
     points = {bars.get_label(): [*bars.lines[0].get_xdata(), *bars.lines[0].get_ydata()] for bars in axes.containers}
-    assert points == {"int4": [4.0, 71.0], "int4, swap": [5.0, 71.0], "same": [9.0, 71.0]}
+    assert points == {"int4": [4.0, 71.0], "int4, swap": [5.0, 71.0], "as they are": [9.0, 71.0]}
     ends = axes.containers[0].lines[2][0].get_segments()[0][:, 1]
     assert ends.tolist() == pytest.approx([71 - math.sqrt(2), 71 + math.sqrt(2)])
     band = axes.patches[0].get_extents().transformed(axes.transData.inverted())

@@ -86,8 +86,12 @@ def kept(record: dict[str, Any]) -> str:
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")
-    where = "" if limit is None else f" where that drops {limit:.0%} of the energy at most"
-    others = f", other layers in few bits ({record['others'].replace(':', ' ')})" if record.get("others") else ""
+    where = "" if limit is None else f" where that drops {100 * limit:.0f} % of the energy at most"
+    others = (
+        f", other layers in few bits ({record['others'].replace(':', ' ').replace(',', ', ')})"
+        if record.get("others")
+        else ""
+    )
     return f"pruned, s = {record['sparsity']:g}{where}, b = {record['block_size']}{values}{chosen}{others}"
 
 
@@ -200,13 +204,14 @@ def presets(records: Records) -> Summary:
     mains = [main_study(group) for group in groups(records, "task").values()]
     rows = [["dense", "-", "-", "-", *preset_cells("dense", mains)]]
     for name, preset in PRESETS.items():
-        settings = f"{preset.sparsity:g}", f"`{preset.value_format}`", f"{preset.max_dropped_energy:g}"
+        limit = f"{100 * preset.max_dropped_energy:g} %" if preset.max_dropped_energy < 1 else "-"
+        settings = f"{preset.sparsity:g}", f"`{preset.value_format}`", limit
         rows.append([f"`{name}`", *settings, *preset_cells(name, mains)])
         cells = preset_cells(f"{name}+others", mains)
         if set(cells) != {"-"}:
             rows.append([f"`{name}`, every operator", *settings, *cells])
     scores = (f"{study[0]['model']}, {score_of(study[0]).name}" for study in mains)
-    header = ("preset", "sparsity", "`value_format`", "`max_dropped_energy`", "stored bits per value", *scores)
+    header = ("preset", "sparsity", "format", "energy dropped at most", "stored bits per value", *scores)
     return Summary("Presets", header, rows)
 
 
