@@ -349,16 +349,28 @@ def _dense(given: Tensor, x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor 
     Args:
         given: The input before autocast.
         x: As autocast casts it.
-        rows: As the product had better read it.
+        rows: As the product had better read it where that takes a copy.
         weight: ``[OUT, IN]``.
         bias: ``[OUT]`` or ``None``.
     """
     if given.dim() < 3 or given.is_contiguous() or (given.dtype != x.dtype and _is_cast_to_rows(given)):
         return no_view(F.linear(x, weight, bias))
-    y = torch.mm(rows.reshape(-1, x.shape[-1]), weight.t())
+    y = torch.mm((x if _flattens(x) else rows).reshape(-1, x.shape[-1]), weight.t())
     if bias is not None:
         y.add_(bias)
     return no_view(y.view(*x.shape[:-1], weight.shape[0]))
+
+
+def _flattens(x: Tensor) -> bool:
+    """Return whether ``x [..., IN]`` can be read as ``[R, IN]`` where it lies, as which products then read it."""
+    expected = None
+    for size, stride in zip(x.shape[-2::-1], x.stride()[-2::-1], strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
 
 
 def _is_cast_to_rows(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
+from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
 
 BITS = (8, 4, 3, 2)
@@ -439,6 +441,19 @@ def test_group_normalisation_keeps_channels_last_where_the_dense_layer_does(devi
     layer = converted(dense)
     assert layer(x).stride() == dense(x).stride()
     compare(layer, dense, x)
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_on_the_cpu_outputs_lie_as_torchs_whatever_the_strides(groups):
+    """Of sizes of 1 too, with gaps, and with dimensions that repeat."""
+    draw = random.Random(0)
+    for _ in range(500):
+        x = torch.randn(5000).as_strided(*odd_strides(draw))
+        if x.shape.numel() == x.shape[1]:
+            continue  # one value has no variance
+        right = F.group_norm(x, groups) if groups else F.batch_norm(x, None, None, training=True)
+        ours = channel_norm(x, None, None, ChannelSetting(groups, EPS, 32, 8), x.dtype)
+        assert steps(ours) == steps(right), (x.shape, x.stride())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

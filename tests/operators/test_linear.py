@@ -6,6 +6,7 @@ What holds for all operators alike is in ``tests/contract``.
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -277,6 +278,15 @@ def test_the_output_is_torchs_and_nobodys_view(layout, dtype, bias):
         gradients.append((x.grad, model.bias.grad if bias else None))
         x.grad = None
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_one_sample_is_read_as_it_lies(rows):
+    """Products round otherwise where their factor is a copy that lies otherwise."""
+    for width, out, bias in itertools.product((3, 8, 24), range(1, 12), (False, True)):
+        dense = nn.Linear(width, out, bias)
+        x = torch.randn(width, rows).t()[None].requires_grad_()
+        assert torch.equal(compressed(dense, sparsity=0.5, block_size=8)(x), dense(x)), (width, out)
 
 
 def test_what_is_not_finite_is_kept_and_spreads_no_further_than_its_block():

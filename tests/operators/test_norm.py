@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
+from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
 
 BITS = (8, 4, 3, 2)
@@ -291,6 +293,16 @@ def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
     grad_y = torch.randn_like(right)
     grads = (torch.autograd.grad(out, x, grad_y)[0] for out in (y, right))
     assert oracle.relative_error(*grads) < 0.01
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+def test_on_the_cpu_outputs_lie_as_torchs_whatever_the_strides(make):
+    draw = random.Random(0)
+    for _ in range(200):
+        x = torch.randn(5000).as_strided(*odd_strides(draw))
+        dense = make(x.shape[-1])
+        layer = compressed(nn.Sequential(make(x.shape[-1])), "norm", bits=8)
+        assert steps(layer(x)) == steps(dense(x)), (x.shape, x.stride())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
