@@ -32,11 +32,16 @@ that reads a packed tensor is asked for its name: if another operation has come 
 it, that is an error. What is not found (the graph of an output that nobody can see) stays as it is. What is written to
 while it waits is an error in backward, as without hooks.
 
+Outliers may come later than that, as a mask does with the first batch that is padded. So they are looked for again in
+the 2nd, 4th, 8th forward and so on, and in every 128th from then on: what has some stays as it is from then on, with a
+warning, since they may have come in a forward in between.
+
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
 errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
 of fewer values* the other factor may have fewer bits than what the input gradient is computed from. If another
 operation saves the same small tensor, as where values are divided by a learned step and multiplied by it again, its
-gradient is a difference of two sums, far smaller than either: then both factors stay as they are. Of fused attention,
+gradient is a difference of two sums, far smaller than either: then both factors stay as they are. So they do where the
+step's inverse is a factor. Of fused attention,
 query, key and value are stored, which it saves first, not a learned bias: where that is to mask, it is minus infinity,
 or as good as that.
 
@@ -66,6 +71,7 @@ import threading
 import warnings
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -168,6 +174,8 @@ MOST_SHARED = 2**16
 _FEWER_VALUES = 8
 """A tensor that has so many times as many values is multiplied with few factors."""
 _PACKAGE = __name__.partition(".")[0] + "."
+_OUTLIER = "an outlier takes all steps of its block for itself"
+_OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
 _RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 _VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
@@ -177,6 +185,11 @@ _VIEWS_AND_CASTS = frozenset(
         "View",
     )
 )
+_QUOTIENT = -1
+"""Stands for the number of the operation that has inverted a parameter."""
+_QUOTIENTS = frozenset({"DivBackward0", "ReciprocalBackward0", "RsqrtBackward0"})
+CHECKED_EVERY = 128
+"""Forwards after which outliers are looked for again, at the latest; a power of 2."""
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
@@ -254,6 +267,23 @@ def _copies_parameter(tensor: Tensor) -> bool:
             break
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
+    """Return the parameters from which alone, and by a quotient, ``tensor`` is computed; none of any other tensor."""
+    inverse, leaves, waiting = False, list[Tensor](), [tensor.grad_fn]
+    for _ in range(MAX_STEPS):
+        if not waiting:
+            break
+        node: Any = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            leaves.append(leaf)
+        elif node is None or not node.next_functions:
+            return []
+        inverse |= node.name() in _QUOTIENTS or (node.name() == "PowBackward0" and node._saved_exponent < 0)
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return leaves if inverse and not waiting else []
 
 
 Dims = tuple[tuple[int, int], ...]
@@ -673,10 +703,13 @@ class Operations:
     Args:
         store: Keeps what waits, given the nodes that were found by their numbers.
         watched: Whether it is noted which operations share small tensors, for new sites to be decided.
+        checked: Whether outliers are looked for again.
     """
 
-    def __init__(self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool) -> None:
-        self._store, self.watched = store, watched
+    def __init__(
+        self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool, checked: bool
+    ) -> None:
+        self._store, self.watched, self.checked = store, watched, checked
         self._saving = Saving(-1)
         self._users: dict[int, set[int]] = {}
         self._waiting: list[Waiting] = []
@@ -696,6 +729,9 @@ class Operations:
             address = tensor.untyped_storage()._cdata
             saving.small.append((address, tensor.numel()))
             self._users.setdefault(address, set()).add(number)
+            inverted = _inverted_parameters(tensor)
+            for step in (tensor, *inverted) if inverted else ():
+                self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
         return saving
 
     def wait(
@@ -708,9 +744,10 @@ class Operations:
         self._waiting.append(stay)
 
     def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
-        """Return whether an operation that is no product saves the factor with which what waits is multiplied.
+        """Return whether the factor with which what waits is multiplied may be the step of a quantization.
 
-        Factors of nearly as many values are no steps of a quantization.
+        An operation that is no product saves it too, or it is the inverse of a parameter, or such a parameter. Factors
+        of nearly as many values are no steps.
         """
         fewer = [address for address, values in stay.saving.small if values * _FEWER_VALUES <= stay.tensor.numel()]
         users = [nodes.get(number) for address in fewer for number in self._users[address]]
@@ -768,6 +805,11 @@ class OpenHooks:
         close_hooks(self)
         self._context.__exit__(None, None, None)
         self.operations.returned(outputs, 0)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Return whether a CUDA graph of what is done with ``tensor`` is being made: then nobody may wait for values."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _stream(tensor: Tensor) -> int:
@@ -855,6 +897,7 @@ class SavedTensorCompression:
         self._operations = {name: check_bits(bits, "operations") for name, bits in (operations or {}).items()}
         self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
+        self._forwards: Counter[str] = Counter()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
         left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
@@ -927,7 +970,7 @@ class SavedTensorCompression:
             self._close()
         if not scope.running:
             scope.outermost = self._names.get(module, "")
-            scope.hooks = self._open(scope.outermost not in self.decided.settled)
+            scope.hooks = self._open(scope.outermost)
         scope.running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -939,13 +982,15 @@ class SavedTensorCompression:
             elif self._scope.hooks is not None:
                 self._scope.hooks.operations.returned(output, len(running))
 
-    def _open(self, watched: bool) -> OpenHooks | None:
+    def _open(self, outermost: str) -> OpenHooks | None:
         if not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or backward_runs():
             return None
         outer = top_saved_tensors_hooks(False)
         if dropped_by_checkpoint(outer):
             return None
-        operations = Operations(self._decide, watched)
+        self._forwards[outermost] += 1
+        checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
+        operations = Operations(self._decide, outermost not in self.decided.settled, checked)
         # Chosen here, so that packing asks for no listener tensor by tensor.
         pack = self._pack if self.on_unchanged is None else partial(self._pack_and_tell, self.on_unchanged)
         return OpenHooks((partial(pack, outer, operations), unpack_saved), operations, outer)
@@ -974,6 +1019,8 @@ class SavedTensorCompression:
             return self._retain(tensor, outer)
         site = Site(self._running_name(), frame.f_code, frame.f_lasti, saving.count - 1)
         decision = self._decisions.get(site) or self._decision_before(site)
+        if decision is not None and operations.checked:
+            decision = self._checked(site, decision, tensor, layout)
         if decision is not None and not decision.bits:
             self._count_left(site.fqn, decision, tensor)
             return self._retain(tensor, outer)
@@ -990,6 +1037,27 @@ class SavedTensorCompression:
         if known is not None:
             self._decisions[site] = Decision(*known)
         return self._decisions.get(site)
+
+    def _checked(self, site: Site, decision: Decision, tensor: Tensor, layout: Layout) -> Decision:
+        """Return the decision for a site, which outliers that have come since it was made change."""
+        spared = decision.operation in _OF_ATTENTION or decision.operation in self._operations
+        if (
+            not decision.bits
+            or spared
+            or _is_captured(tensor)
+            or not loses_values(_as_read(tensor, layout), layout.block)
+        ):
+            return decision
+        warnings.warn(
+            f"What module {site.fqn!r} saves for {decision.operation!r} has outliers now that take all steps of their "
+            "block for themselves, as masks do. From now on it stays as it is; gradients may have been off since the "
+            f"last look at it, up to {CHECKED_EVERY} forwards ago. HINT: a rule leaves it alone from the start "
+            f"(`rules={{'operation:{decision.operation}': None}}`).",
+            stacklevel=2,
+        )
+        self._decisions[site] = changed = Decision(0, decision.operation, _OUTLIER)
+        self.decided.sites[site.described] = changed
+        return changed
 
     def _may_read(self, node: str) -> bool:
         return node in READERS or self._operations.get(operator_name(node)) is not None
@@ -1025,10 +1093,10 @@ class SavedTensorCompression:
             return Decision(0, name, "it is a bias, which may mask") if masks else Decision(self._bits, name)
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
             return Decision(0, name, "its other factor has a gradient that is a difference of sums")
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        if _is_captured(tensor):
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
         if loses_values(_as_read(tensor, stay.layout), stay.layout.block):
-            return Decision(0, name, "an outlier takes all steps of its block for itself")
+            return Decision(0, name, _OUTLIER)
         alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]
         return Decision(self._parameter_bits if fewer else self._bits, name)

@@ -258,4 +258,6 @@ def test_hooks_that_others_have_put_on_the_module_stay():
 def test_a_strategy_without_a_hook_is_left_alone():
     strategy = SimpleNamespace()
     undo = tuning._also(strategy, "on_train_start", lambda: pytest.fail("nobody calls it"))
+    assert vars(strategy) == {}
     undo()
+    assert vars(strategy) == {}

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -574,19 +575,22 @@ def test_operations_may_be_added_and_taken_out_by_name():
 class Quantizer(nn.Module):
     """A learned step: divided by it, rounded, multiplied by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, divide: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.step = nn.Parameter(torch.tensor([4 / 127]))
+        self.divide, self.step = divide, nn.Parameter(torch.tensor([4 / 127]))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (x / self.step).clamp(-128, 127)
+        y = self.divide(x, self.step).clamp(-128, 127)
         return (y + (y.round() - y).detach()) * self.step
 
 
-def test_the_gradient_of_a_learned_step_is_exact():
+@pytest.mark.parametrize(
+    "divide", [torch.div, lambda x, s: x * (1 / s), lambda x, s: x * s.reciprocal(), lambda x, s: x * s**-1]
+)
+def test_the_gradient_of_a_learned_step_is_exact(divide):
     x = torch.randn(512, 64)
     for bits in (8, 2):
-        module = nn.Sequential(nn.Linear(64, 64), Quantizer(), nn.Linear(64, 8))
+        module = nn.Sequential(nn.Linear(64, 64), Quantizer(divide), nn.Linear(64, 8))
         (module(x).square().sum()).backward()
         expected, module[1].step.grad = module[1].step.grad, None
         with SavedTensorCompression(module, min_values=256, parameter_bits=bits) as saving:
@@ -618,6 +622,46 @@ def test_masked_scores_stay_as_they_are(fill: float):
             for gradient, exact in zip(made_gradients[:2], expected, strict=False):  # of input and scale
                 assert (gradient - exact).norm() <= 0.002 * exact.norm()
     assert "an outlier takes all steps" in {row.reason for row in saving.left}.pop()
+
+
+def with_outliers(x: Tensor) -> Tensor:
+    return x.detach().index_fill(-1, torch.tensor([3]), -1e9).requires_grad_()
+
+
+def test_outliers_that_come_later_are_found():
+    module, x = Through(torch.square), torch.randn(32, 64, 64, requires_grad=True)
+    masked = with_outliers(x)
+    exact = [torch.autograd.grad(module(given).sum(), given)[0] for given in (x, masked)]
+    with SavedTensorCompression(module, min_values=256) as saving:
+        for _ in range(3):
+            module(x).sum().backward()
+        assert saving.left == []
+        with pytest.warns(UserWarning, match="saves for 'pow' has outliers now.*HINT.*'operation:pow': None"):
+            y = module(masked)  # the fourth
+        assert torch.equal(torch.autograd.grad(y.sum(), masked)[0], exact[1])
+        assert torch.equal(torch.autograd.grad(module(x).sum(), x)[0], exact[0])
+        assert [(row.operation, row.count) for row in saving.left] == [("pow", 2)]
+    ((_, operation, reason),) = saving.decided.state_dict()["sites"].values()
+    assert operation == "pow"
+    assert reason.startswith("an outlier takes all steps")
+
+
+@pytest.mark.parametrize("forwards", [255, 256])
+def test_outliers_are_looked_for_now_and_then(forwards: int):
+    """And in the first forward of a resumed training, whose decisions are older."""
+    module, x = Through(torch.square), torch.randn(4, 64, requires_grad=True)
+    with SavedTensorCompression(module, min_values=256) as saving, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(forwards - 1):
+            module(x)
+        assert not caught
+        module(with_outliers(x))
+        assert len(caught) == (forwards == 256)
+    if forwards == 255:
+        with SavedTensorCompression(module, min_values=256) as resumed:
+            resumed.decided.load_state_dict(saving.decided.state_dict())
+            with pytest.warns(UserWarning, match="has outliers"):
+                module(with_outliers(x))
 
 
 def test_what_lies_behind_no_output_stays_as_it_is():

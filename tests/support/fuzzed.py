@@ -108,7 +108,8 @@ def of_gate(step: Step) -> Named:
     both = torch.stack([gate, a * gate * (1 - gate)])
     off, g = step.error(both), step.grad.abs()
     inputs = torch.cat([g * (off + step.u), g * (off + step.u * (1 + a.abs()))], dim)
-    return {"input": inputs, "output": step.u * (a * gate).abs()}
+    # Kernels compute exp(b) as 2 ** (b log2(e)), whose exponent is off by a rounding of itself, and of log2(e).
+    return {"input": inputs, "output": step.u * (1 + b.abs() / ROUNDINGS) * (a * gate).abs()}
 
 
 def of_norm(sets: Callable[[Tensor], Tensor], back: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Step], Named]:
