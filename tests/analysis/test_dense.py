@@ -150,6 +150,7 @@ def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
     assert len(hooked) == 2  # once in each real forward
 
 
+@pytest.mark.slow
 def test_processes_can_be_forked_after_a_measurement():
     # Torch's own fake tensors get ready for GPUs where there are none, with threads that no forked process has.
     program = """

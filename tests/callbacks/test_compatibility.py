@@ -120,6 +120,7 @@ def test_nested_tensors(make, sparsity: float | None):
             assert torch.equal(grad, exact)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     model = ConfiguredNet(batch_size=2)
     callbacks = ActivationPruning(sparsity=CubicSchedule(end=0.8)), ActivationMemoryMonitor(), Witness()

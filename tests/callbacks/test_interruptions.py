@@ -364,6 +364,7 @@ def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: 
 
 
 @pytest.mark.parametrize("name", IN_BATCHES + OWN_IN_BATCHES)
+@pytest.mark.slow
 def test_a_trial_of_a_tuner_that_runs_out_of_memory(whole, name: str, tmp_path: Path, monkeypatch):
     """The fit goes on with what a later batch shows."""
     monkeypatch.chdir(tmp_path)  # where tuners write

@@ -338,6 +338,7 @@ class Writing(pl.Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(noted))
 
 
+@pytest.mark.slow
 def test_ranks_that_measure_different_things_wait_for_each_other(tmp_path):
     monitor = MeasuresAlone(verbose=False, log_layers=True)
     options = {"strategy": "ddp_spawn", "devices": 2, "max_epochs": 2, "num_sanity_val_steps": 0, "logger": Noting()}

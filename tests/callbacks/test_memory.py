@@ -73,6 +73,7 @@ def test_totals_are_there_as_soon_as_a_step_was_measured():
 
 
 @pytest.mark.parametrize("part", ["all", "body"])
+@pytest.mark.slow
 def test_a_compiled_model_shows_its_total(part: str, caplog):
     model, monitor, dense = Net(), ActivationMemoryMonitor(), ActivationMemoryMonitor()
     trainer(dense).fit(Net())
@@ -406,6 +407,7 @@ def test_the_hooks_are_gone_after_an_exception_in_the_step():
     assert monitor.report is not None
 
 
+@pytest.mark.slow
 def test_no_tensor_is_kept_from_step_to_step():
     counts: list[int] = []
 

@@ -38,6 +38,7 @@ class Two(Net):
         return loader(2, 1)
 
 
+@pytest.mark.slow
 def test_both_processes_report_what_all_their_data_shows(tmp_path):
     model = Two()
     expected = copy.deepcopy(model)

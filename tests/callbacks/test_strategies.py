@@ -116,6 +116,7 @@ def by_hand(parts: int = 1, clip: str | None = None, factor: float = 1.0) -> lis
 
 
 @ON_EACH
+@pytest.mark.slow
 def test_at_sparsity_0_a_run_is_the_dense_one_bit_for_bit(runs, accelerator, strategy, precision):
     dense = seen(runs, accelerator, strategy, precision, DENSE)
     keeping = seen(runs, accelerator, strategy, precision, KEEPING)

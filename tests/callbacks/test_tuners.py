@@ -93,6 +93,7 @@ ONE_STEP = "max", "judged, values as they are", "up"
 @pytest.mark.parametrize(
     ("name", "steps", "trials"), [*((name, 2, 2) for name in SETTINGS), *((name, 1, 1) for name in ONE_STEP)]
 )
+@pytest.mark.slow
 def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str, steps: int, trials: int):
     """Also if that trial is the only one, of one step."""
     first = SIZE // trials

@@ -261,7 +261,8 @@ def peculiar(tokens, dtype):
 
 @each_bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.slow
 def test_a_compiled_graph_has_the_same_bytes_and_gradients(backend, dtype, bits):
     """Also where sizes change: one graph, traced with symbols for them."""
     torch._dynamo.reset()

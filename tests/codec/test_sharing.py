@@ -182,6 +182,7 @@ def test_what_is_shared_is_kept_once(autocast):
     assert nbytes[0] - nbytes[1] in (dense, dense + weights)
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_leave_nothing_behind():
     model, x = compressed(Attention(), sparsity=0.5, block_size=8), torch.randn(2, 4, 64)
     tensors, inputs = [], []

@@ -53,6 +53,7 @@ class Line(batch_size.Case):
 
 @pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("method", ["dense", "max, others"])
+@pytest.mark.slow
 def test_a_case(method: str, capfd):
     found = batch_size.measure("small", method, 1.0, accelerator="cpu")
     assert found.pop("seconds") < 60

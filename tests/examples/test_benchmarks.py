@@ -305,6 +305,7 @@ def test_an_old_gpu_gets_a_hint(monkeypatch):
         kernels.main([])
 
 
+@pytest.mark.slow
 def test_sweep_of_formats_measures_every_candidate_beside_values_as_they_are(monkeypatch, tmp_path, capsys):
     """On the CPU, in fp32: the interpreter cuts 16-bit values off."""
     monkeypatch.setattr(tune_formats, "CASES", [(2, 9, 80, 16)])

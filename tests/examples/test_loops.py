@@ -49,6 +49,7 @@ def test_plain_loop(monkeypatch, capsys):
     assert lines[3:] == [f"Loss {losses[0]:.3f} at first, {losses[-1]:.3f} in the end."]
 
 
+@pytest.mark.slow
 def test_fabric(monkeypatch, capsys):
     seen, kept = watch(monkeypatch, fabric)
     model, losses = fabric.main(epochs=1, accelerator="cpu", precision="bf16-mixed")

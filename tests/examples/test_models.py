@@ -61,6 +61,7 @@ def pair(**changes):
     return [dense, pruned | changes]
 
 
+@pytest.mark.slow
 def test_saving_on_a_model_is_what_was_announced(on_the_cpu, capsys):
     assert models.main([]) == 0
     dense, pruned = read(on_the_cpu)
@@ -80,6 +81,7 @@ def test_saving_on_a_model_is_what_was_announced(on_the_cpu, capsys):
     assert "announced" in printed
 
 
+@pytest.mark.slow
 def test_memory_that_nobody_announced_is_an_offence(on_the_cpu, monkeypatch, capsys):
     monkeypatch.setattr(models, "allocated", partial(counted, pruned_extra=100 * models.MIB))
     assert models.main([]) == 1
@@ -119,6 +121,7 @@ def test_a_failed_case_is_recorded_shown_and_an_offence(on_the_cpu, monkeypatch,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the case would run")
+@pytest.mark.slow
 def test_a_process_that_ends_with_an_error_leaves_its_last_line():
     found = models.run_case("TransformerEncoder", "dense", timed=False)
     assert list(found) == ["error"]

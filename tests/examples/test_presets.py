@@ -116,6 +116,7 @@ def test_a_resnet_has_its_channels_last():
     assert model.layer1[0].conv2.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_one_command_measures_every_method_side_by_side(small, monkeypatch, tmp_path, capsys):
     def one_after_the_other(commands, rounds):
         figures = []

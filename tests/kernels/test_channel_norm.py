@@ -62,6 +62,7 @@ each_cut = pytest.mark.parametrize("cut", list(CUTS))
 
 
 @each_cut
+@pytest.mark.slow
 def test_many_programs_find_what_the_reference_finds(kernel_device, cut, several_programs):
     shape, groups, last = CUTS[cut]
     x, grad_y = (laid_out(shape, last, kernel_device) for _ in range(2))
@@ -83,6 +84,7 @@ def test_many_programs_find_what_the_reference_finds(kernel_device, cut, several
 
 
 @each_cut
+@pytest.mark.slow
 def test_what_is_read_is_what_the_reference_reads(kernel_device, cut, several_programs):
     """Of the same bytes, gradients are the same to the rounding of sums."""
     shape, groups, last = CUTS[cut]

@@ -93,6 +93,7 @@ def test_places_of_blocks_are_those_among_all_samples(kernel_device, place, bits
 
 @each_number
 @each_strided
+@pytest.mark.slow
 def test_strides(kernel_device, kind, all_blocks):
     check(strided(kind, kernel_device), 16, ALL_BLOCKS if all_blocks else 40, 4)
 
