@@ -9,7 +9,9 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import (
@@ -319,6 +321,34 @@ def test_what_is_packed_once_is_counted_once():
     packed = [storage for storage in step.retained if storage.packed]
     names = [tuple(retainer.fqn for retainer in storage.retainers) for storage in packed]
     assert sorted(names) == [("0.down",)] * 3 + [("0.gate", "0.up")] * 3
+
+
+class Uncovered(nn.Module):
+    """What stays as it is, beside layers that are converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.normed = nn.Conv2d(3, 8, 3, padding=1), weight_norm(nn.Conv2d(8, 8, 3, padding=1))
+        self.norm, self.pool, self.head = nn.BatchNorm2d(8), nn.MaxPool2d(2), nn.Linear(8 * 64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.pool(self.norm(self.normed(F.relu(self.first(x)))))
+        return self.head(F.dropout(y, 0.1).flatten(1))
+
+
+def test_what_is_not_covered_is_listed_with_its_bytes():
+    model = Uncovered()
+    report = convert(model, "balanced")
+    assert [(layer.fqn, "ParametrizedConv2d" in (layer.reason or "")) for layer in report.skipped] == [("normed", True)]
+    x = torch.randn(64, 3, 16, 16)
+    for _ in range(2):
+        with StepMemoryRecorder(model, x) as recorder:
+            model(x).square().mean().backward()
+    step = recorder.result()
+    found = {group.label: group.nbytes for group in step.groups(step.forward_end) if not group.packed}
+    assert found["(root) (relu) + normed (convolution)"] == 4 * 64 * 8 * 256  # the convolution's input, kept once
+    assert found["pool (max_pool2_dwith_indices)"] == 8 * 64 * 8 * 64  # its indices
+    assert found["(root) (mul)"] == 4 * 64 * 8 * 64  # the mask of the dropout, in fp32 on a CPU
 
 
 def test_kept_for_a_second_backward():
