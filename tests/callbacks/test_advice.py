@@ -167,6 +167,7 @@ def test_small_tensors_that_hold_little_are_no_matter(monkeypatch: pytest.Monkey
     assert warned_of_small_tensors(Attending(), ActivationPruning(verbose=0)) == []
 
 
+@pytest.mark.slow
 def test_small_tensors_are_those_of_the_fit_not_of_a_tuners_trials():
     finder = BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=5)
     model = Attending()

@@ -68,6 +68,7 @@ def test_alone_either_process_would_decide_differently(first, expected):
     assert [name for callback in callbacks for name in callback.spread] == expected
 
 
+@pytest.mark.slow
 def test_both_processes_decide_alike_by_the_energy_of_all_their_data(tmp_path):
     options = {"strategy": "ddp_spawn", "devices": 2, "num_sanity_val_steps": 0, "default_root_dir": tmp_path}
     trainer(*pruning(), Notes(tmp_path), **options).fit(Forked(batch_size=BATCHES))

@@ -286,6 +286,7 @@ def test_compiled_in_one_graph_it_is_the_same_in_as_many_bytes(name, transposed)
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.slow
 def test_one_compiled_graph_serves_any_number_of_rows(transposed):
     torch._dynamo.reset()
     compiled = torch.compile(activation, fullgraph=True, backend="aot_eager", dynamic=True)
