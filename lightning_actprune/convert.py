@@ -20,11 +20,13 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, PresetName, Rule, check_model
 from lightning_actprune.operators import convolution
+from lightning_actprune.operators.activation import CompressedActivation, ExactActivation
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.base import CompressedLayer, LayerState, dense_class, torch_class
 from lightning_actprune.operators.convolution import Convolution
@@ -172,8 +174,10 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
     """
     report = ConversionReport()
     chosen: dict[nn.Module, tuple[Candidate, Keep]] = {}
+    found = list(candidates(model))
+    config = _fitted(config, found)
     not_called = _not_called(model, config, owner)
-    for candidate in candidates(model):
+    for candidate in found:
         if not_called.issuperset(candidate.fqns):
             continue
         keep, reason = config.keep_of(candidate.fqns, candidate.operator), refusal(candidate, config, owner)
@@ -198,6 +202,16 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
     _attach_saved(model, config, owner)
     report.saved = saved
     return report
+
+
+def _fitted(config: Config, found: list[Candidate]) -> Config:
+    """Return ``config`` as it is for a model with these layers."""
+    known = [known_class(type(candidate.layer)) for candidate in found]
+    smooth = [k for k in known if k is not None and issubclass(k, CompressedActivation)]
+    return config.fitted(
+        sum(isinstance(candidate.layer, _BatchNorm) for candidate in found),
+        sum(not issubclass(k, ExactActivation) for k in smooth),
+    )
 
 
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:

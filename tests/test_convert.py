@@ -12,6 +12,8 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MethodType
 
@@ -409,6 +411,32 @@ def test_a_preset_covers_every_operator_and_keeps_a_fraction():
     assert kept_bytes(ours, x) < 0.3 * kept_bytes(dense, x)
     for mine, exact in zip(loss_gradients(ours, x), loss_gradients(dense, x), strict=True):
         assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
+
+
+def chain(function: Callable[[], nn.Module], norm: Callable[[int], nn.Module], layers: int) -> nn.Module:
+    """A net in which each activation function is behind a norm."""
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Conv2d(8, 8, 3), norm(8), function())))
+
+
+@pytest.mark.parametrize(
+    ("function", "norm", "layers", "preset", "bits"),
+    [
+        (nn.SiLU, nn.BatchNorm2d, 8, "balanced", 8),
+        (nn.Hardswish, nn.BatchNorm2d, 8, "balanced", 8),
+        (nn.SiLU, nn.BatchNorm2d, 7, "balanced", 4),
+        (nn.ReLU, nn.BatchNorm2d, 8, "balanced", 4),  # one bit, and exact
+        (nn.SiLU, partial(nn.GroupNorm, 1), 8, "balanced", 4),
+        (nn.SiLU, nn.BatchNorm2d, 8, "max", 3),
+    ],
+)
+def test_smooth_activation_functions_of_nets_with_batch_norms_have_eight_bits(function, norm, layers, preset, bits):
+    model = chain(function, norm, layers)
+    for _ in range(2):  # converted again, as by a callback with a schedule, it is the same
+        rows = convert(model, preset).converted
+        assert {row.keep.bits for row in rows if row.operator == "activation"} == {bits}
+        revert(model)
+    ruled = convert(model, preset, rules={"2": Keep(bits=2)}).converted
+    assert [row.keep.bits for row in ruled if row.operator == "activation"] == [2] + [bits] * (layers - 1)
 
 
 @pytest.mark.parametrize("operator", EVERY)

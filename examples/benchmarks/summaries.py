@@ -232,7 +232,7 @@ ZOO_STEADY = 0.95
 """A model whose gradient with rounded inputs has a cosine below that is chaotic: its gradients prove nothing."""
 _AS_IT_IS = {ord(mark): f"&#{ord(mark)};" for mark in "|*_`<[]"}
 """Marks of Markdown in what is quoted there, as text."""
-_ZOO_HEADER = ("model", "rounded inputs", "balanced", "max", "kept, balanced", "kept, max")
+_ZOO_HEADER = ("model", "rounded inputs", "bfloat16", "balanced", "max", "kept, balanced", "kept, max")
 
 
 def zoo(records: Records, most: int = 10) -> list[Summary]:
@@ -262,6 +262,11 @@ def zoo_worst(records: Records, most: int) -> Records:
     """Return the models of the zoo with the lowest cosines with ``balanced``, of those that are not chaotic."""
     steady = [r for r in records if zoo_is_measured(r) and r["noise"] >= ZOO_STEADY]
     return sorted(steady, key=lambda r: float(r["balanced_cosine"]))[:most]
+
+
+def zoo_rounding(record: Record) -> float:
+    """Return the least cosine that rounding alone makes of a gradient of the zoo."""
+    return min(float(record[name]) for name in ("noise", "bfloat16") if record.get(name) is not None)
 
 
 def zoo_causes(records: Records) -> Summary:
@@ -294,7 +299,7 @@ def zoo_share(record: Record, preset: str) -> float:
 
 def zoo_cells(record: Record) -> list[str]:
     """Return the name of a model, the cosines of its gradients, and what it keeps, ``-`` for what is not known."""
-    cosines = [record.get(name) for name in ("noise", *(f"{preset}_cosine" for preset in ZOO_PRESETS))]
+    cosines = [record.get(name) for name in ("noise", "bfloat16", *(f"{preset}_cosine" for preset in ZOO_PRESETS))]
     shares = [f"{100 * zoo_share(record, p):.1f} %" if f"{p}_kib" in record else "-" for p in ZOO_PRESETS]
     return [zoo_name(record), *("-" if value is None else f"{value:.4f}" for value in cosines), *shares]
 

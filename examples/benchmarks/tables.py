@@ -288,7 +288,8 @@ def _changes(dense: Record, checkpoint: Record, ours: Record, name: str, between
 ZOO_TEXT = """\
 {count} models of {libraries}, untrained, with small inputs, in fp32 on a CPU. Cosines are those of the gradient of all
 parameters with the one of the dense model. "Rounded inputs" is the dense model again, with what goes into it rounded to
-bfloat16: a model where that is far from 1 is chaotic at its start, and its other cosines do not mean much. "Kept" is in
+bfloat16, and "bfloat16" under autocast to it: a model where these are far from 1 is chaotic at its start, and its other
+cosines do not mean much. "Kept" is in
 percent of what the dense model keeps for backward; tensors of fewer than {least} values are left alone. "Output" is by
 how much outputs differ from those of the dense model, in parts of the largest, 0 if they are equal bit by bit."""
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-IMAGES, SEQUENCES, TOKENS = 4, 8, 64
-"""Images and sequences of a batch, and tokens of a sequence."""
+IMAGES, TINY_IMAGES, SEQUENCES, TOKENS = 4, 16, 8, 64
+"""Images of a batch for models of timm and of transformers, sequences of a batch, and tokens of a sequence."""
 CLASSES = 10
 
 
@@ -309,5 +309,5 @@ def _input(model: Any, shape: tuple[int, ...] | None) -> Tensor:
     if model.main_input_name in ("input_ids", "inputs"):
         return _tokens()
     if model.main_input_name == "input_values":
-        return torch.randn(SEQUENCES // 2, 4000)
-    return torch.randn(IMAGES, 3, 64, 64)
+        return torch.randn(TINY_IMAGES, 4000)
+    return torch.randn(TINY_IMAGES, 3, 64, 64)

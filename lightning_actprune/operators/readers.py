@@ -22,7 +22,8 @@ the Euclidean norm, ``x / |x|``, since ``|x|`` is saved exactly.
 
 All that is for blocks whose values are of one magnitude. Where an outlier takes all steps of its block for itself, as
 the -10,000 of a mask does among scores, the other values are lost, though their gradients may be all that counts
-(``loses_values``).
+(``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` has put values into
+is not packed, whatever it holds (``is_masked``).
 """
 
 from __future__ import annotations
@@ -82,6 +83,19 @@ ATTENTION = frozenset(
     )
 )
 """Nodes of fused attention."""
+VIEWS_AND_CASTS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
+        *("SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
+        "View",
+    )
+)
+"""Nodes of what holds the values of its input."""
+_MASKS = frozenset(f"{name}Backward0" for name in ("IndexFill", "MaskedFill", "MaskedScatter", "Where"))
+_KEEP_MASKS = VIEWS_AND_CASTS | frozenset(f"{name}Backward0" for name in ("Add", "Div", "Mul", "Neg", "Sub"))
+_MOST_NODES = 16
+"""Operations among which a mask is looked for."""
 READERS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(PRODUCTS | ATTENTION, _always),
     "PowBackward0": _square_or_cube,
@@ -117,6 +131,18 @@ def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
             found[own] = node
             waiting += [before for before, _ in node.next_functions if before is not None]
     return found
+
+
+def is_masked(tensor: Tensor) -> bool:
+    """Return whether values were put where a mask says, and nothing but views, sums and products came after that."""
+    waiting, seen = [tensor.grad_fn], 0
+    while waiting and seen < _MOST_NODES:
+        node, seen = waiting.pop(0), seen + 1
+        if node is not None and node.name() in _MASKS:
+            return True
+        if node is not None and node.name() in _KEEP_MASKS:
+            waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def loses_values(x: Tensor, block: int) -> bool:

@@ -32,9 +32,10 @@ that reads a packed tensor is asked for its name: if another operation has come 
 it, that is an error. What is not found (the graph of an output that nobody can see) stays as it is. What is written to
 while it waits is an error in backward, as without hooks.
 
-Outliers may come later than that, as a mask does with the first batch that is padded. So they are looked for again in
-the 2nd, 4th, 8th forward and so on, and in every 128th from then on: what has some stays as it is from then on, with a
-warning, since they may have come in a forward in between.
+What a mask has put values into (``masked_fill``, ``where``) stays as it is whatever it holds at that moment. Other
+outliers may come later than that, with the first batch that is padded, say. So they are looked for again in the 2nd,
+4th, 8th forward and so on, and in every 128th from then on: what has some stays as it is from then on, with a warning,
+since they may have come in a forward in between.
 
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
 errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
@@ -107,6 +108,8 @@ from lightning_actprune.operators.readers import (
     ATTENTION,
     PRODUCTS,
     READERS,
+    VIEWS_AND_CASTS,
+    is_masked,
     loses_values,
     may_read,
     nodes_since,
@@ -177,14 +180,6 @@ _PACKAGE = __name__.partition(".")[0] + "."
 _OUTLIER = "an outlier takes all steps of its block for itself"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
 _RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
-_VIEWS_AND_CASTS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
-        *("SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
-        "View",
-    )
-)
 _QUOTIENT = -1
 """Stands for the number of the operation that has inverted a parameter."""
 _QUOTIENTS = frozenset({"DivBackward0", "ReciprocalBackward0", "RsqrtBackward0"})
@@ -263,7 +258,7 @@ def _copies_parameter(tensor: Tensor) -> bool:
     """Return whether views and casts alone lie between a parameter and ``tensor``."""
     node = tensor.grad_fn
     for _ in range(MAX_STEPS):
-        if node is None or node.name() not in _VIEWS_AND_CASTS:
+        if node is None or node.name() not in VIEWS_AND_CASTS:
             break
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", None), nn.Parameter)
@@ -1093,6 +1088,8 @@ class SavedTensorCompression:
             return Decision(0, name, "it is a bias, which may mask") if masks else Decision(self._bits, name)
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
             return Decision(0, name, "its other factor has a gradient that is a difference of sums")
+        if is_masked(tensor):
+            return Decision(0, name, "a mask has put values into it, which may be as large as it likes")
         if _is_captured(tensor):
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
         if loses_values(_as_read(tensor, stay.layout), stay.layout.block):

@@ -80,8 +80,18 @@ def test_a_record_says_what_is_kept_and_how_close_gradients_are(folder):
         assert record[f"{preset}_layers"] == 5  # all but the embedding
         assert f"{preset}_left" not in record
     assert record["max_cosine"] < record["balanced_cosine"]
+    assert 0.98 < record["bfloat16"] < 1
     assert len(json.dumps(record)) < 600
     assert list(zoo.problems([record])) == []
+
+
+def test_a_gradient_may_be_off_by_as_much_as_rounding_makes_it():
+    record = {"zoo": "torch", "model": "net", "noise": 0.999, "bfloat16": 0.95, "balanced_cosine": 0.96}
+    assert list(zoo.problems([record])) == []
+    assert list(zoo.problems([record | {"balanced_cosine": 0.94}])) == [
+        "net, balanced: the gradient's cosine with the dense one is 0.94"
+    ]
+    assert len(list(zoo.problems([record | {"bfloat16": None}]))) == 1  # does not run so
 
 
 def test_steps_begin_alike_and_leave_nothing():
@@ -126,7 +136,7 @@ def test_models_that_fail_are_recorded_and_the_others_run(folder, capsys):
     assert dead["error"] == "Its process ended with status 3."
     assert FACTS.keys() <= net.keys() & dead.keys()
     printed = capsys.readouterr().out
-    assert "torch/net: rounded inputs 1.0000, balanced 0.99" in printed
+    assert "torch/net: rounded inputs 1.0000, bfloat16 1.0000, balanced 0.99" in printed
     assert "dies: Its process ended with status 3." in printed
     assert "Models with the lowest cosine, max" in printed
 
@@ -176,7 +186,7 @@ def test_gradients_and_outputs_are_compared():
 
 
 def made_up(model, noise=1.0, **more):
-    found = {"zoo": "timm", "model": model, "version": "1", "kib": 100.0, "noise": noise}
+    found = {"zoo": "timm", "model": model, "version": "1", "kib": 100.0, "noise": noise, "bfloat16": 0.996}
     for preset, kib, cosine in (("balanced", 25.0, 0.99), ("max", 20.0, 0.9)):
         found |= {f"{preset}_layers": 3, f"{preset}_kib": kib, f"{preset}_cosine": cosine}
         found |= {f"{preset}_forward": 0.0, f"{preset}_loss": 0.0}
@@ -198,11 +208,11 @@ def test_the_page_shows_all_models_and_the_medians_of_those_with_gradients():
     records = [made_up("one"), made_up("two", noise=0.5, max_cosine=0.7, max_kib=30.0, max_forward=4e-7), failed]
     text = tables.zoo(records)
     assert "| timm 1 | 2 | 0.9900 | 0.8000 | 25.0 % | 25.0 % |" in text
-    assert "| timm/one | 1.0000 | 0.9900 | 0.9000 | 25.0 % | 20.0 % | 0 |  |" in text
-    assert "| timm/two | 0.5000 | 0.9900 | 0.7000 | 25.0 % | 30.0 % | 4e-07 | chaotic |" in text
-    assert "| transformers/Lost | - | - | - | - | - | - | ValueError: a &#124; b &#60;c> |" in text
+    assert "| timm/one | 1.0000 | 0.9960 | 0.9900 | 0.9000 | 25.0 % | 20.0 % | 0 |  |" in text
+    assert "| timm/two | 0.5000 | 0.9960 | 0.9900 | 0.7000 | 25.0 % | 30.0 % | 4e-07 | chaotic |" in text
+    assert "| transformers/Lost | - | - | - | - | - | - | - | ValueError: a &#124; b &#60;c> |" in text
     lowest, most = summaries.zoo(records, most=1)
-    assert lowest.rows == most.rows == [["timm/two", "0.5000", "0.9900", "0.7000", "25.0 %", "30.0 %"]]
+    assert lowest.rows == most.rows == [["timm/two", "0.5000", "0.9960", "0.9900", "0.7000", "25.0 %", "30.0 %"]]
 
 
 def test_there_are_as_many_models_as_announced():

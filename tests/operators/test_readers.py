@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_actprune.operators.readers import ATTENTION, READERS, loses_values, may_read, nodes_since
+from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, may_read, nodes_since
 
 D = 0.01
 """Largest error of what was saved."""
@@ -230,3 +230,24 @@ def test_a_module_may_return_anything():
 @pytest.mark.parametrize("name", ["PowBackward0", "LinalgVectorNormBackward0"])
 def test_a_node_that_does_not_say_what_it_computes_may_not_read(name):
     assert not may_read(SimpleNamespace(name=lambda: name))
+
+
+@pytest.mark.parametrize(
+    ("function", "masked"),
+    [
+        (lambda x, m: x.masked_fill(m, 0), True),
+        (lambda x, m: torch.where(m, x, 0.0), True),
+        (lambda x, m: x.index_fill(0, torch.tensor([0]), 0.0), True),
+        (lambda x, m: (2 * x.masked_fill(m, 0).mT.half() - 1).unsqueeze(0) / 3, True),
+        (lambda x, m: x + x.masked_fill(m, 0), True),
+        (lambda x, m: x * m, False),
+        (lambda x, m: x.masked_fill(m, 0).softmax(-1), False),
+        (lambda x, m: x.masked_fill(m, 0) @ x, False),
+        (lambda x, m: x, False),
+    ],
+)
+def test_a_mask_is_found(function, masked):
+    x = torch.randn(4, 4, requires_grad=True)
+    assert is_masked(function(x, torch.eye(4, dtype=torch.bool))) == masked
+    with torch.no_grad():
+        assert not is_masked(function(x, torch.eye(4, dtype=torch.bool)))
