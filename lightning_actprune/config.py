@@ -9,9 +9,8 @@ each operator that it covers:
 ``balanced``
     Every operator is covered, no block is dropped, and every value is kept in four bits, 4.5 with the header of its
     block: a bit more than a quarter of 16-bit values. Gradients are the exact ones but for noise of mean zero. What is
-    not known to be linear (``saved``) is kept in eight, and so are smooth activation functions in nets with many of
-    them and as many batch norms: all that is behind in a long chain of them gets the noise of each (``zoo.json``: in 54
-    such nets, medians of the cosine of the gradient and of the bytes kept change from %s to %s and from %s to %s).
+    not known to be linear (``saved``) is kept in eight, and so are smooth activation functions in nets with eight or
+    more of them and as many batch norms: in a long chain of these the noise of each adds up.
 ``max``
     Every operator is covered. Linear layers and convolutions keep two bits a value, and drop half of the blocks where
     these hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``). Activation

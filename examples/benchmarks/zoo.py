@@ -21,6 +21,8 @@ buffers and random numbers. Recorded are
     Cosine of the whole gradient with that of the same dense model whose inputs, and what its embeddings return, are
     rounded to bfloat16 (by 2^-9 to 2^-8). It is far from 1 where a model is chaotic at its start: there no gradient
     means much, nor does its cosine with another one.
+``last_place``
+    Largest difference of an output of the same dense model when each of these is the next larger number.
 ``bfloat16``
     Cosine of the whole gradient with that of the same dense model under autocast to bfloat16, as most are trained.
 ``.._cosine``
@@ -97,7 +99,9 @@ QUICK = (
 )
 """Small models of different kinds."""
 FORWARD_OFF = 1e-5
-"""Above what rounding in fp32 comes to."""
+"""Above what rounding in fp32 comes to, where a model does not amplify it."""
+PLACES = 2
+"""Last places of the inputs by which a model that does may be off."""
 PRESET, EIGHT = config.PRESETS["balanced"], 8
 WORST = 16
 """Models whose causes are looked for."""
@@ -167,11 +171,18 @@ class Training:
         with torch.autocast("cpu", torch.bfloat16):
             return self.step()
 
-    def step_on_rounded_inputs(self) -> Step:
-        """Return what a step gives whose inputs, and what embeddings return, are rounded to bfloat16."""
+    def step_on(self, change: Callable[[Tensor], Tensor]) -> Step:
+        """Return what a step gives whose inputs, and what embeddings return, are changed."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return change(output)
+
         sample = self.sample
-        handles = [m.register_forward_hook(_rounded_output) for m in self.model.modules() if type(m) is nn.Embedding]
-        self.sample = replace(sample, args=tree_map(_rounded, sample.args), kwargs=tree_map(_rounded, sample.kwargs))
+        handles = [m.register_forward_hook(hook) for m in self.model.modules() if type(m) is nn.Embedding]
+        self.sample = replace(sample, args=tree_map(changed, sample.args), kwargs=tree_map(changed, sample.kwargs))
         try:
             return self.step()
         finally:
@@ -205,13 +216,14 @@ class Training:
             revert(self.model, owner)
 
 
-def _rounded(value: Any) -> Any:
-    floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.bfloat16().to(value.dtype) if floating else value
+def to_bfloat16(x: Tensor) -> Tensor:
+    """Return ``x`` with a mantissa of eight bits."""
+    return x.bfloat16().to(x.dtype)
 
 
-def _rounded_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.bfloat16().to(output.dtype)
+def next_number(x: Tensor) -> Tensor:
+    """Return the next larger number of each."""
+    return x.nextafter(torch.full_like(x, math.inf))
 
 
 def traits(model: nn.Module) -> dict[str, Any]:
@@ -273,7 +285,8 @@ def measure(name: str) -> Record:
         training = Training(SAMPLES[name]())
         dense = training.step()
         record["kib"] = kib(dense.stored_bytes)
-        record["noise"] = rounded(cosine(training.step_on_rounded_inputs().grads, dense.grads))
+        record["noise"] = rounded(cosine(training.step_on(to_bfloat16).grads, dense.grads))
+        record["last_place"] = significant(largest_difference(training.step_on(next_number).outputs, dense.outputs))
     except Exception as error:
         return record | {"error": text_of(error), "seconds": round(time.perf_counter() - start, 1)}
     with suppress(Exception):  # not every model runs so
@@ -302,8 +315,8 @@ def compare(training: Training, preset: PresetName, dense: Step) -> Record:
         "layers": layers,
         "kib": kib(step.stored_bytes),
         "cosine": rounded(cosine(step.grads, dense.grads)),
-        "forward": float(f"{forward:.1e}"),
-        "loss": float(f"{loss:.1e}"),
+        "forward": significant(forward),
+        "loss": significant(loss),
     }
 
 
@@ -333,6 +346,11 @@ def kib(nbytes: int) -> float:
 def rounded(value: float) -> float | None:
     """Return a cosine as records have it, ``None`` if there is none."""
     return None if math.isnan(value) else round(value, 5)
+
+
+def significant(value: float) -> float:
+    """Return a difference as records have it."""
+    return float(f"{value:.1e}")
 
 
 def text_of(error: BaseException) -> str:
@@ -411,7 +429,7 @@ def problems(records: Records) -> Iterator[str]:
             for kind in ("error", "left"):
                 if kind in found:
                     yield f"{name}, {preset}, {kind}: {found[kind]}"
-            if steady and found.get("forward", 0) > FORWARD_OFF:
+            if steady and found.get("forward", 0) > max(FORWARD_OFF, PLACES * record.get("last_place", 0)):
                 yield f"{name}, {preset}: outputs differ by {found['forward']}"
             if "cosine" in found and found["cosine"] is None:
                 yield f"{name}, {preset}: there is no gradient, or one that is not finite"

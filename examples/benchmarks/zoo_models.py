@@ -84,7 +84,8 @@ TIMM: dict[str, dict[str, Any]] = {
     **{name: {"img_size": 128} for name in ("efficientvit_m0", "lamhalobotnet50ts_256")},
     **{name: {"img_size": 160} for name in ("inception_resnet_v2", "inception_v3", "inception_v4")},
     **{name: {"img_size": 224} for name in ("efficientformer_l1", "haloregnetz_b")},
-    **{"crossvit_tiny_240": {"img_size": 240}, "bat_resnext26ts": {"img_size": 256}, "halonet26t": {"img_size": 256}},
+    **{name: {"img_size": 256} for name in ("bat_resnext26ts", "halonet26t", "swinv2_tiny_window8_256")},
+    "crossvit_tiny_240": {"img_size": 240},
     # Of what there is no small one of, a part.
     **{name: {"depth": 4} for name in _TIMM_BASE.split()},
     **{name: {"depth": 2} for name in ("aimv2_large_patch14_224", "vit_huge_patch14_xp_224")},
@@ -251,7 +252,7 @@ TRANSFORMERS: dict[str, Tiny] = {
     "Wav2Vec2Model": Tiny(_SPEECH),
     "HubertModel": Tiny(_SPEECH),
     "WavLMModel": Tiny(_SPEECH),
-    "Data2VecAudioModel": Tiny(_SPEECH),
+    "Data2VecAudioModel": Tiny(_SPEECH | {"num_conv_pos_embeddings": 5}),  # layers there, not a width
     "SEWModel": Tiny(_SPEECH | {"squeeze_factor": 2}),
     "Wav2Vec2ConformerModel": Tiny(_SPEECH),
     "WhisperForConditionalGeneration": Tiny(

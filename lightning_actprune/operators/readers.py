@@ -68,7 +68,7 @@ PRODUCTS = frozenset(
     f"{name}Backward0"
     for name in (
         *("Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Dot", "Addr", "Addcmul", "Convolution"),
-        *("CudnnConvolution", "SlowConv2D", "Linear"),
+        *("CudnnConvolution", "GroupedMm", "SlowConv2D", "Linear"),
     )
 )
 """Nodes whose gradients are products of the incoming one and the other factor."""

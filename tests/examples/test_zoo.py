@@ -92,6 +92,9 @@ def test_a_gradient_may_be_off_by_as_much_as_rounding_makes_it():
         "net, balanced: the gradient's cosine with the dense one is 0.94"
     ]
     assert len(list(zoo.problems([record | {"bfloat16": None}]))) == 1  # does not run so
+    record = made_up("net", last_place=1e-5)
+    assert list(zoo.problems([record | {"max_forward": 1.9e-5}])) == []
+    assert list(zoo.problems([record | {"max_forward": 2.1e-5}])) == ["net, max: outputs differ by 2.1e-05"]
 
 
 def test_steps_begin_alike_and_leave_nothing():
@@ -101,8 +104,9 @@ def test_steps_begin_alike_and_leave_nothing():
     assert zoo.cosine(first.grads, again.grads) == pytest.approx(1)
     assert first.dense_bytes == first.stored_bytes == again.stored_bytes
     before = zoo.traits(training.model)
-    rounded = training.step_on_rounded_inputs()
+    rounded = training.step_on(zoo.to_bfloat16)
     assert 0 < zoo.largest_difference(rounded.outputs, first.outputs) < 0.02
+    assert 0 < zoo.largest_difference(training.step_on(zoo.next_number).outputs, first.outputs) < 1e-5
     with training.converted(Config("max")) as layers:
         assert layers == 5
         assert training.step().dense_bytes == first.dense_bytes

@@ -78,8 +78,8 @@ SHAPE_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
     "MaxPool2DWithIndices": lambda x: F.max_pool2d(x, 2),
     "MaxPool3DWithIndices": lambda x: F.max_pool3d(x, 2),
 }
-ELSEWHERE = {"CudnnConvolution", "SlowConv2D", "Linear", "CudnnBatchNorm", "FusedRmsNorm"}
-"""Nodes that other devices or builds of torch make."""
+ELSEWHERE = {"CudnnConvolution", "GroupedMm", "SlowConv2D", "Linear", "CudnnBatchNorm", "FusedRmsNorm"}
+"""Nodes that other devices, types or builds of torch make."""
 
 
 def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: Tensor | None) -> tuple[Tensor, str]:
@@ -131,6 +131,17 @@ def test_linear_gradients_are_right_on_average(name: str):
     assert reader in READERS
     assert not torch.equal(up, exact)
     torch.testing.assert_close((up + down) / 2, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="a function of torch 2.10, of fp32 and 16 bits")
+def test_gradients_of_grouped_products_are_right_on_average():
+    w, ends = weights(4, 16, 8).float(), torch.tensor([8, 8, 20, 32], dtype=torch.int32)
+    product = lambda x: F.grouped_mm(x, w.clone().requires_grad_(), offs=ends)  # noqa: E731
+    x, noise = weights(32, 16).float(), D * weights(32, 16).sin().float()
+    exact, up, down = (disturbed_gradient(product, x, given)[0] for given in (None, noise, -noise))
+    assert disturbed_gradient(product, x, noise)[1] == "GroupedMmBackward0"
+    assert not torch.equal(up, exact)
+    torch.testing.assert_close((up + down) / 2, exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
