@@ -137,6 +137,8 @@ class Training:
 
     def __init__(self, sample: Sample) -> None:
         self.sample, self.model = sample, sample.model
+        with torch.no_grad():
+            self.forward()  # some fill buffers in their first one
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def begin(self) -> None:
@@ -223,7 +225,8 @@ def to_bfloat16(x: Tensor) -> Tensor:
 
 def next_number(x: Tensor) -> Tensor:
     """Return the next larger number of each."""
-    return x.nextafter(torch.full_like(x, math.inf))
+    at = x.detach()
+    return x + (at.nextafter(torch.full_like(at, math.inf)) - at)
 
 
 def traits(model: nn.Module) -> dict[str, Any]:
