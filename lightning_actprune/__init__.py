@@ -10,7 +10,7 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 from lightning_actprune import functional as functional
 from lightning_actprune.analysis.sensitivity import measure_sensitivity
 from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
-from lightning_actprune.config import PRESETS, Keep
+from lightning_actprune.config import PRESETS, Keep, Recompute
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 
@@ -23,8 +23,8 @@ __all__ = [
     "ActivationPruning",
     "ActivationSensitivity",
     "Keep",
+    "Recompute",
     "convert",
-    "functional",
     "measure_sensitivity",
     "revert",
 ]

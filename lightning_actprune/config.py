@@ -17,6 +17,11 @@ each operator that it covers:
     functions keep three bits, norms four, layer scales two. Affine layers keep three, so that linear layers that read
     their output need none of their own (see ``operators.reuse``).
 
+``recompute``
+    The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that
+    are kept in eight bits. Every operator in these blocks, and outside of them, is kept as ``balanced`` keeps it: that
+    is what there is of one block while its backward runs.
+
 Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
 rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. A
 pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and an
@@ -28,7 +33,7 @@ few bits (``operators.readers``), or with ``None`` leaves what it saves as it is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -42,12 +47,14 @@ from lightning_actprune.schedules import SparsitySchedule, check_sparsity, spars
 Scope = Literal["sample", "token"]
 Selection = Literal["largest", "swap", "unbiased"]
 Operator = Literal["linear", "convolution", "activation", "norm", "affine", "scale", "saved"]
-PresetName = Literal["paper", "balanced", "max"]
+PresetName = Literal["paper", "balanced", "max", "recompute"]
 
 BITS = (2, 3, 4, 8)
 """Bits that a value can be quantized to."""
 MIN_QUANTIZED_BLOCK = 8
 """Least block size of quantized values: below, scale and offset cost as much as the fewer bits save."""
+HALF = 16
+"""Bits of inputs of a ``Recompute`` that are rounded to bfloat16 and not quantized."""
 MIN_FEATURES = 64
 """Input features from which on presets cover a linear layer; a rule covers smaller ones too. Packing takes about as
 long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7 ms of eager step time at 16, 1.2 at 48,
@@ -208,8 +215,36 @@ class Keep:
         return self.bits is not None or isinstance(self.sparsity, SparsitySchedule) or self.sparsity > 0
 
 
-Rule: TypeAlias = Keep | Mapping[str, Any] | str | None
-"""What a rule may be: a ``Keep`` or a mapping of its arguments, the name of a preset, ``None`` or ``"dense"``."""
+@dataclass(frozen=True)
+class Recompute:
+    """A module that runs again in backward, from inputs that are kept in few bits (``operators.recompute``).
+
+    Args:
+        bits: Bits of each value of its inputs that need a gradient: 2, 3, 4 or 8, quantized as those of ``Keep``, 16,
+            rounded to bfloat16, or ``None``, as they are: then it is an activation checkpoint, and exact.
+        block_size: Consecutive values with a scale of their own, at least 8.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> Recompute(bits=4)
+        Recompute(bits=4, block_size=32)
+    """
+
+    bits: int | None = 8
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        quantized = self.bits if self.bits == HALF and not isinstance(self.bits, bool) else check_bits(self.bits)
+        object.__setattr__(self, "bits", quantized)
+        object.__setattr__(self, "block_size", check_block_size(self.block_size, MIN_QUANTIZED_BLOCK))
+
+
+Rule: TypeAlias = Keep | Recompute | Mapping[str, Any] | str | None
+"""What a rule may be: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}``, the name of
+a preset, ``None`` or ``"dense"``."""
 
 _BY_RULES = "HINT: rules say it layer by layer, as"
 REMOVED: dict[str, str] = {
@@ -255,6 +290,7 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
         "saved": Keep(bits=8),
     },
 }
+PRESETS["recompute"] = PRESETS["balanced"]
 
 
 @dataclass(frozen=True)
@@ -277,7 +313,7 @@ class Config:
     block_size: int | None = None
     rules: Mapping[str, Rule] | None = None
     _base: dict[Operator, Keep] = field(init=False, repr=False)
-    _rules: dict[str, Keep | PresetName | None] = field(init=False, repr=False)
+    _rules: dict[str, Keep | Recompute | PresetName | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         name = check_preset(self.preset) or ("balanced" if self.sparsity is None else "paper")
@@ -310,6 +346,8 @@ class Config:
         rules by name are about the layers.
         """
         for pattern, rule in self._rules.items():
+            if isinstance(rule, Recompute):
+                continue
             if pattern == TYPE + operator:
                 return pattern
             if not pattern.startswith(TYPE) and matches(fqns, pattern) and (operator != "saved" or rule is None):
@@ -322,7 +360,23 @@ class Config:
         if pattern is None:
             return self._base.get(operator)
         rule = self._rules[pattern]
+        assert not isinstance(rule, Recompute)
         return PRESETS[rule].get(operator) if isinstance(rule, str) else rule
+
+    def recompute_of(self, fqns: Sequence[str], blocks: Container[str] = ()) -> Recompute | None:
+        """Return how a module with these names is run again in backward, ``None`` if it is not.
+
+        ``blocks``: the names of those that run again where no rule says otherwise.
+        """
+        for pattern, rule in self._rules.items():
+            if isinstance(rule, Recompute | None) and matches(fqns, pattern):
+                return rule
+        return Recompute() if any(fqn in blocks for fqn in fqns) else None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any module is to run again in backward."""
+        return self.preset == "recompute" or any(isinstance(rule, Recompute) for rule in self._rules.values())
 
     def keep_of_all(self, operator: Operator) -> Keep | None:
         """Return how ``operator`` is kept by the preset, and by rules whose pattern matches whatever the name."""
@@ -338,10 +392,9 @@ class Config:
     @property
     def operators(self) -> set[Operator]:
         """The operators of which layers may be converted; by a rule on names, of any."""
-        named = {pattern.removeprefix(TYPE) for pattern, rule in self._rules.items() if rule is not None}
-        by_name = any(
-            not pattern.startswith((TYPE, OPERATION)) for pattern, rule in self._rules.items() if rule is not None
-        )
+        layers = [p for p, rule in self._rules.items() if not isinstance(rule, Recompute | None)]
+        named = {pattern.removeprefix(TYPE) for pattern in layers}
+        by_name = any(not pattern.startswith((TYPE, OPERATION)) for pattern in layers)
         return {name for name in get_args(Operator) if by_name or name in self._base or name in named}
 
     @property
@@ -377,12 +430,12 @@ class Config:
                     f"`rules` pattern {pattern!r} counts for nothing, since what operations save is not covered. HINT: "
                     "cover it (`rules={\"type:saved\": Keep(bits=8)}`), as the presets 'balanced' and 'max' do."
                 )
-            if any(matches(fqns, pattern) for fqns, _ in layers):
+            if not isinstance(rule, Recompute) and any(matches(fqns, pattern) for fqns, _ in layers):
                 raise ValueError(
                     f"`rules` pattern {pattern!r} never counts, since earlier patterns match all its layers. HINT: the "
                     "first rule that matches a layer counts; put this one before them."
                 )
-            if rule is None and matches(others, pattern):
+            if isinstance(rule, Recompute | None) and matches(others, pattern):
                 continue
             names = [fqns[0] for fqns, _ in layers]
             near = difflib.get_close_matches(pattern, names, 1)
@@ -426,7 +479,7 @@ def meant(value: Any, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "."
 
 
-def check_rules(value: Any) -> dict[str, Keep | PresetName | None]:
+def check_rules(value: Any) -> dict[str, Keep | Recompute | PresetName | None]:
     """Return ``value`` as a mapping from patterns to a ``Keep``, the name of a preset, or ``None``."""
     example = 'HINT: such as {"head": None, "blocks.*.fc1": Keep(bits=4), "type:norm": Keep(bits=4)}.'
     if value is None:
@@ -447,6 +500,11 @@ def check_rules(value: Any) -> dict[str, Keep | PresetName | None]:
             )
     rules = {pattern: _check_rule(rule, f"rules[{pattern!r}]", example) for pattern, rule in value.items()}
     for pattern, rule in rules.items():
+        if isinstance(rule, Recompute) and pattern.startswith((TYPE, OPERATION)):
+            raise ValueError(
+                f"`rules[{pattern!r}]` must be a Keep or None, got {value[pattern]!r}. HINT: modules that run again "
+                'are named, as {"blocks.*": Recompute(bits=8)}; the outermost ones that match do.'
+            )
         if pattern.startswith(OPERATION) and rule is not None and not (isinstance(rule, Keep) and rule.bits):
             raise ValueError(
                 f"`rules[{pattern!r}]` must be a Keep with `bits`, or None, got {value[pattern]!r}. HINT: such as "
@@ -455,8 +513,8 @@ def check_rules(value: Any) -> dict[str, Keep | PresetName | None]:
     return rules
 
 
-def _check_rule(value: Any, name: str, example: str) -> Keep | PresetName | None:
-    if value is None or isinstance(value, Keep):
+def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | PresetName | None:
+    if value is None or isinstance(value, Keep | Recompute):
         return value
     if isinstance(value, str):
         if value == "dense":
@@ -465,6 +523,11 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | PresetName | None
             return value  # type: ignore[return-value]
         known = ("dense", *get_args(PresetName))
         raise ValueError(f"`{name}` must be one of {listed(known)}, got {value!r}{meant(value, known)} {example}")
+    if isinstance(value, Mapping) and list(value) == ["recompute"]:
+        try:
+            return Recompute(value["recompute"])
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"`{name}`: {error}") from error
     names = [own.name for own in fields(Keep)]
     if not isinstance(value, Mapping) or not all(key in names for key in value):
         unknown = next((key for key in value if key not in names), None) if isinstance(value, Mapping) else None
@@ -484,8 +547,8 @@ def check_preset(value: Any) -> PresetName | None:
     if value is not None and (not isinstance(value, str) or value not in PRESETS):
         raise ValueError(
             f"`preset` must be one of {listed(PRESETS)} or None, got {value!r}{meant(value, PRESETS)} HINT: 'paper' "
-            "drops blocks as the paper does, 'balanced' quantizes to four bits, 'max' saves most; a sparsity is an "
-            "argument of its own, `sparsity=0.6`."
+            "drops blocks as the paper does, 'balanced' quantizes to four bits, 'max' saves most without running "
+            "anything again, 'recompute' runs blocks again; a sparsity is an argument of its own, `sparsity=0.6`."
         )
     return value
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -31,6 +31,7 @@ from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.base import CompressedLayer, LayerState, dense_class, torch_class
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.linear import CompressedLinear
+from lightning_actprune.operators.recompute import RecomputedModule, RecomputeState, find_blocks, recomputed_class
 from lightning_actprune.operators.registry import (
     LEFT_DENSE,
     ROOT,
@@ -42,7 +43,7 @@ from lightning_actprune.operators.registry import (
     weights_of,
 )
 from lightning_actprune.operators.saved import SavedTensorCompression, drop_idle_hooks
-from lightning_actprune.report import ConversionReport, LayerReport
+from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
 
 _SAVED = "_saved_tensor_compressions"
@@ -52,6 +53,7 @@ _FLATTENED = (
     "configure_model"
 )
 _PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
@@ -71,8 +73,8 @@ def convert(
 
     Args:
         model: Any module; parameters, hooks and names stay the same objects.
-        preset: ``"paper"``, ``"balanced"`` or ``"max"`` (see ``config``). By default ``"paper"`` with a ``sparsity``,
-            and ``"balanced"`` without.
+        preset: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``). By default ``"paper"`` with
+            a ``sparsity``, and ``"balanced"`` without.
         sparsity: Fraction of blocks dropped, in [0, 1), in place of the preset's.
         block_size: Consecutive values per block, positive, in place of the preset's; cut to the row if larger.
         rules: How layers are kept by patterns on their names or operators, in order: the first that matches a layer
@@ -122,7 +124,8 @@ def revert(model: nn.Module, owner: str | None = None) -> list[str]:
             built as compressed ones stay.
     """
     _detach_saved(check_model(model), owner)
-    return revert_layers(model, lambda layer: owner in (None, layer.owner))
+    blocks = _run_once(model, lambda other: owner in (None, other))
+    return blocks + revert_layers(model, lambda layer: owner in (None, layer.owner))
 
 
 def revert_layers(model: nn.Module, chosen: Callable[[CompressedLayer], bool]) -> list[str]:
@@ -201,7 +204,65 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         _convert_layer(candidate, keep, owner)
     _attach_saved(model, config, owner)
     report.saved = saved
+    report.blocks = _recompute_blocks(model, config, owner)
     return report
+
+
+def _recompute_blocks(model: nn.Module, config: Config, owner: str) -> list[BlockReport]:
+    """Let the modules that ``config`` names run again in backward, the outermost ones of them, and no others."""
+    _run_once(model, lambda other: other == owner)
+    if not config.recomputes:
+        return []
+    blocks = find_blocks(model) if config.preset == "recompute" else []
+    names: dict[nn.Module, list[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(plain_name(fqn))
+    rows, inside = [], set[nn.Module]()
+    for module, fqns in names.items():
+        keep = None if module in inside else config.recompute_of(fqns, blocks)
+        if keep is None:
+            continue
+        inside.update(module.modules())
+        reason = _recompute_refusal(model, module)
+        if isinstance(module, RecomputedModule):
+            raise LayerClaimedError(
+                f"Module {fqns[0]!r} already runs again in backward for {module._recompute.owner}, and {owner} claims "
+                "it too. HINT: name it once in `rules`, or do without one: take a callback out, or `revert` the first."
+            )
+        rows.append(BlockReport(fqns[0], type(module).__name__, keep if reason is None else None, reason))
+        if reason is None:
+            module._recompute = RecomputeState(keep, owner)  # type: ignore[assignment]
+            module.__class__ = recomputed_class(type(module))
+    return rows
+
+
+def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:
+    """Return why a module cannot run again in backward."""
+    if module is model:
+        return "is the model itself: of its batch nothing needs a gradient, and the whole of it would run twice"
+    if operator_of(module) is not None:
+        return "is a layer by itself; `Keep` says how it keeps its input, with no second run"
+    if next(module.children(), None) is None or type(module).forward is nn.Module.forward:
+        return "runs no modules: it has none, or is a list, whose modules are called one by one"
+    if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        return _REPLACED
+    wrappers = [other for other in model.modules() if "_checkpoint_wrapped_module" in other._modules]
+    if any(module in set(other.modules()) or other in set(module.modules()) for other in wrappers):
+        return "is inside an activation checkpoint, or around one; use one of the two"
+    if any(getattr(other, "gradient_checkpointing", False) for other in module.modules()):
+        return "checkpoints itself (`gradient_checkpointing`); use one of the two"
+    return None
+
+
+def _run_once(model: nn.Module, chosen: Callable[[str], bool]) -> list[str]:
+    """Let modules run once again whose owner is ``chosen``, and return their names."""
+    names = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, RecomputedModule) and chosen(module._recompute.owner):
+            del module.__dict__["_recompute"]
+            module.__class__ = dense_class(type(module))  # type: ignore[arg-type, assignment]
+            names.append(plain_name(fqn))
+    return names
 
 
 def _fitted(config: Config, found: list[Candidate]) -> Config:
@@ -209,7 +270,7 @@ def _fitted(config: Config, found: list[Candidate]) -> Config:
     known = [known_class(type(candidate.layer)) for candidate in found]
     smooth = [k for k in known if k is not None and issubclass(k, CompressedActivation)]
     return config.fitted(
-        sum(isinstance(candidate.layer, _BatchNorm) for candidate in found),
+        sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in found),
         sum(not issubclass(k, ExactActivation) for k in smooth),
     )
 
@@ -217,14 +278,20 @@ def _fitted(config: Config, found: list[Candidate]) -> Config:
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
     known = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
-    if not known and report.saved is None:
+    if not known and report.saved is None and not report.recomputed:
         raise ValueError(
             f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
             "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
         )
+    if config.preset == "recompute" and not report.blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no class of blocks that is repeated in a ModuleList or Sequential, so preset "
+            "'recompute' has nothing to run again. HINT: name modules with rules, as "
+            "`rules={\"encoder.*\": Recompute(bits=8)}`, or take preset 'max', which runs nothing again."
+        )
     modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
     config.check_that_rules_count(known, modules)
-    if not report.converted and report.saved is None:
+    if not report.converted and report.saved is None and not report.recomputed:
         hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
         uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
         also = f"\nNot covered by the preset: {uncovered}." if uncovered else ""

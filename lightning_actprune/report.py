@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_actprune.config import Keep, Operator
+from lightning_actprune.config import Keep, Operator, Recompute
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,23 @@ class LayerReport:
         return {**row, **sizes, **kept, "reason": self.reason}
 
 
+@dataclass(frozen=True)
+class BlockReport:
+    """A module that was to run again in backward.
+
+    Args:
+        fqn: Its fully qualified name.
+        kind: Name of the class that it is otherwise.
+        recompute: How its inputs are kept, ``None`` if it does not run again.
+        reason: Why it does not.
+    """
+
+    fqn: str
+    kind: str
+    recompute: Recompute | None
+    reason: str | None = None
+
+
 @dataclass
 class ConversionReport:
     """What a conversion did: every layer that was to be converted is in the list, converted or with a reason.
@@ -57,16 +74,28 @@ class ConversionReport:
         layers: One row for each, in the order of the model.
         saved: How what operations save is kept that no layer is known for, ``None`` if it is left as it is.
         uncovered: How many layers of each operator could be converted too, if the preset or a rule named it.
+        blocks: One row for each module that was to run again in backward, in the order of the model.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
     saved: Keep | None = None
     uncovered: Counter[Operator] = field(default_factory=Counter)
+    blocks: list[BlockReport] = field(default_factory=list)
 
     @property
     def converted(self) -> list[LayerReport]:
         """The compressed layers."""
         return [layer for layer in self.layers if layer.converted]
+
+    @property
+    def recomputed(self) -> list[BlockReport]:
+        """The modules that run again in backward."""
+        return [block for block in self.blocks if block.recompute is not None]
+
+    @property
+    def refused(self) -> list[LayerReport | BlockReport]:
+        """The layers left as they are, and the modules that do not run again, with reasons."""
+        return [*self.skipped, *(block for block in self.blocks if block.recompute is None)]
 
     @property
     def skipped(self) -> list[LayerReport]:
@@ -82,8 +111,12 @@ class ConversionReport:
         self.replace(fqn, keep=None, sparsity=0.0, reason=reason)
 
     def describe_skipped(self) -> str:
-        """Return the skipped layers with their reasons, one a line."""
-        return "\n".join(f"  {layer.fqn} ({layer.kind}): {layer.reason}" for layer in self.skipped)
+        """Return what was skipped with its reason, one a line."""
+        skipped: list[LayerReport | BlockReport] = [
+            *self.skipped,
+            *(block for block in self.blocks if block.recompute is None),
+        ]
+        return "\n".join(f"  {row.fqn} ({row.kind}): {row.reason}" for row in skipped)
 
     def to_rows(self) -> list[dict[str, str | float | None]]:
         """Return every layer as a flat row: ``pandas.DataFrame(report.to_rows())`` is a table."""
@@ -92,4 +125,6 @@ class ConversionReport:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers and strings, fit for JSON."""
         saved = None if self.saved is None else self.saved.bits
-        return {"layers": self.to_rows(), "saved_bits": saved, "uncovered": dict(self.uncovered)}
+        blocks = [{**vars(b), "recompute": None if b.recompute is None else vars(b.recompute)} for b in self.blocks]
+        layers = self.to_rows()
+        return {"layers": layers, "saved_bits": saved, "uncovered": dict(self.uncovered), "blocks": blocks}

@@ -60,7 +60,7 @@ def test_settings_are_values():
 
 
 def test_presets_name_operators():
-    assert set(PRESETS) == {"paper", "balanced", "max"}
+    assert set(PRESETS) == {"paper", "balanced", "max", "recompute"}
     for kept in PRESETS.values():
         assert set(kept) <= set(get_args(Operator))
         assert all(isinstance(keep, Keep) for keep in kept.values())

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, shared_copy, storages
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
-from lightning_actprune.operators.base import CompressedLayer, dense_class
+from lightning_actprune.operators.base import Converted, dense_class
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
 """Attributes of a module that hold hooks."""
@@ -95,7 +95,7 @@ class DenseForward:
     def _twin(self, module: nn.Module) -> nn.Module:
         """Return a module of the dense class with fake parameters and buffers, twins for children, and no hooks."""
         cls = type(module)
-        while issubclass(cls, CompressedLayer):
+        while issubclass(cls, Converted):
             cls = dense_class(cls)
         twin = cls.__new__(cls)
         own = vars(module) | {name: OrderedDict() for name in _HOOKS}

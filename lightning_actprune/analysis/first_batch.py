@@ -78,6 +78,7 @@ from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
+from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.operators.registry import ROOT, operator_of
 from lightning_actprune.operators.saved import Retainers, backward_runs, dropped_by_checkpoint
 from lightning_actprune.report import ConversionReport, LayerReport
@@ -517,8 +518,9 @@ class RecomputationProbe(CallWatcher):
 
     @property
     def recomputed(self) -> list[str]:
-        """Names of the layers found so far, in the order of the model."""
-        found = self._again - self._kept
+        """Names of the layers found so far, in the order of the model; none in modules that this package runs again."""
+        own = [module for module in self._model.modules() if isinstance(module, RecomputedModule)]
+        found = self._again - self._kept - {layer for module in own for layer in module.modules()}
         return [fqns[0] for fqns, layer in input_layers(self._model) if layer in found]
 
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:

@@ -60,7 +60,7 @@ from lightning_actprune.analysis.recorder import (
 )
 from lightning_actprune.codec.private import COMPILED, FOR_FAKES, FOR_NODES, current_autograd_node, refusal, tree_leaves
 from lightning_actprune.config import check_share
-from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.readers import operator_name
 from lightning_actprune.operators.saved import backward_runs, caller, runs_again
 
@@ -465,13 +465,13 @@ class SavedTensorMeter(SavedTensorRecorder):
 
     def _hidden(self) -> bool:
         """Return whether compiled code keeps something, and converted modules were not called that may be in it."""
-        converted = {module for module in self._model.modules() if isinstance(module, CompressedLayer)}
+        converted = {module for module in self._model.modules() if isinstance(module, Converted)}
         return self._compiled_bytes > 0 and not converted <= self._called
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._enter_module(module, args, kwargs)
         self._called.add(module)
-        if isinstance(module, CompressedLayer) and not self._converted:
+        if isinstance(module, Converted) and not self._converted:
             self._called.update(module.modules())
             self._converted.append((module, _dense_forward(module, args, kwargs)))
 
@@ -673,7 +673,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         known = saved.key in self._batch or saved.key in self._parameters
         if known or kept is None or saved.device != self._device:
             return
-        inside = any(isinstance(module, CompressedLayer) for module, _ in self._running)
+        inside = any(isinstance(module, Converted) for module, _ in self._running)
         packed = saved.original is not None or (saved.call is not None and saved.call.packs)
         packed |= inside and saved.dtype == torch.uint8
         now = len(self._moments)

@@ -19,9 +19,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_actprune.analysis.memory import PHASES, LayerFootprint, MemoryReport, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.config import Keep, Operator
-from lightning_actprune.report import ConversionReport, LayerReport
+from lightning_actprune.operators.recompute import kept_inputs
+from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
 
-_Row = TypeVar("_Row", LayerReport, LayerFootprint)
+_Row = TypeVar("_Row", bound="LayerReport | BlockReport | LayerFootprint")
 
 _PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
 """A number in the name of a layer, but for the last part: of ``blocks.0.fc1``, not of ``net.0``."""
@@ -141,12 +142,19 @@ def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
         parts.append(f"Not covered: {enumerated(left)}.")
     if report.saved is not None:
         parts.append(f"What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}.")
-    if report.skipped:
-        parts.append(f"Dense: {_with_reasons(report.skipped)}.")
+    if report.recomputed:
+        named = [
+            f"{name}, {alike[0].kind} ({kept_inputs(alike[0].recompute)})"
+            for name, alike in corresponding(report.recomputed, lambda block: (block.kind, block.recompute))
+            if alike[0].recompute is not None
+        ]
+        parts.append(f"Run again in backward: {enumerated(named)}.")
+    if report.refused:
+        parts.append(f"Dense: {_with_reasons(report.refused)}.")
     return " ".join(parts)
 
 
-def _with_reasons(layers: Sequence[LayerReport]) -> str:
+def _with_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
     """Return the names of some layers with their reasons, and how many more there are."""
     groups = corresponding(layers, lambda layer: layer.reason)
     cut = len(groups) if len(groups) <= _MOST_NAMED + 1 else _MOST_NAMED

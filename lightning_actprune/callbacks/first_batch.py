@@ -119,7 +119,7 @@ class Decisions:
 
 def check_left(report: ConversionReport) -> None:
     """Raise if nothing is left to be kept in another way than by the dense model."""
-    if not report.converted and report.saved is None:
+    if not report.converted and report.saved is None and not report.recomputed:
         raise MisconfigurationException(
             "No layer is left to convert: packing their inputs would add memory, or drop too much of them:\n"
             f"{report.describe_skipped()}\nHINT: choose other layers with `rules`, take the callback out, or pack "

@@ -57,11 +57,16 @@ class LayerState:
         object.__setattr__(self, "parts", parts)
 
 
-class CompressedLayer:
-    """Mixin of the classes that ``convert`` gives to modules; it comes first among their bases."""
+class Converted:
+    """Mixin of every class that ``convert`` gives to modules; it comes first among their bases."""
 
     dense_class: ClassVar[type[nn.Module]]
     """What the module is otherwise."""
+
+
+class CompressedLayer(Converted):
+    """Mixin of the classes of layers that keep what backward needs compressed."""
+
     operator: ClassVar[Operator]
     """What the module is, for rules and reports."""
     drops_blocks: ClassVar[bool] = False
@@ -212,7 +217,7 @@ def hooked(module: nn.Module) -> bool:
 
 def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return what ``cls`` was before anything was converted."""
-    while issubclass(cls, CompressedLayer):
+    while issubclass(cls, Converted):
         cls = cls.dense_class
     return cls
 
@@ -222,7 +227,7 @@ def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
     """
-    if not issubclass(cls, CompressedLayer):
+    if not issubclass(cls, Converted):
         return cls
     if "dense_class" in vars(cls):
         return cls.dense_class

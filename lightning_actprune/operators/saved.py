@@ -461,12 +461,21 @@ class _Packing(threading.local):
 packing = _Packing()
 
 
-def _as_read(region: Tensor, layout: Layout) -> Tensor:
+def as_read(region: Tensor, layout: Layout) -> Tensor:
     """Return a tensor over a region as it is read."""
     if layout.copied:
         sizes, strides = zip(*layout.region, strict=True)
         return region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
     return region.detach().as_strided(layout.shape, layout.strides)
+
+
+def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the values of a quantized region in the order of their addresses."""
+    samples, rows, length = layout.shape
+    none = values.new_empty((0, 0), dtype=torch.int32)
+    made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
+    dense: Tensor = made(values, none, none, samples * rows, length, layout.block, bits, dtype)
+    return dense
 
 
 class QuantizedRegion:
@@ -479,14 +488,11 @@ class QuantizedRegion:
         outer: The hooks around ours, ``None`` without any.
     """
 
-    __slots__ = ("__weakref__", "_bits", "_dtype", "_none", "_rows", "_values", "nbytes", "outer")
+    __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
 
     def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
-        samples, rows, length = layout.shape
-        x = _as_read(region, layout)
-        values, self._none, _ = pack(x, layout.block, ALL_BLOCKS, bits)
-        self._rows = samples * rows, length, layout.block
-        self._dtype, self._bits = x.dtype, bits
+        values, _, _ = pack(as_read(region, layout), layout.block, ALL_BLOCKS, bits)
+        self._layout, self._dtype, self._bits = layout, region.dtype, bits
         self.nbytes, self.outer = values.nbytes, outer
         self._values: Any = values if outer is None else outer[0](values)
 
@@ -496,11 +502,8 @@ class QuantizedRegion:
 
     def unpack(self) -> Tensor:
         """Return the values in the order of their addresses."""
-        rows, length, block = self._rows
         values = self._values if self.outer is None else self.outer[1](self._values)
-        made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
-        dense: Tensor = made(values, self._none, self._none, rows, length, block, self._bits, self._dtype)
-        return dense
+        return unpack_region(values, self._layout, self._bits, self._dtype)
 
 
 class QuantizedView:
@@ -1040,7 +1043,7 @@ class SavedTensorCompression:
             not decision.bits
             or spared
             or _is_captured(tensor)
-            or not loses_values(_as_read(tensor, layout), layout.block)
+            or not loses_values(as_read(tensor, layout), layout.block)
         ):
             return decision
         warnings.warn(
@@ -1092,7 +1095,7 @@ class SavedTensorCompression:
             return Decision(0, name, "a mask has put values into it, which may be as large as it likes")
         if _is_captured(tensor):
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
-        if loses_values(_as_read(tensor, stay.layout), stay.layout.block):
+        if loses_values(as_read(tensor, stay.layout), stay.layout.block):
             return Decision(0, name, _OUTLIER)
         alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]

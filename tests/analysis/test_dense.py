@@ -101,7 +101,7 @@ def measured(model: nn.Module, x: Tensor, autocast: bool) -> MemoryReport:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "recompute"])  # which needs blocks
 @pytest.mark.parametrize("name", ["transformer", "checkpointed", "residual", "recurrent", "encoder"])
 def test_the_dense_bytes_of_any_preset_are_those_of_the_dense_model(
     name: str, preset: str, autocast: bool, device: str

@@ -51,7 +51,10 @@ def compressed(model: nn.Module) -> list[str]:
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
         ({"block_size": 4}, "`block_size` must be at least 8 with bits=4, got 4. HINT"),
-        ({"preset": "best"}, "`preset` must be one of 'paper', 'balanced' and 'max' or None, got 'best'.*HINT"),
+        (
+            {"preset": "best"},
+            "`preset` must be one of 'paper', 'balanced', 'max' and 'recompute' or None, got 'best'.*HINT",
+        ),
         ({"preset": 0.6}, "`preset` must be one of .*HINT: .*`sparsity=0.6`"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"total_steps": 1.5}, "`total_steps` must be a positive int or None, got 1.5. HINT"),

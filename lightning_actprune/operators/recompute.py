@@ -1,0 +1,264 @@
+r"""Modules that run again in backward, from inputs that are kept in few bits.
+
+Of a block ``y = f(x)`` a dense model keeps all that its operations save, an activation checkpoint the input ``x``
+alone: it runs ``f`` again when backward gets there. Here ``x`` is kept in few bits, ``x^``. The first run has the exact
+``x``, so the output, the loss and all that follows are those of the dense model, bit for bit. The second one only
+refills what operations have saved: the graph is that of the first run, so the gradient of ``x`` arrives where it
+belongs, and is ::
+
+    dx = J(x^)^T dy        in place of        J(x)^T dy
+
+with the Jacobian ``J`` of the block at a point that is off by no more than half a step of each of its blocks of values.
+Of a residual block, ``f(x) = x + h(x)``, the identity in ``J`` is exact, and ``h`` begins with a norm that divides by
+the stream's deviation: what counts is the error of ``x^`` over the deviation of ``x``, 0.2 % in eight bits and 4 % in
+four.
+
+It is torch's own non-reentrant checkpoint (``torch.utils.checkpoint``), which restores random generators and autocast
+and stops the second run when the last tensor is there, around a function that is given what is stored in place of
+``x``, but takes the exact ``x`` out of a cell when it runs first. What is stored are arguments of the checkpoint, so
+hooks around it are given it as any saved tensor: a meter counts it, ``save_on_cpu`` moves it.
+
+Stored in few bits is each tensor among the arguments, in whatever lists, tuples and mappings, that needs a gradient
+and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps or overlaps. All else is kept as it is,
+and autograd sees to it that nobody writes to it before backward. What is quantized may be written to: by the block
+itself or by whoever comes later. A tensor that several blocks get, as the output of an encoder, is stored once.
+
+The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
+are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
+cure, with which the second run is the first one over again.
+
+While a module is compiled, what it gets is kept as it is: compilers see torch's checkpoint, and know what to do.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune.codec.blocks import ALL_BLOCKS
+from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
+from lightning_actprune.codec.packed import pack
+from lightning_actprune.codec.private import tree_map_only
+from lightning_actprune.codec.sharing import Shared, find, key_of, remember
+from lightning_actprune.config import Recompute
+from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.saved import Layout, as_read, layout_of, unpack_region
+
+MIN_VALUES = 2**10
+"""Tensors of fewer values stay as they are."""
+HALF = 16
+"""Bits of what is rounded to bfloat16 alone."""
+_PREFIX, _DOT = "Recomputed__", "__dot__"
+
+
+class RecomputeState(NamedTuple):
+    """How the inputs of a module are kept.
+
+    Args:
+        keep: What a rule says.
+        owner: Who converted the module.
+    """
+
+    keep: Recompute
+    owner: str
+
+
+class RecomputedModule(Converted):
+    """Mixin of the classes that ``convert`` gives to modules that run again in backward."""
+
+    _recompute: RecomputeState
+
+    @property
+    def recompute(self) -> Recompute:
+        """How the inputs of the module are kept."""
+        return self._recompute.keep
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the dense module does, and keep of its inputs what it can be run from again."""
+        if "_recompute" not in self.__dict__:  # reverted, and this method is held by somebody
+            return type(self).forward(self, *args, **kwargs)
+        dense = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return dense(*args, **kwargs)
+        return recomputed(dense, self.recompute, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """Show what the dense module prints, and that it runs again."""
+        shown: str = super().extra_repr()  # type: ignore[misc]
+        return ", ".join(filter(None, (shown, f"recomputed from {kept_inputs(self.recompute)}")))
+
+
+def kept_inputs(keep: Recompute) -> str:
+    """Return how inputs are kept, in words."""
+    return "inputs as they are" if keep.bits is None else f"inputs in {keep.bits} bits"
+
+
+class _Stored(NamedTuple):
+    """How a tensor among the arguments is stored.
+
+    Args:
+        dtype: Of the tensor.
+        shape: Of the tensor.
+        layout: How it is read and written, ``None`` where it is rounded alone.
+        bits: Of a value.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout | None
+    bits: int
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return the tensor."""
+        if self.layout is None:
+            return values.to(self.dtype)
+        dense = unpack_region(values, self.layout, self.bits, self.dtype)
+        # No view of it, which could not be written to.
+        place = dense.untyped_storage(), dense.storage_offset()
+        return dense.new_empty(0).set_(*place, self.shape, self.layout.dense_strides)
+
+
+class _Read(torch.autograd.Function):
+    """A stored tensor as a result that needs a gradient, which a block may write to: a leaf it could not."""
+
+    @staticmethod
+    def forward(ctx: Any, needs_gradient: Tensor, values: Tensor, stored: _Stored) -> Tensor:
+        return stored.read(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("The graph of a recomputation is not the one that backward takes.")
+
+
+def recomputed(function: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``function(*args, **kwargs)``, which runs again in backward from what is kept of its arguments."""
+    places: dict[int, _Place] = {}
+    kept: list[Tensor] = []
+    stored: list[_Stored | None] = []
+
+    def store(leaf: Tensor) -> _Place:
+        if id(leaf) not in places:
+            places[id(leaf)] = _Place(len(kept))
+            how, values = _store(leaf, keep)
+            kept.append(values)
+            stored.append(how)
+        return places[id(leaf)]
+
+    given = tree_map_only(Tensor, store, (args, dict(kwargs)))
+    exact = [(args, kwargs)]
+    del args, kwargs
+
+    def run(*values: Tensor) -> Any:
+        if exact:
+            own, by_name = exact.pop()
+        else:
+            read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
+            own, by_name = tree_map_only(_Place, lambda place: read[place.number], given)
+        return function(*own, **by_name)
+
+    return checkpoint(run, *kept, use_reentrant=False)
+
+
+class _Place:
+    """Stands for a tensor among the arguments."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _as_result(values: Tensor, stored: _Stored | None) -> Tensor:
+    if stored is None:
+        return values
+    needs_gradient = torch.zeros((), requires_grad=True)
+    read: Tensor = _Read.apply(needs_gradient, values, stored)
+    return read
+
+
+def _store(x: Tensor, keep: Recompute) -> tuple[_Stored | None, Tensor]:
+    """Return how ``x`` is stored, ``None`` as it is, and what is stored of it."""
+    known = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
+    if keep.bits is None or not known or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
+        return None, x
+    if keep.bits == HALF:
+        if x.dtype != torch.float32:
+            return None, x
+        return _Stored(x.dtype, tuple(x.shape), None, HALF), x.detach().to(torch.bfloat16)
+    layout = layout_of(x.shape, x.stride(), keep.block_size)
+    if layout is None:
+        return None, x
+    how = _Stored(x.dtype, tuple(x.shape), layout, keep.bits)
+    key = key_of(x, "recompute", keep.bits, layout)
+    shared = None if key is None else find(x, key)
+    if shared is not None:
+        return how, shared.packed[0]
+    values, _, _ = pack(as_read(x, layout), layout.block, ALL_BLOCKS, keep.bits)
+    if key is not None:
+        remember(x, key, Shared((values, values, values), layout.shape, False, layout.block))
+    return how, values
+
+
+def recomputed_class(cls: type[nn.Module]) -> type[Any]:
+    """Return what a module of exactly this class becomes; the same one each time."""
+    found = _classes.get(cls)
+    if found is None:
+        namespace = {
+            "__module__": __name__,
+            "__qualname__": _PREFIX + f"{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
+            "__doc__": f"``{cls.__name__}`` that runs again in backward; made by ``convert``.",
+            "dense_class": cls,
+        }
+        found = _classes[cls] = type(f"Recomputed{cls.__name__}", (RecomputedModule, cls), namespace)
+    return found
+
+
+_classes: dict[type[nn.Module], type[Any]] = {}
+
+
+def __getattr__(name: str) -> Any:
+    """Return the derived class of that name: of a module that is unpickled."""
+    if name.startswith(_PREFIX):
+        return recomputed_class(pkgutil.resolve_name(name.removeprefix(_PREFIX).replace(_DOT, ".")))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+MOST_COARSE = 6
+"""Least blocks of a class that is chosen though its blocks consist of repeated modules themselves."""
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the blocks of ``model``: the largest class that is repeated in a list.
+
+    Counted are modules with children that stand in a ``ModuleList`` or ``Sequential`` with others of their class. Of
+    the classes that hold at least half of all parameters, it is the outermost one with six blocks or more, so not the
+    four stages of a hierarchical model; without one, the class with most blocks.
+    """
+    found: dict[type[nn.Module], dict[str, nn.Module]] = {}
+    for name, module in _repeated(model):
+        found.setdefault(type(module), {}).setdefault(name, module)
+    total = _values(model)
+    large = [blocks for blocks in found.values() if 2 * sum(map(_values, blocks.values())) >= total > 0]
+    if not large:
+        return []
+    many = [blocks for blocks in large if len(blocks) >= MOST_COARSE]
+    chosen = max(many, key=lambda blocks: sum(map(_values, blocks.values()))) if many else max(large, key=len)
+    return list(chosen)
+
+
+def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with children that stands in a list with others of its class, by its first name."""
+    for prefix, container in model.named_modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            times = Counter(map(type, container))
+            for key, module in container.named_children():
+                if times[type(module)] > 1 and next(module.children(), None) is not None:
+                    yield f"{prefix}.{key}" if prefix else key, module
+
+
+def _values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,364 @@
+"""Modules that run again in backward: exact outputs, gradients from few bits, what is stored, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_actprune import Keep, Recompute, convert, revert
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.codec.formats import row_bytes
+from lightning_actprune.convert import LayerClaimedError
+from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.recompute import RecomputedModule, find_blocks
+
+ALONE = {"type:saved": None, "*": None}
+"""Of layers none is converted."""
+WIDTH, TOKENS = 64, 32
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.mlp(self.norm(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(16, WIDTH), nn.ModuleList(block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def made(block: Callable[[], nn.Module] = Block, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Net(block).to(device), torch.randn(4, TOKENS, 16, device=device)
+
+
+def cosine(found: Tensor, right: Tensor) -> float:
+    return torch.cosine_similarity(found.double().flatten(), right.double().flatten(), dim=0).item()
+
+
+def step(model: nn.Module, x: Tensor, around: Any = None) -> tuple[Tensor, Tensor, int]:
+    """Return output, gradient of all parameters, and bytes kept, of a step from the same random numbers."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with around or nullcontext(), SavedTensorMeter(model, x) as meter:
+        y = model(x)
+        loss = y.float().square().mean()
+    stored = meter.report().stored_bytes
+    loss.backward()
+    return y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), stored
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize(("bits", "least"), [(2, 0.97), (3, 0.99), (4, 0.998), (8, 0.9999), (16, 0.9999), (None, 1)])
+def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, autocast: bool, device: str):
+    model, x = made(device=device)
+    around = lambda: torch.autocast(device, torch.bfloat16) if autocast else nullcontext()  # noqa: E731
+    y, exact, dense = step(model, x, around())
+    report = convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
+    assert [(block.fqn, block.kind) for block in report.recomputed] == [(f"blocks.{n}", "Block") for n in range(3)]
+    assert report.converted == []
+    ours, gradient, stored = step(model, x, around())
+    assert torch.equal(ours, y)
+    assert cosine(gradient, exact) >= least - 1e-6
+    if bits is None:
+        torch.testing.assert_close(gradient, exact, rtol=0, atol=0)
+    values = len(x) * TOKENS * WIDTH
+    of_input = 4 * values if bits is None else 2 * values if bits == 16 else values // 32 * row_bytes(32, bits, 0)
+    if not autocast:  # where the head's input in 16 bits and copies of weights come in
+        assert stored == 3 * of_input + 4 * values + 4 * y.numel()  # and what head and loss keep
+    assert stored < dense / 3
+    assert sorted(revert(model)) == [f"blocks.{n}" for n in range(3)]
+    again = step(model, x, around())
+    assert torch.equal(again[1], exact)
+    assert not any(isinstance(module, Converted) or "_recompute" in vars(module) for module in model.modules())
+
+
+def test_compressed_layers_inside_make_the_second_run_small():
+    model, x = made()
+    exact = step(model, x)
+    report = convert(model, "recompute", rules={"head": None})
+    assert {block.recompute for block in report.recomputed} == {Recompute(8)}
+    assert len(report.converted) == 3 * 5  # the stem has too few features
+    y, gradient, stored = step(model, x)
+    torch.testing.assert_close(y, exact[0])  # up to the norms' roundings
+    assert cosine(gradient, exact[1]) > 0.99
+    assert stored < exact[2] / 6
+
+
+class Takes(nn.Module):
+    """Takes tensors in all ways there are, and returns several, nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, list[Tensor]], *, scale: dict[str, Tensor], power: int, flag=None):
+        first, (second,) = pair
+        out = self.linear(x).sin() * first + second**power * scale["by"]
+        return {"out": (out, [first is x]), "sum": out.sum()}
+
+
+def test_arguments_of_all_kinds():
+    torch.manual_seed(0)
+    model = nn.ModuleList([Takes(), Takes()])
+    leaf = torch.randn(8, 16, WIDTH, requires_grad=True)
+    mask = torch.randn(8, 16, WIDTH)
+
+    def run() -> tuple[Tensor, Tensor]:
+        x = leaf * 2
+        out = model[0](x, (x, [mask]), scale={"by": leaf}, power=3)
+        assert out["out"][1] == [True]  # one tensor given twice is one tensor
+        loss = out["out"][0].square().mean() + out["sum"]
+        leaf.grad = None
+        loss.backward()
+        return loss.detach(), leaf.grad
+
+    exact = run()
+    convert(model, rules={"0": Recompute(8), **ALONE})
+    loss, gradient = run()
+    assert torch.equal(loss, exact[0])
+    assert 0.999 < cosine(gradient, exact[1]) <= 1
+    assert "recomputed from inputs in 8 bits" in repr(model)
+
+
+class WritesTo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).add_(self.linear(x.clone().sin()))
+
+
+@pytest.mark.parametrize(("bits", "least"), [(8, 0.9999), (16, 0.9999), (4, 0.97)])
+def test_quantized_inputs_may_be_written_to(bits: int, least: float):
+    """By the block, and by whoever comes after its call."""
+    model, x = made(WritesTo)
+    exact = step(model, x)
+    convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
+    y, gradient, _ = step(model, x)
+    assert torch.equal(y, exact[0])
+    assert cosine(gradient, exact[1]) > least
+
+    block, leaf = convert_block(Block(), bits), torch.randn(4, TOKENS, WIDTH, requires_grad=True)
+    torch.manual_seed(0)
+    h = leaf * 1
+    loss = block(h).sum()
+    with torch.no_grad():
+        h.zero_()
+    loss.backward()
+    assert leaf.grad is not None
+
+
+def convert_block(block: nn.Module, bits: int | None) -> nn.Module:
+    convert(nn.Sequential(block), rules={"0": Recompute(bits), **ALONE})
+    return block
+
+
+def test_what_is_kept_as_it_is_may_not_be_written_to():
+    block, leaf = convert_block(Block(), None), torch.randn(4, TOKENS, WIDTH, requires_grad=True)
+    h = leaf * 1
+    loss = block(h).sum()
+    with torch.no_grad():
+        h.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.attention(x, memory, memory, need_weights=False)[0]
+
+
+def test_what_several_blocks_get_is_stored_once():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Attends() for _ in range(3))
+    convert(blocks, rules={"?": Recompute(8), **ALONE})
+    leaf = torch.randn(4, TOKENS, WIDTH, requires_grad=True)
+    with SavedTensorMeter(blocks, leaf) as meter:
+        x, memory = leaf * 1, leaf * 2
+        for block in blocks:
+            x = block(x, memory)
+    values = leaf.numel() // 32 * row_bytes(32, 8, 0)
+    assert meter.report().stored_bytes == 4 * values  # three streams and one memory
+    x.sum().backward()
+
+
+def test_several_calls_accumulation_and_frozen_blocks():
+    model, x = made()
+    model.blocks[1] = model.blocks[0]
+    model.blocks[2].requires_grad_(False)
+    exact = [step(model, x)[1] for _ in range(2)]
+    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    model.zero_grad()
+    for _ in range(2):
+        torch.manual_seed(1)
+        model(x).square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert cosine(gradient, sum(exact)) > 0.9999
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    model.requires_grad_(False)
+    assert not model(x).requires_grad
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_runs_again(reentrant: bool):
+    model, x = made()
+    x.requires_grad_()
+    exact = step(model, x)[1]
+    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    model.zero_grad()
+    torch.manual_seed(1)
+    checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+    assert cosine(torch.cat([p.grad.flatten() for p in model.parameters()]), exact) > 0.9999
+
+
+def test_hooks_around_get_what_is_stored():
+    model, x = made()
+    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    expected = step(model, x)[1]
+    model.zero_grad()
+    torch.manual_seed(1)
+    dtypes: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (dtypes.append(t.dtype), t.clone())[1], lambda t: t):
+        loss = model(x).square().mean()
+    loss.backward()
+    assert dtypes.count(torch.uint8) == 3
+    assert torch.equal(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+
+
+def test_copies_and_pickles():
+    model, x = made()
+    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    expected = step(model, x)[1]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(step(other, x)[1], expected)
+        assert isinstance(other.blocks[0], RecomputedModule)
+        assert isinstance(other.blocks[0], Block)
+        assert revert(other)
+        assert type(other.blocks[0]) is Block
+    assert [*model.state_dict()] == [*Net().state_dict()]
+
+
+def test_rules_name_the_outermost_modules():
+    model, _ = made()
+    report = convert(model, rules={"blocks.0": None, "blocks.*": Recompute(4), "head": None})
+    assert [block.fqn for block in report.recomputed] == ["blocks.0.mlp", "blocks.1", "blocks.2"]
+    revert(model)
+    rules = {"blocks.[01]": {"recompute": 2}, "blocks.*.norm": Keep(bits=8), "blocks.*": "max"}
+    report = convert(model, rules=rules)
+    assert [(block.fqn, block.recompute) for block in report.recomputed] == [
+        (f"blocks.{n}", Recompute(2)) for n in (0, 1)
+    ]
+    bits = {row.fqn: row.keep.bits for row in report.converted}
+    assert (bits["blocks.0.norm"], bits["blocks.1.mlp.0"]) == (8, 2)
+
+
+def test_what_cannot_run_again_is_listed_with_the_reason():
+    class Checkpoints(Block):
+        gradient_checkpointing = True
+
+    model, _ = made(Checkpoints)
+    model.own = nn.ModuleList([Block()])
+    report = convert(model, rules={"blocks.*": Recompute(8), "own*": Recompute(8), "head": Recompute(8)})
+    reasons = {block.fqn: block.reason for block in report.blocks}
+    assert "checkpoints itself" in reasons["blocks.0"]
+    assert "runs no modules" in reasons["own"]
+    assert "is a layer by itself" in reasons["head"]
+    assert report.recomputed == []
+    with pytest.raises(ValueError, match=r"blocks\.0 .*checkpoints itself"):
+        convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+
+
+def test_a_module_runs_again_for_one_owner():
+    model, _ = made()
+    convert(model, rules={"blocks.0": Recompute(8), **ALONE})
+    with pytest.raises(LayerClaimedError, match="already runs again"):
+        convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "text"),
+    [
+        ({"a": {"recompute": 5}}, ValueError, "must be 2, 3, 4, 8 or None, got 5"),
+        ({"a": {"recompute": True}}, TypeError, "got True"),
+        ({"type:linear": Recompute()}, ValueError, "modules that run again"),
+        ({"blokcs.*": Recompute()}, ValueError, "matches no layer"),
+    ],
+)
+def test_rules_that_mean_nothing_are_errors(rules, error, text):
+    with pytest.raises(error, match=text):
+        convert(made()[0], rules=rules)
+
+
+def test_blocks_are_the_largest_repeated_class():
+    assert find_blocks(made()[0]) == [f"blocks.{n}" for n in range(3)]
+    stages = lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Block() for _ in range(3))))  # noqa: E731
+    hierarchical = nn.Sequential(*(stages() for _ in range(4)))
+    assert find_blocks(hierarchical) == [f"{stage}.1.{n}" for stage in range(4) for n in range(3)]
+    experts = lambda: nn.ModuleDict({"norm": nn.LayerNorm(8), "experts": nn.ModuleList(Block() for _ in range(4))})  # noqa: E731
+    assert find_blocks(nn.ModuleList(experts() for _ in range(6))) == [str(n) for n in range(6)]
+    assert find_blocks(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == []
+    with pytest.raises(ValueError, match="no class of blocks that is repeated"):
+        convert(nn.Sequential(nn.Linear(64, 64), nn.GELU()), "recompute")
+
+
+class Routed(nn.Module):
+    """The shape of what is saved depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x.flatten(0, -2)[:, 0] > 0
+        return x + self.linear(x.flatten(0, -2)[chosen]).sin().sum()
+
+
+def test_experts_run_again_from_inputs_as_they_are():
+    model, x = made(Routed)
+    exact = step(model, x)[1]
+    convert(model, rules={"blocks.*": Recompute(None), **ALONE})
+    assert torch.equal(step(model, x)[1], exact)
+
+
+def test_a_model_of_linear_layers_alone():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(64, 64)
+    y = model(x)
+    convert(model, rules={"?": Recompute(8), **ALONE})
+    assert torch.equal(model(x), y)
+    F.mse_loss(model(x), x).backward()
