@@ -19,8 +19,8 @@ each operator that it covers:
 
 ``recompute``
     The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that
-    are kept in eight bits. Every operator in these blocks, and outside of them, is kept as ``balanced`` keeps it: that
-    is what there is of one block while its backward runs.
+    are kept in eight bits. The layers in these blocks stay dense but for rules: what they keep is there for one block
+    at a time, and gradients are as good as exact. All others are kept as ``balanced`` keeps them.
 
 Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
 rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. A

@@ -180,8 +180,13 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
     found = list(candidates(model))
     config = _fitted(config, found)
     not_called = _not_called(model, config, owner)
+    blocks = _planned_blocks(model, config, owner)
+    kept = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
+    dense = {layer for module in kept for layer in module.modules()}
     for candidate in found:
         if not_called.issuperset(candidate.fqns):
+            continue
+        if candidate.layer in dense and config.rule_of(candidate.fqns, candidate.operator) is None:
             continue
         keep, reason = config.keep_of(candidate.fqns, candidate.operator), refusal(candidate, config, owner)
         if reason is None and keep is not None:
@@ -204,36 +209,51 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         _convert_layer(candidate, keep, owner)
     _attach_saved(model, config, owner)
     report.saved = saved
-    report.blocks = _recompute_blocks(model, config, owner)
+    _run_once(model, lambda other: other == owner)
+    _run_again(blocks, owner)
+    report.blocks = list(blocks.values())
     return report
 
 
-def _recompute_blocks(model: nn.Module, config: Config, owner: str) -> list[BlockReport]:
-    """Let the modules that ``config`` names run again in backward, the outermost ones of them, and no others."""
-    _run_once(model, lambda other: other == owner)
+def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
+    """Return the modules that are to run again in backward, the outermost ones that ``config`` names.
+
+    Raises:
+        LayerClaimedError: If one of them, or one in it or around it, runs again for another owner.
+    """
     if not config.recomputes:
-        return []
+        return {}
     blocks = find_blocks(model) if config.preset == "recompute" else []
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(plain_name(fqn))
-    rows, inside = [], set[nn.Module]()
+    claimed = [other for other in names if isinstance(other, RecomputedModule) and other._recompute.owner != owner]
+    planned, inside = dict[nn.Module, BlockReport](), set[nn.Module]()
     for module, fqns in names.items():
         keep = None if module in inside else config.recompute_of(fqns, blocks)
         if keep is None:
             continue
-        inside.update(module.modules())
+        within = set(module.modules())
+        inside |= within
+        for other in claimed:
+            if other in within or module in set(other.modules()):
+                raise LayerClaimedError(
+                    f"Module {names[other][0]!r} already runs again in backward for {other._recompute.owner}, and "
+                    f"{owner} claims {fqns[0]!r} too. HINT: name it once in `rules`, or do without one: take a "
+                    "callback out, or `revert` the first call."
+                )
         reason = _recompute_refusal(model, module)
-        if isinstance(module, RecomputedModule):
-            raise LayerClaimedError(
-                f"Module {fqns[0]!r} already runs again in backward for {module._recompute.owner}, and {owner} claims "
-                "it too. HINT: name it once in `rules`, or do without one: take a callback out, or `revert` the first."
-            )
-        rows.append(BlockReport(fqns[0], type(module).__name__, keep if reason is None else None, reason))
-        if reason is None:
-            module._recompute = RecomputeState(keep, owner)  # type: ignore[assignment]
+        kind = torch_class(type(module)).__name__
+        planned[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
+    return planned
+
+
+def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
+    """Let modules run again in backward as planned."""
+    for module, row in planned.items():
+        if row.recompute is not None:
+            module._recompute = RecomputeState(row.recompute, owner)  # type: ignore[assignment]
             module.__class__ = recomputed_class(type(module))
-    return rows
 
 
 def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:

@@ -11,9 +11,9 @@ batch and random numbers, after these steps. Methods:
 ``checkpoint``
     The library's own activation checkpointing, of every block.
 ``recompute``
-    The preset: every block runs again from inputs in eight bits, with ``balanced`` for all that is in them.
-``recompute, dense inside``
-    The same with dense layers in the blocks.
+    The preset: every block runs again from inputs in eight bits, with dense layers in them.
+``recompute, balanced inside``
+    The same with ``balanced`` for all that is in the blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks.common import MIB, environment, require_gpu, write_records
 from examples.benchmarks.models import Training, allocated, described
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
-from lightning_actprune import convert, revert
-from lightning_actprune.config import Operator
+from lightning_actprune import Recompute, convert, revert
+from lightning_actprune.operators.recompute import find_blocks
 
-METHODS = ("dense", "checkpoint", "balanced", "max", "recompute", "recompute, dense inside")
+METHODS = ("dense", "checkpoint", "balanced", "max", "recompute", "recompute, balanced inside")
 MODELS = ("vit_base_patch16_224", "GPT2LMHeadModel", "resnet50")
 STEPS = 15
 CASE_SECONDS = 90
@@ -47,12 +47,13 @@ CASE_SECONDS = 90
 
 def prepare(training: Training, method: str) -> None:
     """Let the model keep what ``method`` says."""
-    name, _, dense_inside = method.partition(", ")
+    name, _, inside = method.partition(", ")
     if name == "checkpoint":
         checkpoint_blocks(training.model)
+    elif inside:
+        convert(training.model, "balanced", rules=dict.fromkeys(find_blocks(training.model), Recompute()))
     elif name != "dense":
-        rules = {f"type:{operator}": None for operator in get_args(Operator)} if dense_inside else None
-        convert(training.model, name, rules=rules)  # type: ignore[arg-type]
+        convert(training.model, name)  # type: ignore[arg-type]
 
 
 def gradient(training: Training) -> Tensor:

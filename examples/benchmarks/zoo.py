@@ -138,7 +138,7 @@ class Training:
     def __init__(self, sample: Sample) -> None:
         self.sample, self.model = sample, sample.model
         with torch.no_grad():
-            self.forward()  # some fill buffers in their first one
+            self.model(*sample.args, **sample.kwargs)  # some fill buffers in their first forward
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def begin(self) -> None:
@@ -327,6 +327,7 @@ def cause(name: str) -> Record:
     """Return the cosines of a model's gradient with ``balanced``, and with eight bits for each of its operators."""
     library, _, model = name.partition("/")
     record: Record = {"zoo_causes": library, "model": model}
+    torch.manual_seed(0)
     training = Training(SAMPLES[name]())
     dense = training.step()
     operators = [operator for operator, keep in PRESET.items() if keep.bits != EIGHT]

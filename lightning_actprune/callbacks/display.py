@@ -24,6 +24,7 @@ from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
 
 _Row = TypeVar("_Row", bound="LayerReport | BlockReport | LayerFootprint")
 
+_NUMBER = re.compile(r"\b\d+\b")
 _PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
 """A number in the name of a layer, but for the last part: of ``blocks.0.fc1``, not of ``net.0``."""
 MAX_ROWS = 40
@@ -142,13 +143,11 @@ def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
         parts.append(f"Not covered: {enumerated(left)}.")
     if report.saved is not None:
         parts.append(f"What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}.")
-    if report.recomputed:
-        named = [
-            f"{name}, {alike[0].kind} ({kept_inputs(alike[0].recompute)})"
-            for name, alike in corresponding(report.recomputed, lambda block: (block.kind, block.recompute))
-            if alike[0].recompute is not None
-        ]
-        parts.append(f"Run again in backward: {enumerated(named)}.")
+    blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
+    if alike := [
+        f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
+    ]:
+        parts.append(f"Run again in backward: {enumerated(alike)}.")
     if report.refused:
         parts.append(f"Dense: {_with_reasons(report.refused)}.")
     return " ".join(parts)

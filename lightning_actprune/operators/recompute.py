@@ -47,7 +47,7 @@ from lightning_actprune.codec.packed import pack
 from lightning_actprune.codec.private import tree_map_only
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.config import Recompute
-from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.saved import Layout, as_read, layout_of, unpack_region
 
 MIN_VALUES = 2**10
@@ -240,7 +240,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     found: dict[type[nn.Module], dict[str, nn.Module]] = {}
     for name, module in _repeated(model):
-        found.setdefault(type(module), {}).setdefault(name, module)
+        found.setdefault(torch_class(type(module)), {}).setdefault(name, module)
     total = _values(model)
     large = [blocks for blocks in found.values() if 2 * sum(map(_values, blocks.values())) >= total > 0]
     if not large:
@@ -254,9 +254,9 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with children that stands in a list with others of its class, by its first name."""
     for prefix, container in model.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            times = Counter(map(type, container))
+            times = Counter(torch_class(type(module)) for module in container)
             for key, module in container.named_children():
-                if times[type(module)] > 1 and next(module.children(), None) is not None:
+                if times[torch_class(type(module))] > 1 and next(module.children(), None) is not None:
                     yield f"{prefix}.{key}" if prefix else key, module
 
 

@@ -101,16 +101,33 @@ def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, a
     assert not any(isinstance(module, Converted) or "_recompute" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_preset_runs_blocks_again_and_leaves_their_layers_dense(device: str):
+    model, x = made(device=device)
+    exact = step(model, x)
+    for _ in range(2):  # converted again, as by a callback, it is the same
+        report = convert(model, "recompute", rules={"head": Keep(bits=8)})
+        assert {block.recompute for block in report.recomputed} == {Recompute(8)}
+        assert [layer.fqn for layer in report.converted] == ["head"]  # the stem has too few features
+        y, gradient, stored = step(model, x)
+        assert torch.equal(y, exact[0])
+        assert cosine(gradient, exact[1]) > 0.9999
+        assert stored < exact[2] / 10
+        assert len(revert(model)) == 4
+
+
 def test_compressed_layers_inside_make_the_second_run_small():
     model, x = made()
     exact = step(model, x)
-    report = convert(model, "recompute", rules={"head": None})
-    assert {block.recompute for block in report.recomputed} == {Recompute(8)}
-    assert len(report.converted) == 3 * 5  # the stem has too few features
-    y, gradient, stored = step(model, x)
+    rules = {"blocks.?": Recompute(8), "blocks.1.mlp.*": None}
+    report = convert(model, "balanced", rules=rules)
+    assert len(report.recomputed) == 3
+    inside = [layer.fqn for layer in report.converted if layer.fqn.startswith("blocks.")]
+    assert len(inside) == 3 * 5 - 3
+    y, gradient, _ = step(model, x)
     torch.testing.assert_close(y, exact[0])  # up to the norms' roundings
     assert cosine(gradient, exact[1]) > 0.99
-    assert stored < exact[2] / 6
+    assert [module.recompute for module in model.modules() if isinstance(module, RecomputedModule)] == 3 * [Recompute()]
 
 
 class Takes(nn.Module):
