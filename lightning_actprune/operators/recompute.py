@@ -23,11 +23,14 @@ and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps 
 and autograd sees to it that nobody writes to it before backward. What is quantized may be written to: by the block
 itself or by whoever comes later. A tensor that several blocks get, as the output of an encoder, is stored once.
 
+Buffers that the first run has changed, such as running statistics, are as they were after the second one: they move
+once a step, by what the exact input says.
+
 The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
 are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
 cure, with which the second run is the first one over again.
 
-While a module is compiled, what it gets is kept as it is: compilers see torch's checkpoint, and know what to do.
+In compiled code, what a module gets is kept as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from __future__ import annotations
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +90,7 @@ class RecomputedModule(Converted):
         dense = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
-        return recomputed(dense, self.recompute, args, kwargs)
+        return recomputed(self, dense, self.recompute, args, kwargs)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show what the dense module prints, and that it runs again."""
@@ -136,8 +140,10 @@ class _Read(torch.autograd.Function):
         raise AssertionError("The graph of a recomputation is not the one that backward takes.")
 
 
-def recomputed(function: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return ``function(*args, **kwargs)``, which runs again in backward from what is kept of its arguments."""
+def recomputed(
+    module: nn.Module, forward: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
     places: dict[int, _Place] = {}
     kept: list[Tensor] = []
     stored: list[_Stored | None] = []
@@ -153,16 +159,43 @@ def recomputed(function: Callable[..., Any], keep: Recompute, args: tuple[Any, .
     given = tree_map_only(Tensor, store, (args, dict(kwargs)))
     exact = [(args, kwargs)]
     del args, kwargs
+    written: list[Tensor] = []
 
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-        else:
-            read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
-            own, by_name = tree_map_only(_Place, lambda place: read[place.number], given)
-        return function(*own, **by_name)
+            with _noting_buffers(module, written):
+                return forward(*own, **by_name)
+        read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
+        own, by_name = tree_map_only(_Place, lambda place: read[place.number], given)
+        with _left_as_they_are(written):
+            return forward(*own, **by_name)
 
     return checkpoint(run, *kept, use_reentrant=False)
+
+
+@contextmanager
+def _noting_buffers(module: nn.Module, written: list[Tensor]) -> Iterator[None]:
+    """Note which buffers are written to; of running statistics, torch does not count it."""
+    versions = [(buffer, buffer._version) for buffer in module.buffers()]
+    yield
+    written += [buffer for buffer, version in versions if buffer._version != version]
+    for norm in module.modules():
+        if norm.training and getattr(norm, "track_running_stats", False):
+            statistics = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
+            written += [buffer for buffer in statistics if buffer is not None]
+
+
+@contextmanager
+def _left_as_they_are(buffers: list[Tensor]) -> Iterator[None]:
+    """Give ``buffers`` the values again in the end that they have now: running statistics move once a step."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:  # torch ends the second run with an exception
+        with torch.no_grad():
+            for buffer, values in zip(buffers, before, strict=True):
+                buffer.copy_(values)
 
 
 class _Place:
