@@ -90,6 +90,9 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
         raise
     x = values_of(drawn, given, device)
     wide = copy.deepcopy(dense).double()
+    if device == "cpu" and drawn.operator == "convolution" and (given.autocast or given.dtype.itemsize == 2):
+        assume(not reads_padding_alone(wide.layers[0], x))
+    in_fp64 = Outcome(copy.deepcopy(wide), x.double(), given).output
     right, found = (Outcome(model, x.clone(memory_format=torch.preserve_format), given) for model in (dense, ours))
     if given.dtype == torch.float64 and isinstance(found.error, TypeError) and "HINT" in str(found.error):
         return  # kernels and codes are of fp32, which is said
@@ -99,7 +102,7 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
     assert found.watcher.calls == right.watcher.calls
     assert torch.equal(found.random, right.random)
     u = ROUNDINGS * torch.finfo(torch.bfloat16 if given.autocast else given.dtype).eps
-    check_form(found, right)
+    check_form(found, right, in_fp64)
     if drawn.equal and forced_backend() == "reference":  # kernels round in their own way
         torch.testing.assert_close(found.output, right.output, rtol=0, atol=0, equal_nan=True)
     check_gradients(found, right)
@@ -107,10 +110,26 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
         check_values(drawn, given, wide, x, (found, right), u)
 
 
-def check_form(found: Outcome, right: Outcome) -> None:
-    """Compare the form of outputs, and what a forward changes bit for bit."""
+def reads_padding_alone(layer: torch.nn.Module, x: Tensor) -> bool:
+    """Return whether an output of a convolution is of padding alone: torch 2.15 leaves it unwritten in 16 bits."""
+    ones = copy.deepcopy(layer).double()
+    with torch.no_grad(), contextlib.suppress(RuntimeError):  # of a kernel larger than the input
+        for name, parameter in ones.named_parameters():
+            parameter.fill_(float(name != "bias"))
+        return bool((ones(torch.ones(x.shape, dtype=torch.float64)) == 0).any())
+    return False
+
+
+def check_form(found: Outcome, right: Outcome, in_fp64: Tensor | None) -> None:
+    """Compare the form of outputs, whether there is a NaN, and what a forward changes bit for bit.
+
+    Torch's GELU of fp32 on CPUs makes a NaN of an infinity, which is one in fp64 and in a kernel. So kernels may have a
+    NaN where either of the two has.
+    """
     ours, dense = found.output, right.output
-    assert (ours.dtype, ours.shape, ours.isnan().any()) == (dense.dtype, dense.shape, dense.isnan().any())
+    assert (ours.dtype, ours.shape) == (dense.dtype, dense.shape)
+    known = [dense] if forced_backend() == "reference" or in_fp64 is None else [dense, in_fp64]
+    assert ours.isnan().any() in [output.isnan().any() for output in known]
     if dense.numel():
         strides = [[step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y in (ours, dense)]
         assert strides[0] == strides[1]
