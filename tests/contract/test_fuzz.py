@@ -90,8 +90,8 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
         raise
     x = values_of(drawn, given, device)
     wide = copy.deepcopy(dense).double()
-    if device == "cpu" and drawn.operator == "convolution" and (given.autocast or given.dtype.itemsize == 2):
-        assume(not reads_padding_alone(wide.layers[0], x))
+    if device == "cpu" and drawn.operator == "convolution":
+        assume(not given.autocast and given.dtype.itemsize > 2)  # torch 2.15 leaves outputs unwritten
     in_fp64 = Outcome(copy.deepcopy(wide), x.double(), given).output
     right, found = (Outcome(model, x.clone(memory_format=torch.preserve_format), given) for model in (dense, ours))
     if given.dtype == torch.float64 and isinstance(found.error, TypeError) and "HINT" in str(found.error):
@@ -108,16 +108,6 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
     check_gradients(found, right)
     if x.isfinite().all() and right.output.isfinite().all():
         check_values(drawn, given, wide, x, (found, right), u)
-
-
-def reads_padding_alone(layer: torch.nn.Module, x: Tensor) -> bool:
-    """Return whether an output of a convolution is of padding alone: torch 2.15 leaves it unwritten in 16 bits."""
-    ones = copy.deepcopy(layer).double()
-    with torch.no_grad(), contextlib.suppress(RuntimeError):  # of a kernel larger than the input
-        for name, parameter in ones.named_parameters():
-            parameter.fill_(float(name != "bias"))
-        return bool((ones(torch.ones(x.shape, dtype=torch.float64)) == 0).any())
-    return False
 
 
 def check_form(found: Outcome, right: Outcome, in_fp64: Tensor | None) -> None:
