@@ -27,6 +27,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import signature
 from itertools import repeat
 from pathlib import Path
@@ -51,7 +52,7 @@ from examples.benchmarks.vocabulary import PRESETS, arguments_of
 from lightning_actprune import ActivationPruning
 
 MODELS = ("vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel")
-METHODS = ("dense", "checkpoint", *PRESETS, "balanced, others", "max, others")
+METHODS = ("dense", "checkpoint", *PRESETS, "balanced, others", "max, others", "recompute")
 STEPS = 3
 SAMPLES = 4
 RESOLUTION = 32
@@ -72,14 +73,22 @@ class Few(IterableDataset[Any]):
 
 
 class Training(pl.LightningModule):
-    """A workload as a LightningModule."""
+    """A workload as a LightningModule.
 
-    def __init__(self, name: str, method: str) -> None:
+    Args:
+        name: Of the workload.
+        method: How it is trained.
+        place: Where model and samples are made.
+        samples: How many there are; a larger batch repeats them.
+    """
+
+    def __init__(self, name: str, method: str, place: str = "cpu", samples: int = SAMPLES) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.workload = WORKLOADS[name]
-        self.model = self.workload.build()
-        self.samples = self.workload.data(SAMPLES)
+        with torch.device(place):
+            self.model = self.workload.build()
+            self.samples = self.workload.data(samples)
         self.batch_size = self.workload.batch
         if method == "checkpoint":
             checkpoint_blocks(self.model)
@@ -94,7 +103,9 @@ class Training(pl.LightningModule):
         return DataLoader(Few(self.samples), batch_size=None)
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, ...], dataloader_idx: int) -> tuple[Tensor, ...]:
-        times = -(-self.batch_size // SAMPLES)
+        if self.batch_size == len(batch[0]):
+            return batch
+        times = -(-self.batch_size // len(batch[0]))
         return tuple(torch.cat([samples] * times)[: self.batch_size] for samples in batch)
 
 
@@ -102,14 +113,16 @@ class Case:
     """A model and a method, trained at one batch size after the other.
 
     Args:
-        name: Of the workload.
-        method: How it is trained.
+        label: What it is called when it is told how far it is.
+        training: The model.
+        callbacks: Makes those of the method, anew for every fit.
         accelerator: Where.
     """
 
-    def __init__(self, name: str, method: str, accelerator: str) -> None:
-        self.label, self.method, self.accelerator = f"{name}, {method}", method, accelerator
-        self.training = Training(name, method)
+    def __init__(
+        self, label: str, training: Training, callbacks: Callable[[], list[pl.Callback]], accelerator: str
+    ) -> None:
+        self.label, self.training, self.callbacks, self.accelerator = label, training, callbacks, accelerator
         self.peaks: dict[int, float | None] = {}
         """MiB of every size that was tried; ``None`` if it does not fit."""
 
@@ -119,12 +132,12 @@ class Case:
             self.peaks[batch_size] = self.fit(batch_size)
         return self.peaks[batch_size] is not None
 
-    def fit(self, batch_size: int, *callbacks: pl.Callback) -> float | None:
-        """Return the peak of a fit in MiB, ``None`` if it runs out of memory."""
+    def fit(self, batch_size: int, *callbacks: pl.Callback, steps: int = STEPS) -> float | None:
+        """Return the peak of a fit with more ``callbacks`` in MiB, ``None`` if it runs out of memory."""
         start, self.training.batch_size = time.perf_counter(), batch_size
         free()
         try:
-            self._train(*callbacks)
+            train(self.training, [*self.callbacks(), *callbacks], steps, self.accelerator)
             peak = torch.cuda.max_memory_allocated() / MIB if self.accelerator == "gpu" else 0.0
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -136,17 +149,24 @@ class Case:
         report(f"{self.label}: {self.training.batch_size} samples, {found}, {seconds:.1f} s")
         return peak
 
-    def _train(self, *callbacks: pl.Callback) -> None:
-        if self.method not in ("dense", "checkpoint"):
-            preset, _, others = self.method.partition(", ")
-            arguments = arguments_of(PRESETS[preset], bool(others))
-            callbacks = (ActivationPruning(**arguments, verbose=0), *callbacks)
-        with TemporaryDirectory() as folder:
-            pl.Trainer(
-                max_steps=STEPS, accelerator=self.accelerator, devices=1, precision="bf16-mixed", logger=False,
-                callbacks=list(callbacks), enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
-            ).fit(self.training)  # fmt: skip
+
+def callbacks_of(method: str) -> list[pl.Callback]:
+    """Return the callbacks that a method adds to a Trainer."""
+    if method in ("dense", "checkpoint"):
+        return []
+    preset, _, others = method.partition(", ")
+    arguments = arguments_of(PRESETS[preset], bool(others)) if preset in PRESETS else {"preset": preset}
+    return [ActivationPruning(**arguments, verbose=0)]
+
+
+def train(training: Training, callbacks: list[pl.Callback], steps: int, accelerator: str) -> None:
+    """Fit so many steps."""
+    with TemporaryDirectory() as folder:
+        pl.Trainer(
+            max_steps=steps, accelerator=accelerator, devices=1, precision="bf16-mixed", logger=False,
+            callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
+        ).fit(training)  # fmt: skip
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -193,12 +213,18 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
+def search(case: Case, start: int, cap_gib: float) -> int:
+    """Return the largest size of a case that trains under the cap, looked for around ``start``; 0 if none does."""
+    if case.accelerator == "gpu":
+        torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    return largest(case.fits, guess(case, start, cap_gib * 1024))
+
+
 def measure(name: str, method: str, cap_gib: float, accelerator: str = "gpu") -> dict[str, Any]:
     """Return the figures of one case."""
-    if accelerator == "gpu":
-        torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-    begin, case = time.perf_counter(), Case(name, method, accelerator)
-    batch = largest(case.fits, guess(case, WORKLOADS[name].batch, cap_gib * 1024))
+    begin = time.perf_counter()
+    case = Case(f"{name}, {method}", Training(name, method), partial(callbacks_of, method), accelerator)
+    batch = search(case, WORKLOADS[name].batch, cap_gib)
     found = {"batch": batch, "peak_mib": None, "trials": len(case.peaks), "finder_batch": None, "finder_fits": None}
     if batch:
         peak = case.peaks[batch]

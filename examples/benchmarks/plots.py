@@ -5,6 +5,8 @@
 Writes one picture per dtype (``kernels_bfloat16.png``, ...): a column per case, a line per block size, dense as a
 horizontal line. The throughput is effective: the dense product's operations over the time taken, so that a line above
 dense is a gain, whatever was left out.
+
+``frontier_figure`` draws the memory, time and gradients of whole methods, for the benchmarks that measure these.
 """
 
 from __future__ import annotations
@@ -21,14 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.summaries import Records, case_name, groups
+from examples.benchmarks.summaries import Record, Records, case_name, dense_of, groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ too, for print.
-STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P")]
+Style = tuple[str, str]
+STYLES: list[Style] = [
+    ("#0072B2", "o"),
+    ("#D55E00", "s"),
+    ("#009E73", "^"),
+    ("#CC79A7", "D"),
+    ("#E69F00", "v"),
+    ("#56B4E9", "P"),
+]
 SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -82,6 +92,69 @@ def draw(records: Records, path: Path) -> None:
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     save(figure, path)
+
+
+ALLOCATED = "allocate "
+"""Begins the names of methods that share out one budget after the other: the points of one line."""
+LEAST_ERROR = 1e-8
+"""What a cosine is rounded to: a gradient that equals the dense one has no place on an axis of powers of ten."""
+
+
+def frontier_figure(records: Records) -> Figure:
+    """Draw what methods keep of each model against the time they take, and against how far the gradient is off.
+
+    A column per model: steps beside those of dense above, one minus the cosine below, where methods without one, whose
+    gradient is exact, are missing. Models of which there is no dense record are left out.
+
+    Args:
+        records: With ``model``, ``method``, ``activations_mib``, ``step_ms`` and ``cosine``; those with an ``error``
+            are passed over.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    measured = groups([r for r in records if "error" not in r], "model")
+    models = {name: group for (name,), group in measured.items() if dense_of(group)}
+    alone = dict.fromkeys(r["method"] for r in records if not r["method"].startswith((ALLOCATED, "dense")))
+    styles = {"dense": ("black", "o"), **dict(zip(alone, itertools.cycle(STYLES[1:])))}
+    with matplotlib.rc_context(SETTINGS):
+        figure = Figure(figsize=(max(4.5, 3 * len(models)), 5.4), layout="constrained")
+        axes = figure.subplots(2, max(1, len(models)), sharex="col", squeeze=False)
+        for (top, bottom), (name, group) in zip(axes.T, models.items(), strict=False):
+            dense = dense_of(group)
+            draw_methods(top, group, dense, styles, lambda r, dense=dense: r["step_ms"] / dense["step_ms"])
+            ours = [r for r in group if r.get("cosine") is not None]
+            draw_methods(bottom, ours, dense, styles, lambda r: max(LEAST_ERROR, 1 - r["cosine"]))
+            bottom.set_yscale("log")
+            bottom.set_xlabel("activations, dense = 1")
+            top.set_title(name)
+        axes[0, 0].set_ylabel("step time, dense = 1")
+        axes[1, 0].set_ylabel("1 - cosine of the gradient")
+        if any(r["method"].startswith(ALLOCATED) for r in records):
+            handles, labels = axes[0, 0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", frameon=False)
+    return figure
+
+
+def draw_methods(
+    axes: Axes, records: Records, dense: Record, styles: dict[str, Style], height: Callable[[Record], float]
+) -> None:
+    """Draw a labelled dot per record, and a line through those that share out budgets."""
+    axes.set_xscale("log")
+    axes.grid(alpha=0.25, linewidth=0.5)
+    points = sorted((r["activations_mib"] / dense["activations_mib"], height(r), r["method"]) for r in records)
+    line = [point for point in points if point[2].startswith(ALLOCATED)]
+    axes.plot([x for x, *_ in line], [y for _, y, _ in line], color=STYLES[0][0], linewidth=1.2, label="allocate")
+    for x, y, method in points:
+        color, marker = styles.get(method, STYLES[0])
+        axes.plot(x, y, marker, color=color, markersize=4)
+        # On the line a number says enough, on the side of it where the others have no label.
+        side = {"xytext": (3, 2), "ha": "left", "va": "bottom"}
+        if (x, y, method) in line:
+            side = {"xytext": (-3, -2), "ha": "right", "va": "top"}
+        text = method.removeprefix(ALLOCATED)
+        axes.annotate(text, (x, y), textcoords="offset points", fontsize=5.5, color=color, **side)
+    axes.margins(x=0.2, y=0.15)
 
 
 def save(figure: Figure, path: Path, colors: int = 64) -> None:

@@ -164,6 +164,27 @@ def presets(records: Records) -> Summary:
     return Summary("Presets on real models; in brackets, how much more or less than dense", header, rows)
 
 
+def frontier(records: Records) -> Summary:
+    """What each method needs of a model and how long it takes, beside dense, and how far its gradient is off."""
+    rows = []
+    for (model,), group in groups(records, "model").items():
+        dense = dense_of(group)
+        for r in group:
+            cells = [r.get("error", "-"), "-", "-", "-"]
+            if "error" not in r:
+                figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
+                cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+                cells.append("-" if r.get("cosine") is None else f"{1 - r['cosine']:.1e}")
+            rows.append([model, r["method"], *cells])
+    header = ("model", "method", "activations MiB", "peak MiB", "ms a step", "1 - cosine")
+    return Summary("Memory, time and gradients; in brackets, how much more or less than dense", header, rows)
+
+
+def dense_of(records: Records) -> Record | None:
+    """Return the dense one among the records of a model, if it could be measured."""
+    return next((r for r in records if r["method"] == "dense" and "error" not in r), None)
+
+
 def beside(record: dict[str, Any], dense: dict[str, Any], name: str, digits: int) -> str:
     """Return a figure and, for other methods than dense, how much more or less than that of dense it is."""
     if record[name] is None:

@@ -46,13 +46,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class Line(batch_size.Case):
     """A case whose peak is a straight line, up to the cap."""
 
-    def fit(self, batch_size: int, *callbacks: object) -> float | None:
+    def fit(self, batch_size: int, *callbacks: object, steps: int = batch_size.STEPS) -> float | None:
         peak = 100.0 + 3.0 * batch_size
         return peak if peak <= 1000 else None
 
 
 @pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("method", ["dense", "max, others"])
+@pytest.mark.parametrize("method", ["dense", "max, others", "recompute"])
 @pytest.mark.slow
 def test_a_case(method: str, capfd):
     found = batch_size.measure("small", method, 1.0, accelerator="cpu")
@@ -63,8 +63,8 @@ def test_a_case(method: str, capfd):
 
 @pytest.mark.usefixtures("_small")
 def test_two_small_sizes_say_where_the_cap_is():
-    case = Line("small", "dense", "cpu")
-    assert batch_size.largest(case.fits, batch_size.guess(case, 8, 1000)) == 300
+    case = Line("small, dense", batch_size.Training("small", "dense"), list, "cpu")
+    assert batch_size.search(case, 8, 1000 / 1024) == 300
     assert len(case.peaks) == 4
 
 

@@ -1,0 +1,403 @@
+"""Ways to need less memory side by side through a Trainer: dense, checkpointing, offloading, the presets, a budget.
+
+    python examples/benchmarks/rivals.py --rounds 3 --offload-file activation_offloading.py --out rivals.json
+    python examples/benchmarks/rivals.py --methods dense max budget:4GiB --seconds 500 --out rivals.json
+    python examples/benchmarks/rivals.py --largest 16 --out rivals_largest.json
+
+Models as their libraries build them, on one GPU, eager, ``Trainer(precision="bf16-mixed")``, fused AdamW, the same
+batch over and over, which lies on the GPU. Every case runs in a fresh process. The first steps of its fit warm up, with
+the callback's probes in them, in one the memory is measured, and the others are timed. With ``--rounds``, all methods
+of a model run one after the other and then again, so that a drift of the machine meets them alike.
+
+``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
+allocated in that step. ``step_ms`` is the median time from the end of a step to the end of the next, with the device
+synchronised after each, and ``host_ms`` that part of it until all is issued; both are medians over the rounds.
+``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
+weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
+
+``checkpoint``
+    The library's own activation checkpointing of every block, by its own switch where it has one.
+``offload``
+    Streamed offloading to pinned memory of the host by the file that ``--offload-file`` names, which is TRL's
+    ``trl/models/activation_offloading.py``, around forward and backward as its trainers put it.
+``balanced``, ``max``, ``recompute``
+    ``ActivationPruning`` with that preset.
+``budget:4GiB``, ``budget:0.5``
+    ``ActivationPruning(memory_budget=...)`` with that size or fraction.
+
+``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
+few repeated samples, and then takes the same figures at that batch, but for the cosine. Offloading is left out unless
+it is named: what bounds its batch is the host's memory, of which it may take all.
+
+Records are written after every case. A case that the file has already is not run again, unless it failed; after
+``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import math
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks import summaries
+from examples.benchmarks.batch_size import Case, Training, search, train
+from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.models import described
+from examples.benchmarks.summaries import Record, Records, Summary, beside, groups
+from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
+from lightning_actprune import ActivationPruning, revert
+
+MODELS = (
+    "vit_base_patch16_224",
+    "resmlp_12_224",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM, 1.1B",
+    "convnext_tiny",
+    "resnet50",
+)
+OTHERS = ("dense", "checkpoint", "offload")
+METHODS = (*OTHERS, "balanced", "max", "recompute")
+BUDGET = "budget:"
+BATCHES = 2
+"""Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
+STEPS, WARM_UP = 12, 4
+CASE_SECONDS, LARGEST_SECONDS = 120, 240
+TIMES = ("step_ms", "host_ms")
+
+
+class Rival(Training):
+    """A workload that is made where it is trained."""
+
+    def __init__(self, name: str, method: str, place: str, **more: Any) -> None:
+        super().__init__(name, "dense", place, **more)
+        if method == "checkpoint":
+            checkpoint(self.model)
+
+
+def checkpoint(model: nn.Module) -> None:
+    """Let every block keep only its input and run again, by the switch of the library if there is one."""
+    if hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    elif hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        checkpoint_blocks(model)
+
+
+class Offload(pl.Callback):
+    """Runs forward and backward of every step in the context of the file with the offloading.
+
+    Args:
+        path: Of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.module = loaded(path)
+        self.entered = ExitStack()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.context = self.module.get_act_offloading_ctx_manager(pl_module.model, warn_if_no_head=False)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.entered.enter_context(self.context)
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.entered.close()
+
+    def on_exception(self, *_: Any) -> None:
+        self.entered.close()
+
+
+def loaded(path: Path) -> ModuleType:
+    """Return a file as a module, whose logger works without the state of a distributed run that its own asks for."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.logger = logging.getLogger(path.stem)
+    return module
+
+
+def callbacks_of(method: str, offload_file: Path | None) -> list[pl.Callback]:
+    """Return the callbacks that a method adds to a Trainer."""
+    if method == "offload":
+        return [Offload(offload_file)]
+    if method in OTHERS:
+        return []
+    if method.startswith(BUDGET):
+        return [ActivationPruning(memory_budget=budget_of(method), verbose=0)]
+    return [ActivationPruning(method, verbose=0)]
+
+
+def budget_of(method: str) -> str | float:
+    """Return the budget that a method names: a fraction, or a size as it is written."""
+    value = method.removeprefix(BUDGET)
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+class StepFigures(pl.Callback):
+    """Measures the memory of one step and the times of those after it; the last callback of a Trainer."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, float] = {}
+        self.steps: list[float] = []
+        self.issued: list[float] = []
+        self.number, self.before, self.ended = 0, 0, 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.number = batch_idx
+        if batch_idx == WARM_UP:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = requested()
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        # Lightning zeroes gradients between forward and backward: those of the last step are here before and after.
+        if self.number == WARM_UP:
+            self.memory["activations_mib"] = round((requested() - self.before) / MIB, 2)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        began, self.ended = self.ended, time.perf_counter()
+        if batch_idx == WARM_UP:
+            self.memory["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 2)
+        elif batch_idx > WARM_UP:
+            self.steps.append((self.ended - began) * 1e3)
+            self.issued.append((issued - began) * 1e3)
+
+    def found(self) -> dict[str, float]:
+        """Return the figures of a fit."""
+        medians = [round(statistics.median(times), 2) for times in (self.steps, self.issued)]
+        return {**self.memory, **dict(zip(TIMES, medians, strict=True))}
+
+
+def requested() -> int:
+    """Return the bytes that tensors have asked the allocator for."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+class GradientError(pl.Callback):
+    """Compares the gradient after the last step with that of the dense model, which it leaves."""
+
+    cosine: float
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batch = batch
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ours = gradients(trainer, pl_module, self.batch)
+        revert(pl_module)
+        self.cosine = round(cosine(ours, gradients(trainer, pl_module, self.batch)), 9)
+
+
+def gradients(trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
+    """Return the gradients of one step by the names of their parameters."""
+    pl_module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with trainer.precision_plugin.train_step_context():
+        loss = pl_module.training_step(batch, 0)
+    loss.backward()
+    return {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+
+
+def cosine(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the cosine of all gradients as one vector, which is never made: it may not fit beside them."""
+    sums = []
+    for name, gradient in exact.items():
+        x, y = ours[name].double().flatten(), gradient.double().flatten()
+        sums.append(torch.stack([x @ y, x @ x, y @ y]))
+    dot, *squares = torch.stack(sums).sum(0).tolist()
+    return dot / math.sqrt(math.prod(squares))
+
+
+def measure(name: str, method: str, offload_file: Path | None, accelerator: str = "gpu") -> dict[str, Any]:
+    """Return the figures of one case."""
+    place, batch = "cuda" if accelerator == "gpu" else "cpu", BATCHES * WORKLOADS[name].batch
+    training = Rival(name, method, place, samples=batch)
+    training.batch_size = batch
+    figures, error = StepFigures(), GradientError()
+    callbacks = [*callbacks_of(method, offload_file), *([] if method in OTHERS else [error]), figures]
+    train(training, callbacks, STEPS, accelerator)
+    return figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
+
+
+def measure_largest(
+    name: str, method: str, offload_file: Path | None, cap_gib: float, accelerator: str = "gpu"
+) -> dict[str, Any]:
+    """Return the largest batch of one case under a cap, and the figures there."""
+    training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu")
+    case = Case(f"{name}, {method}", training, partial(callbacks_of, method, offload_file), accelerator)
+    batch, figures = search(case, WORKLOADS[name].batch, cap_gib), StepFigures()
+    found = {"batch": batch, "trials": len(case.peaks)}
+    if not batch:
+        return {**found, "peak_mib": None, "samples_per_s": None}
+    if case.fit(batch, figures, steps=STEPS) is None:
+        return {**found, "error": f"{STEPS} steps at batch {batch} run out of memory"}
+    return with_speed({**found, **figures.found()})
+
+
+def with_speed(record: Record) -> Record:
+    """Return a record with the samples of a second."""
+    return {**record, "samples_per_s": round(record["batch"] / record["step_ms"] * 1e3, 1)}
+
+
+def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float | None) -> dict[str, Any]:
+    """Measure one case in a fresh process; return its figures, or its error."""
+    command = [sys.executable, __file__, "--case", name, method]
+    if offload_file is not None:
+        command += ["--offload-file", str(offload_file)]
+    elif method == "offload":
+        return {"error": "without --offload-file nothing can be offloaded"}
+    if cap_gib is not None:
+        command += ["--largest", str(cap_gib)]
+    seconds = CASE_SECONDS if cap_gib is None else LARGEST_SECONDS
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took over {seconds} s"}
+    if output.returncode:
+        lines = output.stderr.strip().splitlines() or [f"exit status {output.returncode}"]
+        return {"error": lines[-1][:300]}
+    return json.loads(output.stdout.splitlines()[-1])
+
+
+Key = tuple[str, str, float | None]
+
+
+def key_of(record: Record) -> Key:
+    """Return what tells a case from the others of a file."""
+    return record["model"], record["method"], record.get("cap_gib")
+
+
+def rounds_of(record: Record | None) -> int:
+    """Return how many rounds of a case there are; a search of the largest batch has one."""
+    return 0 if record is None or "error" in record else len(record.get("step_ms_rounds", [None]))
+
+
+def merged(before: Record | None, found: Record) -> Record:
+    """Return the record of a case with the times of one more round, and medians over all of them."""
+    rounds = {f"{name}_rounds": [*(before or {}).get(f"{name}_rounds", []), found[name]] for name in TIMES}
+    medians = {name: round(statistics.median(rounds[f"{name}_rounds"]), 2) for name in TIMES}
+    return with_speed({**found, **medians, **rounds})
+
+
+def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
+    """Run what ``records`` lack, a round of all methods of a model after the other, until the time is up."""
+    end, failed = time.monotonic() + args.seconds, set()
+    rounds = range(args.rounds if args.largest is None else 1)
+    for name, number, method in product(args.models, rounds, args.methods):
+        key = name, method, args.largest
+        if key in failed or rounds_of(records.get(key)) > number:
+            continue
+        begin = time.monotonic()
+        if begin >= end:
+            return
+        found = run_case(name, method, args.offload_file, args.largest)
+        print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
+        if "error" in found:
+            failed.add(key)
+        # A round that fails must not take away those that did not.
+        if "error" not in found or not rounds_of(records.get(key)):
+            records[key] = recorded(records.get(key), name, method, args.largest, found)
+            write_records(args.out, list(records.values()))
+
+
+def recorded(before: Record | None, name: str, method: str, cap_gib: float | None, found: Record) -> Record:
+    """Return the record of a case of which one more run was made."""
+    head = {**described(name, BATCHES), "method": method}
+    if cap_gib is not None:
+        head["cap_gib"] = cap_gib
+    record = {**head, **found, **environment()}
+    return record if "error" in found or cap_gib is not None else merged(before, record)
+
+
+def largest_batches(records: Records) -> Summary:
+    """The largest batch of each method under the cap, and how fast it trains, beside dense."""
+    rows = []
+    for (model, cap), group in groups(records, "model", "cap_gib").items():
+        dense = summaries.dense_of([r for r in group if r["batch"]])
+        for r in group:
+            cells = [r.get("error", "-"), "-", "-"]
+            if "error" not in r:
+                figures = ("batch", 0), ("samples_per_s", 1), ("peak_mib", 0)
+                cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+            rows.append([f"{model}, {cap:g} GiB", r["method"], *cells])
+    header = ("model and cap", "method", "largest batch", "samples a second", "peak MiB")
+    return Summary("Largest batch under the cap; in brackets, how much more or less than dense", header, rows)
+
+
+def method_of(text: str) -> str:
+    """Return a method as it stands on the command line, if it is one."""
+    if text in METHODS or text.removeprefix(BUDGET) not in ("", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(METHODS)} and {BUDGET}VALUE")
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each case, whose median time counts")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
+    parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
+    parser.add_argument("--largest", type=float, metavar="CAP_GIB", help="search the largest batch under this cap")
+    parser.add_argument("--out", type=Path, default=Path("rivals.json"))
+    parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="measure one, print JSON")
+    args = parser.parse_args(argv)
+    if args.methods is None:
+        args.methods = [method for method in METHODS if args.largest is None or method != "offload"]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that are not there yet, write the records and print the table."""
+    args = parsed(argv)
+    require_gpu()
+    if args.case:
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        cap = () if args.largest is None else (args.largest,)
+        print(json.dumps((measure_largest if cap else measure)(*args.case, args.offload_file, *cap)))
+        return 0
+    before = json.loads(args.out.read_text()) if args.out.is_file() else []
+    records = {key_of(record): record for record in before}
+    run_cases(args, records)
+    shown = [record for record in records.values() if record.get("cap_gib") == args.largest]
+    summary = summaries.frontier(shown) if args.largest is None else largest_batches(shown)
+    Console(width=None if sys.stdout.isatty() else 160).print(summary.rich())
+    return int(any("error" in record for record in shown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

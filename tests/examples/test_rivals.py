@@ -1,0 +1,308 @@
+"""The benchmark of rivals: what it measures of a small model on the CPU, how it goes on, its tables and its picture."""
+
+from __future__ import annotations
+
+import json
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from examples.benchmarks import models, plots, rivals, summaries, third_party
+from examples.benchmarks.common import MIB
+from tests.examples.stand_ins import PEAK, Blocks, vectors
+
+ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py"}
+OFFLOADING = """
+logger = None
+entered = []
+
+
+class Manager:
+    def __enter__(self):
+        entered.append(True)
+
+    def __exit__(self, *_):
+        entered.append(False)
+
+
+def get_act_offloading_ctx_manager(model, warn_if_no_head):
+    return Manager()
+"""
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A small model, and a made-up allocator that counts its calls: a MiB for each."""
+    workload = third_party.Workload("torch", 2, Blocks, vectors, third_party._cross_entropy)
+    for module in (models, rivals):
+        monkeypatch.setitem(module.WORKLOADS, "small", workload)
+    calls = []
+
+    def memory_stats():
+        calls.append(True)
+        return {"requested_bytes.all.current": len(calls) * MIB}
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: PEAK)
+
+
+@pytest.fixture
+def offload_file(tmp_path):
+    path = tmp_path / "offloading.py"
+    path.write_text(OFFLOADING)
+    return path
+
+
+class Clock(pl.Callback):
+    """Lets time pass on its own clock: a second in each forward, and ten with each synchronisation."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(rivals.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.passed(10))
+
+    def passed(self, seconds):
+        self.now += seconds
+
+    def on_before_zero_grad(self, *_):
+        self.passed(1)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_step_is_timed_from_end_to_end_and_the_host_until_all_is_issued(monkeypatch):
+    figures, clock = rivals.StepFigures(), Clock(monkeypatch)
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
+    timed = rivals.STEPS - rivals.WARM_UP - 1
+    assert figures.steps == [11000] * timed
+    assert figures.issued == [1000] * timed
+    memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB}
+    assert figures.found() == {**memory, "step_ms": 11000, "host_ms": 1000}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("method", ["dense", "checkpoint", "offload", "max", "recompute"])
+def test_a_case(method, offload_file):
+    found = rivals.measure("small", method, offload_file, accelerator="cpu")
+    assert found["step_ms"] >= found["host_ms"] > 0
+    assert {"activations_mib", "peak_mib"} < found.keys()
+    assert ("cosine" in found) == (method not in rivals.OTHERS)
+    if method == "max":
+        assert 0.5 < found["cosine"] < 0.9999
+    if method == "recompute":
+        assert 0.99 < found["cosine"] < 1
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_compared_differs_by_what_is_kept_alone(monkeypatch):
+    """Without anything in few bits, the second step is the first one over again: weights, batch, random numbers."""
+
+    def loss(model, x, y):
+        return nn.functional.cross_entropy(nn.functional.dropout(model(x)), y)
+
+    monkeypatch.setitem(rivals.WORKLOADS, "small", rivals.WORKLOADS["small"]._replace(loss=loss))
+    error = rivals.GradientError()
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [error], 2, "cpu")
+    assert error.cosine == 1
+
+
+def test_cosines_are_of_all_gradients_as_one_vector():
+    x, y = {"a": torch.ones(2, 3), "b": -torch.ones(4)}, {"a": torch.randn(2, 3), "b": torch.randn(4)}
+    flat = [torch.cat([gradients["a"].flatten(), gradients["b"]]) for gradients in (x, y)]
+    assert rivals.cosine(x, y) == pytest.approx(torch.cosine_similarity(*flat, dim=0).item(), abs=1e-6)
+    assert rivals.cosine(y, y) == pytest.approx(1, abs=1e-12)
+
+
+def test_offloading_surrounds_forward_and_backward_and_ends_with_an_exception(offload_file):
+    offload, module = rivals.Offload(offload_file), pl.LightningModule()
+    module.model = nn.Linear(1, 1)
+    offload.on_train_start(None, module)
+    for end in (offload.on_after_backward, offload.on_exception, offload.on_exception):
+        offload.on_train_batch_start(None, module, None, 0)
+        end()
+        end()
+    assert offload.module.entered == [True, False] * 3
+    assert offload.module.logger is not None
+
+
+class Switched(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.asked = []
+        setattr(self, name, lambda *options: self.asked.append(options))
+
+
+def test_checkpointing_is_by_the_switch_of_the_library():
+    timm, transformers = Switched("set_grad_checkpointing"), Switched("gradient_checkpointing_enable")
+    for model in (timm, transformers):
+        rivals.checkpoint(model)
+    assert timm.asked == [()]
+    assert transformers.asked == [({"use_reentrant": False},)]
+
+
+@pytest.mark.parametrize(("text", "budget"), [("budget:4GiB", "4GiB"), ("budget:0.5", 0.5)])
+def test_a_method_may_name_a_budget(text, budget):
+    assert rivals.parsed(["--methods", text, "max"]).methods == [text, "max"]
+    assert rivals.budget_of(text) == budget
+
+
+@pytest.mark.parametrize("text", ["budget:", "budget", "paper", "4GiB"])
+def test_other_methods_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        rivals.parsed(["--methods", text])
+    assert f"{text!r} is none of dense, checkpoint" in capsys.readouterr().err
+
+
+def test_the_largest_batch_of_offloading_is_searched_only_if_it_is_named():
+    assert rivals.parsed([]).methods == list(rivals.METHODS)
+    assert rivals.parsed(["--largest", "16"]).methods == [m for m in rivals.METHODS if m != "offload"]
+    assert rivals.parsed(["--largest", "16", "--methods", "offload"]).methods == ["offload"]
+
+
+@pytest.mark.usefixtures("small")
+def test_offloading_without_the_file_is_an_error():
+    assert "--offload-file" in rivals.run_case("small", "offload", None, None)["error"]
+
+
+@pytest.fixture
+def ran(small, monkeypatch):
+    """Cases that end at once: a list of those that ran, dense in 10, 20, ... ms, and `max` with an error at first."""
+    cases = []
+
+    def run_case(name, method, offload_file, cap_gib):
+        cases.append((name, method))
+        if method == "max" and cases.count((name, method)) == 1:
+            return {"error": "CUDA out of memory."}
+        times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases)}
+        figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times}
+        return figures if cap_gib is None else with_batch(figures)
+
+    monkeypatch.setattr(rivals, "run_case", run_case)
+    monkeypatch.setattr(rivals, "require_gpu", lambda: None)
+    return cases
+
+
+def with_batch(figures):
+    return rivals.with_speed({**figures, "batch": 60, "trials": 5})
+
+
+def test_rounds_are_in_turn_and_times_are_medians_over_them(ran, tmp_path, capsys):
+    out = tmp_path / "rivals.json"
+    assert (
+        rivals.main(["--models", "small", "--methods", "dense", "recompute", "--rounds", "3", "--out", str(out)]) == 0
+    )
+    assert [method for _, method in ran] == ["dense", "recompute"] * 3
+    dense, recompute = json.loads(out.read_text())
+    assert (dense["step_ms_rounds"], dense["step_ms"], dense["host_ms"]) == ([10.0, 30.0, 50.0], 30.0, 3.0)
+    assert recompute["step_ms_rounds"] == [20.0, 40.0, 60.0]
+    assert dense["batch"] == rivals.BATCHES * 2
+    assert dense["samples_per_s"] == pytest.approx(4 / 0.03, abs=0.1)
+    assert {"gpu", "torch", "triton", "command", "precision"} < dense.keys()
+    assert "40.00 (+33 %)" in capsys.readouterr().out
+
+
+def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
+    command = ["--models", "small", "--methods", "dense", "max", "--out", str(tmp_path / "rivals.json")]
+    assert rivals.main([*command, "--rounds", "2"]) == 1
+    assert ran == [("small", "dense"), ("small", "max"), ("small", "dense")]
+    assert "CUDA out of memory." in capsys.readouterr().out
+    assert rivals.main(command) == 0
+    assert ran[3:] == [("small", "max")]
+    assert rivals.main([*command, "--rounds", "2"]) == 0
+    assert ran[4:] == [("small", "max")]
+    assert [len(r["step_ms_rounds"]) for r in json.loads((tmp_path / "rivals.json").read_text())] == [2, 2]
+
+
+def test_no_case_starts_after_the_time_is_up(ran, tmp_path):
+    assert rivals.main(["--models", "small", "--seconds", "0", "--out", str(tmp_path / "rivals.json")]) == 0
+    assert ran == []
+
+
+def test_a_round_that_fails_leaves_the_record_of_the_others(ran, tmp_path):
+    out = tmp_path / "rivals.json"
+    before = {"model": "small", "method": "max", "step_ms": 5.0, "step_ms_rounds": [5.0]}
+    before |= {"activations_mib": 1.0, "peak_mib": 2.0}
+    out.write_text(json.dumps([before]))
+    rivals.main(["--models", "small", "--methods", "max", "--rounds", "2", "--out", str(out)])
+    assert ran == [("small", "max")]
+    assert json.loads(out.read_text()) == [before]
+
+
+def test_largest_batches_are_cases_of_their_own(ran, tmp_path, capsys):
+    command = ["--models", "small", "--methods", "dense", "recompute", "--out", str(tmp_path / "rivals.json")]
+    for more in ([], ["--largest", "16"], ["--largest", "16", "--rounds", "2"]):
+        assert rivals.main([*command, *more]) == 0
+    assert len(ran) == 4
+    records = json.loads((tmp_path / "rivals.json").read_text())
+    assert [(r.get("cap_gib"), r["batch"]) for r in records] == [(None, 4), (None, 4), (16.0, 60), (16.0, 60)]
+    assert "small, 16 GiB" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_largest_batch_comes_with_its_figures(small, monkeypatch):
+    def loss(model, x, y):
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return nn.functional.cross_entropy(model(x), y)
+
+    monkeypatch.setitem(rivals.WORKLOADS, "small", rivals.WORKLOADS["small"]._replace(loss=loss))
+    found = rivals.measure_largest("small", "balanced", None, 1.0, accelerator="cpu")
+    assert (found["batch"], found["trials"]) == (3, 4)
+    assert found["samples_per_s"] == pytest.approx(3e3 / found["step_ms"], abs=0.1)
+
+
+def test_table_of_largest_batches():
+    head = {"model": "net", "cap_gib": 16.0, **ENVIRONMENT}
+    records = [
+        {**head, "method": "dense", "batch": 20, "samples_per_s": 100.0, "peak_mib": 10.0},
+        {**head, "method": "max", "batch": 50, "samples_per_s": 90.0, "peak_mib": 12.0},
+        {**head, "method": "checkpoint", "batch": 128, "error": "took over 240 s"},
+        {**head, "model": "huge", "method": "dense", "batch": 0, "samples_per_s": None, "peak_mib": None},
+        {**head, "model": "huge", "method": "max", "batch": 4, "samples_per_s": 1.0, "peak_mib": 9.0},
+    ]
+    rows = rivals.largest_batches(records).rows
+    assert rows[1] == ["net, 16 GiB", "max", "50 (+150 %)", "90.0 (-10 %)", "12 (+20 %)"]
+    assert rows[2][2:] == ["took over 240 s", "-", "-"]
+    assert rows[3:] == [["huge, 16 GiB", "dense", "0", "-", "-"], ["huge, 16 GiB", "max", "4", "1.0", "9"]]
+
+
+def frontier_record(method, activations, milliseconds, cosine=None, model="net"):
+    memory = {"activations_mib": activations, "peak_mib": 2 * activations}
+    return {"model": model, "method": method, **memory, "step_ms": milliseconds, "cosine": cosine}
+
+
+FRONTIER = [
+    frontier_record("dense", 400.0, 10.0),
+    frontier_record("max", 100.0, 11.0, 0.99),
+    frontier_record("allocate 0.1", 40.0, 12.0, 0.9),
+    frontier_record("allocate 0.3", 120.0, 10.0, 1.0),
+    {"model": "net", "method": "offload", "error": "took over 120 s"},
+    frontier_record("max", 50.0, 5.0, 0.5, model="without dense"),
+]
+
+
+def test_table_of_the_frontier():
+    rows = summaries.frontier(FRONTIER).rows
+    assert rows[0] == ["net", "dense", "400", "800", "10.00", "-"]
+    assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", "11.00 (+10 %)", "1.0e-02"]
+    assert rows[4] == ["net", "offload", "took over 120 s", "-", "-", "-"]
+    assert rows[5] == ["without dense", "max", "50", "100", "5.00", "5.0e-01"]
+
+
+def test_picture_of_the_frontier(tmp_path):
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    figure = plots.frontier_figure(FRONTIER)
+    top, bottom = figure.axes
+    assert top.get_title() == "net"
+    lines = [axes.lines[0] for axes in (top, bottom)]
+    assert [list(line.get_xdata()) for line in lines] == [[0.1, 0.3]] * 2
+    assert list(lines[0].get_ydata()) == [1.2, 1.0]
+    assert list(lines[1].get_ydata()) == pytest.approx([0.1, plots.LEAST_ERROR])
+    assert [text.get_text() for text in top.texts] == ["0.1", "max", "0.3", "dense"]
+    assert [text.get_text() for text in bottom.texts] == ["0.1", "max", "0.3"]
+    assert bottom.get_yscale() == top.get_xscale() == "log"
+    plots.save(figure, tmp_path / "frontier.png", colors=256)
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
