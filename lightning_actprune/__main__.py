@@ -1,12 +1,17 @@
 """``python -m lightning_actprune``: versions, GPUs and where the kernels run, for bug reports and for finding out.
 
-Nothing here raises for what a machine lacks: a package that is missing or a driver that does not answer is shown as
+Nothing of that raises for what a machine lacks: a package that is missing or a driver that does not answer is shown as
 such. CUDA is asked only when ``environment`` is called.
+
+``python -m lightning_actprune estimate MODEL``: what each preset would save of a model (``analysis.estimate``). A model
+is ``timm:NAME``, ``hf:TYPE`` or ``hf:PATH`` of a configuration, or ``MODULE:ATTRIBUTE``: a module, or a callable that
+returns one, or one and its batch. Those of transformers are made without memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import os
@@ -20,8 +25,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
 from lightning_actprune import __version__
+from lightning_actprune.analysis.estimate import METHODS, estimate
+from lightning_actprune.analysis.simulated import PRECISIONS
 from lightning_actprune.codec.dispatch import choose_backend, kernel_refusals
 
 BLOCK_SIZES = (16, 32, 64, 1024, 2048)
@@ -40,6 +48,7 @@ OPTIONAL = {
 _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 """Names under which triton is distributed."""
 _DESCRIPTION = "Show versions, GPUs and where the kernels run."
+_ESTIMATE = "Show what each preset would save of a model; nothing is computed, and no GPU is needed."
 _PIPED_WIDTH = 120
 _LABELS = {"torch_cuda": "CUDA of torch", "torch_hip": "HIP of torch", "c_compiler": "C compiler"}
 _BACKENDS = {"triton": "kernels", "reference": "plain PyTorch"}
@@ -50,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what is here; whatever is missing, the exit code is 0."""
     parser = argparse.ArgumentParser(prog="python -m lightning_actprune", description=_DESCRIPTION)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+    _add_estimate(parser.add_subparsers(dest="command", title="commands"))
     args = parser.parse_args(argv)
+    if args.command == "estimate":
+        return _print_estimate(args)
     found = environment()
     if args.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
@@ -61,6 +73,95 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(table)
         console.print()
     return 0
+
+
+def _add_estimate(commands: Any) -> None:
+    parser = commands.add_parser("estimate", help=_ESTIMATE, description=_ESTIMATE)
+    parser.add_argument("model", help="timm:NAME, hf:TYPE, hf:PATH or MODULE:ATTRIBUTE")
+    parser.add_argument("--batch", type=int, default=32, metavar="SAMPLES", help="samples of a step (default: 32)")
+    parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of a text (default: 1024)")
+    parser.add_argument("--shape", type=_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="(default: bf16-mixed)")
+    parser.add_argument("--presets", nargs="+", choices=METHODS, default=list(METHODS), metavar="PRESET", help="rows")
+    parser.add_argument("--json", action="store_true", help="print JSON, for machines")
+
+
+def _print_estimate(args: argparse.Namespace) -> int:
+    """Print an estimate; what the model lacks is an error."""
+    try:
+        model, batch = _model_and_batch(args)
+        made = estimate(model, batch, precision=args.precision, presets=args.presets)
+    except (ImportError, TypeError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    if args.json:
+        sys.stdout.write(json.dumps(made.to_rows(), indent=2) + "\n")
+    else:
+        Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(made.rich())
+    return 0
+
+
+def _model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """Return the model that was named, and a batch for it; neither has values."""
+    source, _, name = args.model.partition(":")
+    if args.batch < 1 or args.length < 1:
+        raise ValueError(f"--batch and --length must be 1 or more, got {args.batch} and {args.length}.")
+    if not name:
+        raise ValueError(
+            f"The model must be timm:NAME, hf:TYPE, hf:PATH or MODULE:ATTRIBUTE, got {args.model!r}. HINT: such as "
+            "timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
+        )
+    if source == "timm":
+        timm = _imported("timm")
+        model = timm.create_model(name)
+        return model, _images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
+    if source == "hf":
+        return _hugging_face(name), _tokens(args.batch, args.length)
+    found = getattr(importlib.import_module(source), name, None)
+    found = found() if callable(found) and not isinstance(found, nn.Module) else found
+    if isinstance(found, tuple) and len(found) == 2:
+        return found
+    if not isinstance(found, nn.Module) or args.shape is None:
+        raise ValueError(
+            f"{args.model!r} must be a module, with --shape of an input, or a callable that returns (model, batch), "
+            f"got {type(found).__name__} and --shape {args.shape}. HINT: such as --shape 3,224,224."
+        )
+    return found, _images(args.batch, args.shape)
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"This model needs {package}, which is not installed. HINT: pip install {package}") from error
+
+
+def _hugging_face(name: str) -> nn.Module:
+    """Return a language model of that type, or of the configuration at that path."""
+    transformers = _imported("transformers")
+    at_path = os.path.exists(name)  # noqa: PTH110  # whatever is given may be a path
+    config = transformers.AutoConfig.from_pretrained(name) if at_path else transformers.AutoConfig.for_model(name)
+    config.use_cache = False
+    with torch.device("meta"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.empty(samples, *shape, device="meta")
+    return inputs, torch.empty(samples, dtype=torch.int64, device="meta")
+
+
+def _tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in text.split(","))
+    if min(sizes) < 1:
+        raise ValueError(text)
+    return sizes
 
 
 def verdict(found: dict[str, Any]) -> str:

@@ -56,6 +56,20 @@ def test_lora(tmp_path, monkeypatch):
     assert packing == {"down", "up", "head"}  # neither frozen layers nor the projection, which is frozen too
 
 
+def test_logits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own, of_transformers = code_blocks((ROOT / "docs" / "logits.md").read_text(), "python")
+    names = run_blocks([own], "logits.md")
+    assert names["monitor"].report.stored_bytes < names["logits"] / 8
+    pytest.importorskip("transformers")
+    names = run_blocks([of_transformers], "logits.md", names)
+    model, tokens = names["model"].eval(), names["tokens"]
+    hidden, weight = model.transformer(tokens).last_hidden_state, model.lm_head.weight
+    loss = names["linear_cross_entropy"](hidden, weight, names["labels"])
+    assert loss.item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
+    assert model.transformer.wte.weight.grad.any()
+
+
 def test_out_of_memory(tmp_path, monkeypatch, recwarn):
     names = run("out_of_memory.md", tmp_path, monkeypatch)
     assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes

@@ -68,6 +68,8 @@ Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = "forward", "backward", "optimizer"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _RETAINERS_NAMED = 3
+LOSSES = "log_softmax", "nll_loss", "cross_entropy"
+"""What the names of operations begin with that keep log-probabilities, one for each class."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,11 @@ class Retained:
     def kept_at(self, moment: int) -> bool:
         """Return whether autograd keeps it at the moment of that index."""
         return self.born <= moment and (self.freed is None or moment < self.freed)
+
+    @property
+    def of_loss(self) -> bool:
+        """Whether it holds what a loss computes from its logits."""
+        return any(retainer.operator and retainer.operator.startswith(LOSSES) for retainer in self.retainers)
 
     @property
     def label(self) -> str:
@@ -229,9 +236,19 @@ class StepMemory:
         Named are the bytes at the interval's end; in a measured backward those at its begin, since an operation lets go
         of its tensors only at its end.
         """
-        at = index - 1 if self.measured and self.moments[index].phase == "backward" and index > 0 else index
-        counted = self._counted_at(at)
+        counted = self._counted_at(self._named_at(index))
         return counted | {"other": max(self.interval_bytes[index] - sum(counted.values()), 0)}
+
+    def logits_bytes(self, index: int) -> int:
+        """Return the bytes in the interval before a moment that are logits, or of a loss with one value for each.
+
+        They are what such a loss keeps, and "other" of ``parts`` too where the loss itself runs.
+        """
+        at, moment = self._named_at(index), self.moments[index]
+        of_loss = [storage for storage in self.retained if storage.of_loss]
+        runs = (moment.operator or "").startswith(LOSSES) or any(storage.born == index for storage in of_loss)
+        kept = sum(storage.nbytes for storage in of_loss if storage.kept_at(at))
+        return kept + (self.parts(index)["other"] if runs else 0)
 
     def groups(self, index: int, *, uncovered: bool = False) -> list[RetainerGroup]:
         """Return who keeps what at a moment, largest first, corresponding modules taken together.
@@ -278,6 +295,10 @@ class StepMemory:
             {**asdict(moment), **same, "activation_bytes": saved, "packed_bytes": packed, "interval_bytes": most}
             for moment, (saved, packed, most) in zip(self.moments, kept, strict=True)
         ]
+
+    def _named_at(self, index: int) -> int:
+        """Return the moment whose bytes are named for the interval before ``index``."""
+        return index - 1 if self.measured and self.moments[index].phase == "backward" and index > 0 else index
 
     def _counted_at(self, index: int) -> dict[str, int]:
         moment, packed = self.moments[index], self.packed_bytes[index]
@@ -560,6 +581,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         batch: Whatever holds the step's input tensors.
         optimizers: Those whose state counts.
         device: Where memory is looked at; by default the device of the first parameter, or the CPU.
+        allocator: Returns the bytes in use now, and the most since it was asked last; by default that of CUDA.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
@@ -584,8 +606,10 @@ class StepMemoryRecorder(SavedTensorRecorder):
         batch: Any = None,
         optimizers: Sequence[Optimizer] = (),
         device: torch.device | None = None,
+        allocator: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         super().__init__(model, batch)
+        self._allocator = allocator
         first = next(model.parameters(), None)
         self._device = device or (torch.device("cpu") if first is None else first.device)
         self._optimizers = optimizers
@@ -730,6 +754,8 @@ class StepMemoryRecorder(SavedTensorRecorder):
 
     def _ask_allocator(self) -> tuple[int | None, int | None]:
         """Return the bytes in use now, and the most since the last time."""
+        if self._allocator is not None:
+            return self._allocator()
         if self._device.type != "cuda":
             return None, None
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]

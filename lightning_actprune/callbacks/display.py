@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_actprune.analysis.memory import PHASES, LayerFootprint, MemoryReport, StepMemory
+from lightning_actprune.analysis.memory import LOSSES, PHASES, LayerFootprint, MemoryReport, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.recompute import kept_inputs
@@ -44,12 +44,13 @@ _MOST_NAMED = 3
 """Names in a sentence, of layers or of who keeps what."""
 _OUT_OF_REACH = 1 / 3
 """Fraction of what a dense model keeps above which what nothing covers is named."""
+_LOGITS_ADVICE = (
+    "Compute head and loss together with `lightning_actprune.functional.linear_cross_entropy`, which never holds all "
+    "logits; in models of transformers, Liger's fused loss does so too."
+)
 _ADVICE = (
     (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),
-    (
-        ("softmax", "nll_loss", "cross_entropy"),
-        "A loss keeps its logits: one that is computed in parts, or fused with the last layer, keeps less.",
-    ),
+    (tuple(f"({name}" for name in LOSSES), _LOGITS_ADVICE),
 )
 """What can be done about operations by their names."""
 _ANY_ADVICE = "A preset or a rule that covers these modules, or activation checkpointing, keeps less."
@@ -269,21 +270,53 @@ def headline(report: MemoryReport) -> str:
 
 
 def uncovered_text(report: MemoryReport) -> str:
-    """Return who keeps what nothing covers, and what can be done, if that is more than a third of the dense model."""
+    """Return who keeps what nothing covers, and what can be done, if that is more than a third of the dense model.
+
+    Or else the same of the logits, covered or not, if they are more than a third of what is kept or of the peak.
+    """
     step = report.step
-    if step is None or report.dense_bytes is None or not any(storage.covered for storage in step.retained):
+    if step is None:
         return ""
+    if report.dense_bytes is None or not any(storage.covered for storage in step.retained):
+        return _logits_text(step)
     groups = step.groups(step.forward_end, uncovered=True)
     total = sum(group.nbytes for group in groups)
     if total <= report.dense_bytes * _OUT_OF_REACH:
-        return ""
+        return _logits_text(step)
     named = groups[:_MOST_NAMED]
     shown = enumerated([f"{group.label} {mib(group.nbytes)} MiB" for group in named])
     hints = [hint for words, hint in _ADVICE if any(word in group.label for group in named for word in words)]
+    shares = _logits_shares(step)
+    if shares and _LOGITS_ADVICE not in hints:
+        hints.append(_LOGITS_ADVICE)
     return (
         f"Kept as it is: {mib(total)} MiB, {percent(total / report.dense_bytes)} of the dense model, most of it by "
-        f"{shown}. HINT: {' '.join(hints or [_ANY_ADVICE])}"
+        f"{shown}.{shares} HINT: {' '.join(hints or [_ANY_ADVICE])}"
     )
+
+
+def _logits_text(step: StepMemory) -> str:
+    shares = _logits_shares(step).lstrip()
+    return f"{shares} HINT: {_LOGITS_ADVICE}" if shares else ""
+
+
+def _logits_shares(step: StepMemory) -> str:
+    """Return how much the logits are of what is kept and of the peak, where that is more than a third."""
+    peak = step.peak_in()
+    if peak is None:
+        return ""
+    end = step.forward_end
+    kept = sum(storage.nbytes for storage in step.retained if storage.of_loss and storage.kept_at(end))
+    found = (
+        (kept, step.activation_bytes[end], "what is kept"),
+        (step.logits_bytes(peak), step.peak_bytes, "the peak, what the loss computes from them included"),
+    )
+    shares = [
+        f"{mib(part)} MiB ({percent(part / whole)}) of {what}"
+        for part, whole, what in found
+        if part > whole * _OUT_OF_REACH
+    ]
+    return f" Logits are {enumerated(shares)}." if shares else ""
 
 
 def memory_table(report: MemoryReport, epoch: int) -> Table:

@@ -45,15 +45,20 @@ from lightning_actprune.codec.private import (
 def may_compress(x: Tensor) -> bool:
     """Return whether what backward needs of ``x`` may be kept in another form than by torch; if not, torch does it all.
 
-    That is where autograd records gradients, and nobody else does: a ``torch.func`` transform asks an operator for more
-    than its backward, and what is traced or exported is to know nothing of this package. Nor are there blocks in what
-    is sparse or nested.
+    That is where autograd records gradients, and nobody else does. Nor are there blocks in what is sparse or nested.
     """
-    if not torch.is_grad_enabled() or x.layout != torch.strided or x.is_nested:
-        return False
+    return torch.is_grad_enabled() and x.layout == torch.strided and not x.is_nested and not is_watched()
+
+
+def is_watched() -> bool:
+    """Return whether somebody else than autograd asks what operators do.
+
+    A ``torch.func`` transform asks an operator for more than its backward, and what is traced or exported is to know
+    nothing of this package.
+    """
     if is_compiling():
-        return not is_exporting()
-    return not (are_functorch_transforms_active() or is_tracing())
+        return is_exporting()
+    return are_functorch_transforms_active() or is_tracing()
 
 
 class SavedTensorHooks(Protocol):
@@ -82,18 +87,19 @@ def close_hooks(hooks: SavedTensorHooks) -> None:
     _open.hooks.remove(hooks)
 
 
-def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+_DENSE = "HINT: keep the layer dense with a rule (`rules={name: None}`) where you need create_graph=True."
+
+
+def once_differentiable(what: str, hint: str = _DENSE) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of ``backward(ctx, eager, *grads)``, which returns the first of the gradients of the inputs.
 
     The frame adds ``None`` for all other inputs.
 
     Args:
         what: What has no second derivatives, for the error.
+        hint: What to do about it.
     """
-    message = (
-        f"Second derivatives through {what} are not defined: what they need is not kept. HINT: keep the layer dense "
-        "with a rule (`rules={name: None}`) where you need create_graph=True."
-    )
+    message = f"Second derivatives through {what} are not defined: what they need is not kept. {hint}"
 
     def decorated(compute: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute)

@@ -34,9 +34,14 @@ Name                                   Says                              Without
 ``_current_autograd_node``             which operation reads something   the same, and no ``StepMemoryRecorder`` (error)
 ``_current_graph_task_id``             whether backward runs             whether an operation reads something; without
                                                                          that, as without ``_top_saved_...``
+``_autograd._get_current_graph_...``   whether backward may run again    it may: ``linear_cross_entropy`` copies its
+                                                                         gradients
 ``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
                                                                          the dense model would keep is not known
 ``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
+``TorchDispatchMode``,                 what a step would have in use     no step is simulated (error)
+  ``_scoped_library``, both kinds of
+  ``_scaled_dot_product_...`` attention
 ``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
 ====================================== ================================= ==============================================
 
@@ -256,6 +261,8 @@ get_sequence_nr: Callable[[], int] = found(_SEQUENCE[0], _gone(_SEQUENCE[0]))
 found(_SEQUENCE[1])  # asked of nodes
 current_autograd_node: Callable[[], Any] = found(_NODE, _gone(_NODE))
 current_graph_task_id: Callable[[], int] = found(_TASK, _gone(_TASK) if _NODE in MISSING else _task_of_node)
+keeps_graph: Callable[[], bool] = found(_AUTOGRAD + "_get_current_graph_task_keep_graph", _always)
+"""Return whether the backward that runs leaves the graph for another one (``retain_graph=True``)."""
 fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")
 """Makes a tensor that a weak reference has found the owner of its Python object again."""
 
@@ -294,6 +301,25 @@ tree_leaves: Callable[[Any], list[Any]] = found("torch.utils._pytree.tree_leaves
 tree_map_only: Callable[..., Any] = found(FOR_FAKES[0], _gone(FOR_FAKES[0]))
 FakeTensorMode: Any = found(FOR_FAKES[1], _NoFakeTensors)
 
+# Steps without values.
+
+_MODE, _LIBRARY = "torch.utils._python_dispatch.TorchDispatchMode", "torch.library._scoped_library"
+_FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
+_EFFICIENT = "torch.ops.aten._scaled_dot_product_efficient_attention"
+TorchDispatchMode: Any = found(_MODE, object)
+scoped_library: Callable[..., AbstractContextManager[Any]] = found(_LIBRARY, _gone(_LIBRARY))
+flash_attention: Callable[..., Any] = found(_FLASH, _gone(_FLASH))
+efficient_attention: Callable[..., Any] = found(_EFFICIENT, _gone(_EFFICIENT))
+
+
+def has_kernel(operator: str, key: str) -> bool:
+    """Return whether torch has a rule for an operation ("aten::softmax.int") under that key ("AutocastCUDA")."""
+    return _has_kernel is not None and bool(_has_kernel(operator, key))
+
+
+FOR_SIMULATION = (_MODE, _LIBRARY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
+"""What simulating a step rests on."""
+
 # Modules.
 
 _GLOBAL_HOOKS = [
@@ -328,6 +354,7 @@ OPTIONAL = (
     "_sequence_nr",  # of nodes, see above
     "_saved_exponent",  # of nodes: without these, what they save is not packed
     "_saved_ord",
+    "_schema",  # of operations, by which a step is simulated
     "_check_input_dim",  # of batch norms: without it, they stay dense
     "_compiled_call_impl",  # of modules: hooks in compiled ones are added, and do nothing there
 )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import textwrap
 
+import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.memory import (
@@ -26,6 +29,7 @@ from lightning_actprune.callbacks.display import (
     step_table,
     uncovered_text,
 )
+from lightning_actprune.functional import linear_cross_entropy
 from tests.support.helpers import BARS, Net, trainer
 
 MIB = 2**20
@@ -168,7 +172,7 @@ def test_table_of_the_retainers():
 
 @pytest.mark.parametrize(
     ("operator", "hint"),
-    [("cudnn_rnn", "Recurrent"), ("log_softmax", "A loss keeps its logits"), ("mul", "A preset or a rule")],
+    [("cudnn_rnn", "Recurrent"), ("log_softmax", "Compute head and loss together"), ("mul", "A preset or a rule")],
 )
 def test_what_nothing_covers_is_named_if_it_is_more_than_a_third(operator, hint):
     step = step_of(*[None] * 6)
@@ -180,6 +184,99 @@ def test_what_nothing_covers_is_named_if_it_is_more_than_a_third(operator, hint)
     assert text.startswith(f"{start}head ({operator}) 9.00 MiB. HINT: {hint}")
     assert uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=63 * MIB, step=step)) == ""
     assert uncovered_text(MemoryReport(other_bytes=29 * MIB, dense_bytes=None, step=step)) == ""
+
+
+def with_logits(nbytes: int, *operators: str, peaks: tuple[int | None, ...] = (None,) * 6) -> StepMemory:
+    """The two blocks, of which nothing is kept as it is, and a loss that keeps one tensor in the last forward part."""
+    step = step_of(*peaks)
+    step.retained = [storage for storage in step.retained if storage.packed]
+    for storage in step.retained:
+        storage.covered = True
+    step.retained.append(Retained(nbytes, False, 2, 4, [Retainer("", operator) for operator in operators]))
+    return step
+
+
+ADVICE = (
+    "`lightning_actprune.functional.linear_cross_entropy`, which never holds all logits; in models of transformers, "
+)
+
+
+@pytest.mark.parametrize("operators", [("log_softmax", "nll_loss"), ("nll_loss2_d",), ("cross_entropy_loss",)])
+def test_logits_are_named_if_they_are_more_than_a_third_of_what_is_kept(operators):
+    step = with_logits(6 * MIB, *operators)
+    text = uncovered_text(MemoryReport(other_bytes=14 * MIB, dense_bytes=60 * MIB, step=step))
+    assert text.startswith("Logits are 6.00 MiB (42.9 %) of what is kept. HINT: Compute head and loss together with ")
+    assert text.endswith(f"{ADVICE}Liger's fused loss does so too.")
+    few = with_logits(4 * MIB - 1, *operators)
+    assert uncovered_text(MemoryReport(other_bytes=12 * MIB, dense_bytes=60 * MIB, step=few)) == ""
+
+
+@pytest.mark.parametrize("operator", ["linear_cross_entropy", "reduced_linear_cross_entropy", "softmax", "mul", None])
+def test_other_operations_keep_no_logits(operator):
+    step = with_logits(60 * MIB, operator)
+    assert "ogits are" not in uncovered_text(MemoryReport(other_bytes=68 * MIB, dense_bytes=300 * MIB, step=step))
+    assert "functional.linear_cross_entropy" not in uncovered_text(MemoryReport([], 68 * MIB, 70 * MIB, step=step))
+
+
+def test_temporary_tensors_of_the_loss_count_at_the_peak():
+    step = with_logits(4 * MIB, "log_softmax", peaks=(9, 20, 30, 45, 30, 44))
+    # 21 MiB are known by name where the loss begins to run, in the forward and in backward.
+    for index, operator, found in (
+        (3, "log_softmax", 4 + 24),
+        (3, "gelu", 4),
+        (2, None, 4 + 9),
+        (4, None, 4),
+        (5, None, 0),
+    ):
+        step.moments[index].operator = operator
+        assert step.logits_bytes(index) == found * MIB
+    assert uncovered_text(MemoryReport(other_bytes=12 * MIB, dense_bytes=60 * MIB, step=step)) == ""
+    step.moments[3].operator = "log_softmax"
+    text = uncovered_text(MemoryReport(other_bytes=12 * MIB, dense_bytes=60 * MIB, step=step))
+    assert text.startswith(
+        "Logits are 28.00 MiB (62.2 %) of the peak, what the loss computes from them included. HINT: "
+    )
+
+
+def test_logits_of_a_dense_model_are_named_too():
+    step = with_logits(6 * MIB, "log_softmax")
+    for storage in step.retained:
+        storage.covered = storage.packed = False
+    assert ADVICE in uncovered_text(MemoryReport(other_bytes=14 * MIB, dense_bytes=14 * MIB, step=step))
+    assert ADVICE in uncovered_text(MemoryReport(other_bytes=14 * MIB, dense_bytes=None, step=step))
+
+
+class Vocabulary(L.LightningModule):
+    """A model of language with a vocabulary that is large for its size."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(500, 16), nn.Linear(16, 16), nn.Linear(16, 500, bias=False)
+        self.together = together
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden, target = self.body(self.embedding(batch))[:, :-1], batch[:, 1:]
+        if self.together:
+            return linear_cross_entropy(hidden, self.head.weight, target)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), target.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.randint(500, (8, 64)), batch_size=8)
+
+
+def test_a_fit_names_the_logits_until_they_are_gone():
+    texts = []
+    for together in (False, True):
+        monitor = ActivationMemoryMonitor(measure_batch=0)
+        trainer(monitor, max_epochs=1).fit(Vocabulary(together))
+        texts.append(uncovered_text(monitor.report))
+    logits = 8 * 63 * (500 * 4 + 8)  # and the labels
+    assert f"Logits are {logits / MIB:.2f} MiB (" in texts[0]
+    assert ADVICE in texts[0]
+    assert texts[1] == ""
 
 
 def test_a_dense_model_gets_no_advice():

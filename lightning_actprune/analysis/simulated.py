@@ -1,0 +1,703 @@
+r"""One training step of a model on a GPU, played through on a CPU without values: what it has in use at each moment.
+
+**Tensors without values.** The step runs as it is, by torch's autograd and by this package's layers, on plain CPU
+tensors that a dispatch mode makes: of each operation it asks torch's fake tensors which shapes, strides and types come
+out, and returns tensors over memory that is reserved and never touched, so that 40 GiB of activations take nothing but
+address space. Plain tensors, since all that this package does for speed (shared packs, outputs that are read again,
+inputs of blocks in few bits, kernels) it does for these alone. What is stored is what a GPU stores, to the byte.
+
+**The allocator.** The memory behind a tensor tells when it goes. It is handed out as CUDA's caching allocator does:
+sizes are rounded up to ``GRAIN``, the smallest free block that is large enough is taken, and it is split only if enough
+is left over. In use are ::
+
+    used(t) = WORKSPACES WORKSPACE + sum_{blocks out at t} size(block)        peak = max_t used(t)
+
+The former is what matrix products take for good, once for forward and once for backward, which is another thread on a
+GPU. ``StepMemoryRecorder`` asks this allocator in place of CUDA's, so a ``StepMemory`` comes out that is ``measured``.
+
+**What differs on a GPU** is brought about while the step runs:
+
+- Autocast computes more in fp32 there (norms, softmax, losses) or in the widest type (``addcmul``). What has such a
+  rule on a GPU and none on a CPU is given one; which do, the installed torch says.
+- Attention is fused: flash attention of 16-bit values without a mask, memory-efficient attention of all others.
+- Dropout keeps a mask of one byte a value.
+- The kernels of this package are launched, and do nothing. Where Triton is not installed its layers run in plain torch,
+  whose temporary tensors are larger: peaks then are upper bounds.
+
+Not seen are temporary tensors *inside* an operation of torch's or of a library's: sums of flash attention's backward,
+workspaces of convolutions.
+
+**Values.** What is computed from shapes alone (positions, masks, rates of dropout) has values, up to ``MOST_VALUES`` of
+them, so control flow may depend on it. What depends on parameters, on the batch or on random numbers has none, and
+asking for it is an error. Decisions that a first batch makes by values are made as measurements show them for most
+models: nothing has outliers, so what operations save is packed wherever they may read it so, and layers with a
+``max_dropped_energy`` below 1 drop no blocks. Which inputs are retained anyway is a matter of storages, which
+``RetentionProbe`` finds as ever.
+
+Nothing of the model changes: what runs is a copy of it with parameters and buffers without values, and random
+generators are set back. While a step is simulated, no other thread may use torch on the CPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import functools
+import importlib.util
+import inspect
+import math
+import mmap
+import pkgutil
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_actprune.analysis.dense import _FakeMode
+from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
+from lightning_actprune.analysis.memory import StepMemory, StepMemoryRecorder
+from lightning_actprune.analysis.recorder import module_names
+from lightning_actprune.codec.dispatch import (
+    Backend,
+    LaunchCache,
+    choose_backend,
+    force_backend,
+    has_fp32_product,
+    kernel_refusals,
+)
+from lightning_actprune.codec.private import (
+    FOR_SIMULATION,
+    TorchDispatchMode,
+    autocast_computes_in_fp32,
+    efficient_attention,
+    flash_attention,
+    has_kernel,
+    len_torch_dispatch_stack,
+    require,
+    scoped_library,
+    tree_leaves,
+    tree_map_only,
+)
+from lightning_actprune.config import check_model, listed
+from lightning_actprune.operators.readers import loses_values
+from lightning_actprune.report import ConversionReport
+
+Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
+Prepare: TypeAlias = Callable[[nn.Module], ConversionReport | None]
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+GRAIN = 512
+"""Bytes of which CUDA's caching allocator hands out multiples."""
+SMALL, SMALL_SEGMENT, SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
+"""Bytes up to which a block is small, and of the segments from which it takes blocks; of large ones at least."""
+WORKSPACE, WORKSPACES = 2**25, 2
+"""Bytes of each of cuBLAS's workspaces on compute capability 9, on others 8.1 MiB; one of forward, one of backward."""
+MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
+"""Those of an H100 and of an H200, which some kernels cut their work by."""
+MOST_VALUES = 2**21
+"""Values up to which a tensor that depends on nothing but shapes has some."""
+PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "32-true": (None, None),
+    "16-mixed": (torch.float16, None),
+    "bf16-mixed": (torch.bfloat16, None),
+    "16-true": (None, torch.float16),
+    "bf16-true": (None, torch.bfloat16),
+}
+"""Type of autocast, and type that the model is cast to, by the names of Lightning's precisions."""
+_AUTOCAST = "cpu"
+_ASKING = frozenset({"_local_scalar_dense", "equal", "is_nonzero"})
+"""Operations that return values to Python."""
+_IN_FP32 = (
+    *("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softmax.int", "log_softmax.int", "logsumexp"),
+    *("sum", "sum.dim_IntList", "cumsum", "prod", "prod.dim_int", "norm.Scalar", "norm.ScalarOpt_dim"),
+    *("exp", "expm1", "log", "log1p", "log2", "log10", "reciprocal", "rsqrt", "softplus", "cosine_similarity"),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "cdist", "dist", "renorm"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss", "nll_loss2d", "kl_div"),
+    *("binary_cross_entropy_with_logits", "soft_margin_loss", "triplet_margin_loss", "cosine_embedding_loss"),
+)
+_IN_WIDEST = "addcmul", "addcdiv", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add"
+"""Operations that autocast on a GPU computes in fp32, and in the widest type of their arguments."""
+
+_PACKAGE = "lightning_actprune."
+
+_one_at_a_time = threading.RLock()
+
+
+def simulate(
+    model: nn.Module,
+    batch: Any,
+    prepare: Prepare | None = None,
+    *,
+    loss: Loss | None = None,
+    precision: str = "bf16-mixed",
+    optimizer: MakeOptimizer | None = None,
+) -> StepMemory:
+    """Return the memory of one training step on a GPU, which need not be there (see the module).
+
+    The step is one in the middle of a training: optimizer state is there, and what a first batch decides is decided.
+
+    Args:
+        model: The dense model, on whatever device, also ``meta``.
+        batch: What a step gets. Of its tensors, on whatever device, shapes, strides and types count.
+        prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``; returns the report, if any.
+        loss: Returns the loss, given the copy of the model and the batch; by default as ``loss_of`` does.
+        precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
+            ``"16-true"``.
+        optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
+
+    Returns:
+        The step, as measured.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or the model cannot be copied.
+        ValueError: If an argument is out of range, or a module needs values that are not there.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+        >>> batch = torch.empty(512, 64), torch.empty(512, dtype=torch.int64)
+        >>> step = simulate(model, batch, precision="32-true")
+        >>> step.measured, step.activation_bytes[step.forward_end]
+        (True, 1069060)
+    """
+    require("Simulating a step", FOR_SIMULATION)
+    autocast, whole = PRECISIONS[check_precision(precision)]
+    loss = loss_of if loss is None else loss
+    mode = _Mode()
+    with _one_at_a_time, _unchanged_randomness(), _as_on_a_gpu(), mode:
+        twin = _twin(check_model(model), mode).train()
+        if whole is not None:
+            twin.to(whole)
+        inputs = tree_map_only(Tensor, functools.partial(_input, mode, whole), batch)
+        mode.names = module_names(twin)
+        report = None if prepare is None else prepare(twin)
+        made = _fused_adamw if optimizer is None else optimizer
+        step = _Step(twin, inputs, loss, autocast, made([p for p in twin.parameters() if p.requires_grad]))
+        step.warm_up(report)
+        return step.record(mode.allocator.ask)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Return a usual loss of a batch.
+
+    That of ``training_step`` where there is one; ``model(**batch).loss`` of a mapping; of ``(inputs, targets)`` the
+    cross entropy with integers and the squared error of anything else; of a tensor alone the mean of the output.
+    """
+    loss: Tensor
+    if hasattr(model, "training_step"):
+        training_step: Callable[[Any, int], Any] = model.training_step  # type: ignore[assignment]
+        found = training_step(batch, 0)
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        return loss
+    if isinstance(batch, Mapping):
+        loss = model(**batch).loss
+        return loss
+    if isinstance(batch, Tensor):
+        return _tensor_of(model(batch)).mean()
+    inputs, targets = batch
+    output = _tensor_of(model(inputs))
+    if targets.is_floating_point():
+        return F.mse_loss(output, targets)
+    return F.cross_entropy(
+        output.reshape(-1, output.shape[-1]) if output.dim() > targets.dim() + 1 else output, targets
+    )
+
+
+def check_precision(value: Any) -> str:
+    """Return ``value`` if it names a precision that can be simulated."""
+    if value not in PRECISIONS:
+        raise ValueError(
+            f"`precision` must be one of {listed(PRECISIONS)}, got {value!r}. HINT: 'bf16-mixed' is autocast to "
+            "bfloat16, with parameters in float32."
+        )
+    return str(value)
+
+
+def _tensor_of(output: Any) -> Tensor:
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
+
+
+def _fused_adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+class _Step:
+    """A training step of a copy of a model."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, loss: Loss, autocast: torch.dtype | None, optimizer: Optimizer
+    ) -> None:
+        self._model, self._batch, self._loss = model, batch, loss
+        self._autocast, self._optimizer = autocast, optimizer
+        # Lightning lets go of the gradients of the step before when the next forward is over.
+        self._gradients_stay = hasattr(model, "training_step")
+
+    def warm_up(self, report: ConversionReport | None) -> None:
+        """Run a first step, which decides what a first batch decides, and makes the optimizer's state."""
+        if report is None:
+            self._forward().backward()  # type: ignore[no-untyped-call]
+        else:
+            with RetentionProbe(self._model, self._batch) as probe:
+                loss = self._forward()
+                probe.check_alive()
+                loss.backward()  # type: ignore[no-untyped-call]
+            probe.apply(report)
+            judged = (row for row in report.converted if row.keep is not None and row.keep.max_dropped_energy < 1)
+            keep_blocks(self._model, report, {row.fqn: 1.0 for row in judged if row.sparsity})
+        self._update()
+
+    def record(self, allocator: Callable[[], tuple[int, int]]) -> StepMemory:
+        """Run a step and return its memory."""
+        with StepMemoryRecorder(self._model, self._batch, [self._optimizer], allocator=allocator) as recorder:
+            loss = self._forward()
+            if self._gradients_stay:
+                recorder.moment()
+                self._optimizer.zero_grad(set_to_none=True)
+            recorder.mark("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            recorder.mark("optimizer")
+            self._update()
+        return recorder.result()
+
+    def _forward(self) -> Tensor:
+        with torch.autocast(_AUTOCAST, self._autocast, enabled=self._autocast is not None):
+            loss = self._loss(self._model, self._batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(
+                f"`loss` must return a tensor of one value, got {type(loss).__name__}. HINT: such as `lambda model, "
+                "batch: F.cross_entropy(model(batch[0]), batch[1])`."
+            )
+        return loss
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        if not self._gradients_stay:
+            self._optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A piece of a segment of memory.
+
+    Args:
+        size: Its bytes.
+        address: Where it begins.
+        before: The block before it in its segment.
+        after: The block after it.
+        free: Whether nobody has it.
+    """
+
+    size: int
+    address: int
+    before: _Block | None = None
+    after: _Block | None = None
+    free: bool = True
+
+
+class _Pool:
+    """The segments of one kind: CUDA's caching allocator takes the smallest free block that is large enough.
+
+    Args:
+        least: The block is split if more bytes than these would be left over.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._free: list[tuple[int, int, _Block]] = []
+        self._end = 0
+
+    def take(self, size: int, segment: int) -> _Block:
+        """Return a block of ``size`` bytes, or a few more, of a new segment of ``segment`` bytes if none is free."""
+        place = bisect.bisect_left(self._free, (size, 0))
+        if place < len(self._free):
+            block = self._free.pop(place)[2]
+        else:
+            block = _Block(segment, self._end)
+            self._end += segment
+        if block.size - size > self._least:
+            rest = _Block(block.size - size, block.address + size, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            block.size, block.after = size, rest
+            self._add(rest)
+        block.free = False
+        return block
+
+    def give(self, block: _Block) -> None:
+        """Take a block back, and join it with what is free beside it."""
+        block.free = True
+        before, after = block.before, block.after
+        if after is not None and after.free:
+            self._remove(after)
+            self._join(block, after)
+        if before is not None and before.free:
+            self._remove(before)
+            self._join(before, block)
+            block = before
+        self._add(block)
+
+    def _join(self, first: _Block, second: _Block) -> None:
+        first.size, first.after = first.size + second.size, second.after
+        if second.after is not None:
+            second.after.before = first
+
+    def _add(self, block: _Block) -> None:
+        bisect.insort(self._free, (block.size, block.address, block))
+
+    def _remove(self, block: _Block) -> None:
+        del self._free[bisect.bisect_left(self._free, (block.size, block.address))]
+
+
+class _Allocator:
+    """Hands out memory that takes none until it is touched, and counts what is out as CUDA's caching allocator does."""
+
+    def __init__(self) -> None:
+        self._used = self._peak = 0
+        self._small, self._large = _Pool(GRAIN - 1), _Pool(SMALL)
+        self.without_values: set[int] = set()
+        """Addresses of storages whose memory holds no values."""
+        for _ in range(WORKSPACES):
+            self._take(WORKSPACE)
+
+    def empty(self, nbytes: int) -> torch.UntypedStorage:
+        """Return a storage of so many bytes."""
+        if not nbytes:
+            return torch.empty(0).untyped_storage()
+        memory = mmap.mmap(-1, nbytes)
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        # Of the memory, not of the storage, which weak references such as those of recorders keep an empty shell of.
+        weakref.finalize(memory, self._gone, storage._cdata, *self._take(nbytes)).atexit = False
+        self.without_values.add(storage._cdata)
+        return storage
+
+    def ask(self) -> tuple[int, int]:
+        """Return the bytes in use now, and the most since the last time."""
+        peak, self._peak = self._peak, self._used
+        return self._used, peak
+
+    def _take(self, nbytes: int) -> tuple[_Pool, _Block]:
+        size = math.ceil(nbytes / GRAIN) * GRAIN
+        if size <= SMALL:
+            pool, segment = self._small, SMALL_SEGMENT
+        else:
+            pool, segment = (
+                self._large,
+                SEGMENT if size < SEGMENT // 2 else math.ceil(size / SMALL_SEGMENT) * SMALL_SEGMENT,
+            )
+        block = pool.take(size, segment)
+        self._used += block.size
+        self._peak = max(self._peak, self._used)
+        return pool, block
+
+    def _gone(self, storage: int, pool: _Pool, block: _Block) -> None:
+        self._used -= block.size
+        pool.give(block)
+        self.without_values.discard(storage)
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[misc]
+    """Runs operations on tensors without values (see the module)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = _Allocator()
+        self.names: dict[nn.Module, str] = {}
+        """Names of the modules that run, for errors."""
+        self._fakes = _FakeMode()
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without values of this shape, type and layout."""
+        storage = self.allocator.empty(tensor.untyped_storage().nbytes())
+        made = torch.empty(0, dtype=tensor.dtype)
+        return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else dict(kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        if any(tensor.is_meta for tensor in given) or (device is not None and torch.device(device).type == "meta"):
+            return func(*tree_map_only(Tensor, _meta, args), **kwargs)
+        if _is_view(func):
+            return func(*args, **kwargs)
+        if device is not None:
+            kwargs["device"] = torch.device("cpu")
+        known = _computes(func) and all(self._has_values(tensor) for tensor in given)
+        if given and known and sum(tensor.numel() for tensor in given) <= MOST_VALUES:
+            return self._counted(func(*args, **kwargs), given)
+        if func.overloadpacket.__name__ in _ASKING:
+            raise ValueError(self._no_values(func, "asks for a value"))
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            self.allocator.without_values.add(tensor.untyped_storage()._cdata)
+        if len(written) == len(func._schema.returns) > 0:
+            return written[0] if len(written) == 1 else tuple(written)
+        return self._without_values(func, args, kwargs, known and not given)
+
+    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
+        """Return results by their shapes; those of a ``factory`` that are not large get their values after all."""
+        real: dict[int, Tensor] = {}
+        fakes: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in fakes:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                fakes[id(tensor)], real[id(made)] = made, tensor
+            return fakes[id(tensor)]
+
+        try:
+            with self._fakes:
+                found = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
+        except Exception as error:  # whatever torch makes of an operation that needs values, or of one that fails
+            raise ValueError(self._no_values(func, f"fails: {type(error).__name__}: {error}")) from error
+        if factory and sum(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)) <= MOST_VALUES:
+            return self._counted(func(*args, **kwargs), [])
+        return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), found)
+
+    def _counted(self, found: Any, given: list[Tensor]) -> Any:
+        """Return results that have values, in memory of the allocator."""
+        own = {id(tensor) for tensor in given}
+
+        def counted(tensor: Tensor) -> Tensor:
+            if id(tensor) in own:
+                return tensor
+            made = self.empty_like(tensor).copy_(tensor)
+            self.allocator.without_values.discard(made.untyped_storage()._cdata)
+            return made
+
+        return tree_map_only(Tensor, counted, found)
+
+    def _has_values(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata not in self.allocator.without_values
+
+    def _no_values(self, func: Any, what: str) -> str:
+        name = self._running()
+        return (
+            f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and tensors "
+            "have no values here. HINT: let no control flow depend on values of the batch, of parameters or of random "
+            "numbers, or measure a real step with ActivationMemoryMonitor."
+        )
+
+    def _running(self) -> str:
+        """Return the innermost module whose forward runs, in words."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in self.names:
+                return f"module {self.names[module] or '(root)'!r} ({type(module).__name__})"
+            frame = frame.f_back
+        return "the step outside of its modules"
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_view(func: Any) -> bool:
+    """Return whether an operation changes shapes and strides alone."""
+    if torch.Tag.inplace_view in func.tags or func.overloadpacket.__name__ == "_unsafe_view":
+        return True
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _computes(func: Any) -> bool:
+    """Return whether results follow from arguments: they are neither random nor memory as it was found."""
+    return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func.overloadpacket.__name__
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [leaf for name in written for leaf in tree_leaves(named.get(name)) if isinstance(leaf, Tensor)]
+
+
+def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
+    """Return a copy of the model whose tensors have no values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        owned = *module._parameters.values(), *module._buffers.values(), *vars(module).values()
+        for tensor in owned:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                made = mode.empty_like(_meta(tensor.detach()))
+                trained = isinstance(tensor, nn.Parameter)
+                memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if trained else made
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever an attribute raises that cannot be copied
+        raise TypeError(
+            f"`model` must be one that can be copied, got a {type(model).__name__} of which a copy raises "
+            f"{type(error).__name__}: {error}. HINT: give it before a trainer, a logger or the like is attached to it."
+        ) from error
+
+
+def _input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    made = mode.empty_like(_meta(tensor.detach() if tensor.layout == torch.strided else tensor))
+    made = made.to(dtype) if dtype is not None and made.is_floating_point() else made
+    return made.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _unchanged_randomness() -> Iterator[None]:
+    """Set random generators back in the end, of which a checkpoint reads and sets the state."""
+    state, own = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(own)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Let torch and this package do on the CPU what they do on a GPU, as far as memory goes (see the module)."""
+    with ExitStack() as stack:
+        library = stack.enter_context(scoped_library("aten", "IMPL"))
+        for names, policy in ((_IN_FP32, _in_fp32), (_IN_WIDEST, _in_widest)):
+            for name in names:
+                if has_kernel(f"aten::{name}", "AutocastCUDA") and not has_kernel(f"aten::{name}", "AutocastCPU"):
+                    packet, _, overload = name.partition(".")
+                    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                    library.impl(name, policy(operation), "AutocastCPU")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("dropout", _dropout, "AutogradCPU")
+        stack.enter_context(_launching_nothing())
+        yield
+
+
+def _in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_cast_and_call, operation, lambda tensors: torch.float32)
+
+
+def _in_widest(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(_cast_and_call, operation, _widest)
+
+
+def _cast_and_call(
+    operation: Callable[..., Any], choose: Callable[[list[Tensor]], torch.dtype], *args: Any, **kwargs: Any
+) -> Any:
+    """Call an operation as autocast does whose arguments of fewer bits it casts."""
+    floating = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and _is_narrow(leaf)]
+    wide = choose([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+    torch.set_autocast_enabled(_AUTOCAST, False)
+    try:
+        if floating:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to(wide) if _is_narrow(t) else t, (args, kwargs))
+        return operation(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(_AUTOCAST, True)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _widest(tensors: list[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors if t.is_floating_point()))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what fused attention does: its flash kind of 16-bit values without a mask, or the memory-efficient one."""
+    if attn_mask is None and _is_narrow(query):
+        found = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
+        return cast(Tensor, found[0])
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    recorded = torch.is_grad_enabled() and any(given.requires_grad for given in (query, key, value))
+    found = efficient_attention(query, key, value, bias, recorded, dropout_p, is_causal, scale=scale)
+    return cast(Tensor, found[0])
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """Return what dropout does on a GPU, which keeps a mask."""
+    return torch.native_dropout(input, p, train)[0] if train and 0 < p < 1 else input
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    """Let this package's layers take tensors without values for those of a GPU, and let the kernels do nothing.
+
+    In every module of the package the functions that ask for devices, modes and values have stand-ins meanwhile, and
+    so have its launch caches, since what is bound here must not be launched elsewhere.
+    """
+    stand_ins: list[tuple[Any, Any]] = [
+        (len_torch_dispatch_stack, lambda: max(len_torch_dispatch_stack() - 1, 0)),
+        (loses_values, lambda x, block: False),
+        (autocast_computes_in_fp32, lambda operator, device: has_kernel(f"aten::{operator}", "AutocastCUDA")),
+        (has_fp32_product, _is_narrow),
+    ]
+    with ExitStack() as stack:
+        if importlib.util.find_spec("triton") is not None:
+            stand_ins += _kernel_stand_ins(stack)
+            stack.enter_context(force_backend("triton"))
+        modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGE) and name != __name__]
+        caches = [value for module in modules for value in vars(module).values() if isinstance(value, LaunchCache)]
+        stand_ins += [(cache, LaunchCache(cache._make)) for cache in caches]
+        by_id = {id(original): stand_in for original, stand_in in stand_ins}
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if id(value) in by_id:
+                    stack.enter_context(_replaced(module, name, by_id[id(value)]))
+        yield
+
+
+def _kernel_stand_ins(stack: ExitStack) -> list[tuple[Any, Any]]:
+    """Return what stands in for what kernels ask of the GPU, and let them do nothing in this context."""
+    kernels = importlib.import_module(f"{_PACKAGE}kernels")
+    for found in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(found.name)  # or what a module imports later would be what is replaced now
+    launch, linear, sums = (sys.modules[f"{kernels.__name__}.{name}"] for name in ("launch", "linear", "sums"))
+    stack.enter_context(_replaced(launch.Launch, "__call__", lambda self, *tensors: None))
+    machine = linear.Machine(MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY)
+    return [
+        (choose_backend, _choose_backend),
+        (launch.multiprocessors, lambda device: MULTIPROCESSORS),
+        (linear.machine, lambda device: machine),
+        (sums._counters, {}),
+    ]
+
+
+def _choose_backend(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, block_size: int, columns: int
+) -> Backend:
+    reasons = kernel_refusals(dtype, device, block_size, columns)
+    return "triton" if all(reason.startswith("device ") for reason in reasons) else "reference"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

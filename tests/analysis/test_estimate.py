@@ -1,0 +1,409 @@
+"""Steps without values: beside real ones on the CPU, byte for byte, and beside records of a GPU; what is printed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Linear, Sequential
+
+from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
+from lightning_actprune import Keep, Recompute, convert
+from lightning_actprune import __main__ as command
+from lightning_actprune.__main__ import main
+from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
+from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.analysis.simulated import GRAIN, SMALL, WORKSPACE, WORKSPACES, loss_of, simulate
+from lightning_actprune.codec import dispatch
+from lightning_actprune.operators.recompute import find_blocks
+from lightning_actprune.report import ConversionReport
+from tests.support.markdown import code_blocks, run_blocks
+
+RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """A residual block with a norm, a smooth activation function, and a product that no layer is known for."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(width), Linear(width, 4 * width), Linear(4 * width, width)
+        self.act = nn.GELU()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.second(self.act(self.first(self.norm(x))))
+
+
+def blocks(width: int = 128, depth: int = 3) -> Sequential:
+    return Sequential(Linear(32, width), *[Block(width) for _ in range(depth)], Linear(width, 10))
+
+
+def convolutions() -> Sequential:
+    parts = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(3)]
+    return Sequential(nn.Conv2d(3, 64, 3), *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Linear(64, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "blocks": (blocks, (1024, 32)),
+    "convolutions": (convolutions, (16, 3, 34, 34)),
+}
+
+
+def batch_for(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return torch.randn(shape), torch.randint(10, shape[:1])
+
+
+def really_kept(model: nn.Module, batch: Any, preset: str) -> int:
+    """Return the bytes that the meter counts in the second forward of the real model on the CPU."""
+    report = None if preset == "dense" else convert(model, preset, rules={"type:saved": None})
+    with RetentionProbe(model, batch) as probe:
+        loss_of(model, batch).backward()
+    if report is not None:
+        probe.apply(report)
+        for name in [row.fqn for row in report.converted if row.sparsity and row.keep.max_dropped_energy < 1]:
+            model.get_submodule(name).drop_nothing()
+    with SavedTensorMeter(model, batch) as meter:
+        loss_of(model, batch)
+    return meter.report().stored_bytes
+
+
+@pytest.mark.parametrize("preset", ["dense", "paper", "balanced", "max"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_kept_is_what_a_real_step_keeps(name: str, preset: str):
+    build, shape = MODELS[name]
+    prepare = None if preset == "dense" else lambda model: convert(model, preset, rules={"type:saved": None})
+    step = simulate(build(), batch_for(shape), prepare, precision="32-true")
+    assert step.activation_bytes[step.forward_end] == really_kept(build().train(), batch_for(shape), preset)
+
+
+def test_blocks_that_run_again_and_operations_without_layers_are_packed():
+    batch = torch.empty(1024, 32), torch.empty(1024, dtype=torch.int64)
+    steps = {name: simulate(blocks(), batch, lambda m, p=name: convert(m, p)) for name in ("balanced", "recompute")}
+    kept = {name: step.activation_bytes[step.forward_end] for name, step in steps.items()}
+    inputs = 1024 * 128 * 34 // 32  # of a block, in eight bits with a header a block of 32 values
+    assert 3 * inputs < kept["recompute"] < 5 * inputs < kept["balanced"]
+    backward = {moment.fqn for moment in steps["recompute"].moments if moment.phase == "backward"}
+    assert {"1.act", "2.act", "3.act"} <= backward  # each runs again there
+
+
+def test_moments_add_up_and_end_where_they_began():
+    model, batch = blocks(), (torch.empty(1024, 32), torch.empty(1024, dtype=torch.int64))
+    step = simulate(model, batch)
+    assert step.measured
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert step.parameter_bytes == parameters
+    assert step.moments[-1].used_bytes - step.moments[0].used_bytes == GRAIN  # the loss
+    assert step.moments[0].optimizer_bytes >= 2 * parameters
+    assert step.moments[0].used_bytes >= 3 * parameters + step.batch_bytes + WORKSPACES * WORKSPACE
+    peak = step.peak_in()
+    assert sum(step.parts(peak).values()) == step.peak_bytes
+    backward = max(moment.gradient_bytes for moment in step.moments)
+    assert backward == parameters
+
+
+def kept_by(model: nn.Module, x: Tensor, precision: str = "bf16-mixed") -> int:
+    step = simulate(model, x, precision=precision)
+    return step.activation_bytes[step.forward_end]
+
+
+def test_autocast_is_that_of_a_gpu():
+    x = torch.empty(64, 128)
+    rows, copies = 64 * 128, 128 * 128 * 2
+    # Of the 16-bit product a norm keeps a copy in fp32, and two statistics a row.
+    assert kept_by(Sequential(Linear(128, 128, bias=False), nn.LayerNorm(128, bias=False)), x) == (
+        rows * 2 + rows * 4 + 64 * 4 * 2
+    )
+    # Softmax keeps its result, in fp32; the second product a copy of that, and of its weight.
+    model = Sequential(Linear(128, 128, bias=False), nn.Softmax(-1), Linear(128, 128, bias=False))
+    assert kept_by(model, x) == rows * 2 + rows * 4 + rows * 2 + copies
+    assert kept_by(model, x, "32-true") == 2 * rows * 4 - rows * 4  # the result is the second one's input
+
+
+def test_dropout_keeps_a_byte_a_value():
+    x = torch.empty(64, 128)
+    dense, dropping = (Sequential(Linear(128, 128), nn.Dropout(p)) for p in (0.0, 0.5))
+    assert kept_by(dropping, x, "32-true") - kept_by(dense, x, "32-true") == 64 * 128
+
+
+class Attention(nn.Module):
+    def __init__(self, masked: bool, dropout: float) -> None:
+        super().__init__()
+        self.to_all, self.masked, self.dropout = Linear(64, 192), masked, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.to_all(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
+        return F.scaled_dot_product_attention(query, key, value, mask, self.dropout)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize(("masked", "dropout"), [(False, 0.1), (True, 0.0)])
+def test_attention_keeps_no_scores(masked: bool, dropout: float, precision: str):
+    samples, tokens = 8, 512
+    kept = kept_by(Attention(masked, dropout), torch.empty(samples, tokens, 64), precision)
+    size, scores = samples * tokens * 64 * (2 if precision == "bf16-mixed" else 4), samples * 4 * tokens**2
+    assert 4 * size <= kept < 4 * size + scores  # query, key, value and result, the input's 16-bit copy, sums of rows
+
+
+def test_nothing_of_the_model_changes():
+    model, batch = blocks(), batch_for((256, 32))
+    model.append(nn.BatchNorm1d(10))
+    model.eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kinds = [type(module) for module in model.modules()]
+    classes = choose, call = dispatch.choose_backend, loss_of
+    state, own = torch.get_rng_state(), random.getstate()
+    estimate(model, batch)
+    assert {name: torch.equal(value, before[name]) for name, value in model.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == own
+    assert classes == (choose, call)
+    with torch.autocast("cpu", torch.bfloat16):  # the rules are those of CPUs again
+        assert F.softmax(torch.ones(2, 2, dtype=torch.bfloat16), -1).dtype == torch.bfloat16
+
+
+def test_real_steps_run_as_before_after_a_simulated_one():
+    batch = batch_for((256, 32))
+    torch.manual_seed(1)
+    model = blocks()
+    convert(model, "max")
+    first = loss_of(model, batch)
+    simulate(blocks(), batch, lambda m: convert(m, "max"))
+    second = loss_of(model, batch)
+    second.backward()
+    assert torch.equal(first, second)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_meta_models_will_do(device: str):
+    with torch.device(device):
+        model, batch = blocks(), (torch.empty(64, 32), torch.empty(64, dtype=torch.int64))
+    assert simulate(model, batch).peak_bytes == simulate(blocks(), batch).peak_bytes
+
+
+class Routed(nn.Module):
+    """Sends a batch one way or the other: by its values, or by positions."""
+
+    def __init__(self, by_values: bool) -> None:
+        super().__init__()
+        self.layer, self.by_values = Linear(8, 8), by_values
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = x if self.by_values else torch.arange(len(x))
+        return self.layer(x) if (asked >= 0).all() else x
+
+
+def test_values_are_there_where_shapes_tell_them_and_missing_ones_name_the_module():
+    x = torch.empty(16, 8)
+    assert kept_by(Sequential(Routed(by_values=False)), x, "32-true") == 0  # but for the batch
+    with pytest.raises(ValueError, match=r"in module '1' \(Routed\), \w+ asks for a value.*HINT"):
+        simulate(Sequential(Linear(8, 8), Routed(by_values=True)), x)
+    with pytest.raises(ValueError, match=r"in module '0' \(Linear\), \w+ fails: .*HINT"):
+        simulate(Sequential(Linear(9, 8)), x)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"precision": "bf16"}, ValueError, "`precision` must be one of '32-true'.*got 'bf16'.*HINT"),
+        ({"loss": lambda model, batch: model(batch[0])}, TypeError, "`loss` must return a tensor of one value.*HINT"),
+        ({"presets": ["min"]}, ValueError, "`presets` must be some of 'dense'.*got 'min'.*HINT"),
+        ({"model": "vit"}, TypeError, "`model`"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        estimate(**({"model": blocks(), "batch": batch_for((8, 32))} | change))
+
+
+def test_a_model_that_cannot_be_copied_is_an_error():
+    model = blocks()
+    model.lock = (iter(()) for _ in ())  # a generator
+    with pytest.raises(TypeError, match=r"`model` must be one that can be copied.*HINT"):
+        simulate(model, batch_for((8, 32)))
+
+
+def test_rows():
+    made = estimate(blocks(), batch_for((4096, 32)))
+    assert [row.method for row in made.rows] == list(METHODS)
+    assert json.loads(json.dumps(made.to_rows())) == made.to_rows()
+    sizes = [made[name].activation_bytes for name in ("dense", "paper", "balanced", "max", "recompute")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert made["checkpoint"].activation_bytes < made["dense"].activation_bytes
+    assert all(sum(row.parts.values()) == row.peak_bytes for row in made.rows)
+    model = Sequential(Linear(8192, 8192, device="meta"))
+    large = estimate(model, torch.empty(1, 8192), presets=["dense", "checkpoint"])
+    steps = 2 * 4  # of AdamW, for weight and bias
+    assert large["dense"].large == ("optimizer state", 2 * 8192 * 8193 * 4 + steps)
+    assert large["checkpoint"] == EstimateRow("checkpoint", None, large["checkpoint"].reason)
+    assert "no class of blocks" in large["checkpoint"].reason
+
+
+def test_memory_is_handed_out_whole_and_comes_back():
+    allocator, rng, out = simulated._Allocator(), random.Random(0), {}
+    empty, _ = allocator.ask()
+    most = empty
+    for number in range(400):
+        if out and rng.random() < 0.45:
+            del out[rng.choice(list(out))]
+        else:
+            out[number] = allocator.empty(rng.choice([1, 700, GRAIN, 30_000, 2 * MIB + 1, 30 * MIB]))
+        used, _ = allocator.ask()
+        sizes = [storage.nbytes() for storage in out.values()]
+        assert empty + sum(sizes) <= used <= empty + sum(n + (GRAIN if n <= SMALL else SMALL + GRAIN) for n in sizes)
+        most = max(most, used)
+    reference = weakref.ref(out.popitem()[1])
+    out.clear()
+    assert reference() is None
+    assert allocator.ask()[0] == empty
+    for pool in (allocator._small, allocator._large):  # and what is free beside each other is one block again
+        assert all(block.before is None and block.after is None for _, _, block in pool._free)
+
+
+# The command.
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
+    module = ModuleType("a_module_of_a_user")
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_as_a_command(monkeypatch, capsys):
+    fake_module(monkeypatch, model=blocks(), build=lambda: (blocks(), batch_for((64, 32))))
+    assert main(["estimate", "a_module_of_a_user:model", "--shape", "32", "--batch", "64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows == estimate(blocks(), batch_for((64, 32))).to_rows()
+    assert main(["estimate", "a_module_of_a_user:build", "--presets", "dense", "max"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert [row[0] for row in cells] == ["dense", "max"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["vit"], "The model must be timm:NAME"),
+        (["a_module_of_a_user:model"], "must be a module, with --shape"),
+        (["a_module_of_a_user:nothing", "--shape", "32"], "got NoneType"),
+        (["timm:vit", "--batch", "0"], "--batch and --length must be 1 or more"),
+        (["timm:vit"], "This model needs timm, which is not installed. HINT: pip install timm"),
+        (["hf:gpt2"], "This model needs transformers, which is not installed. HINT: pip install transformers"),
+    ],
+)
+def test_what_the_command_cannot_do(arguments: list[str], match: str, monkeypatch, capsys):
+    fake_module(monkeypatch, model=blocks())
+    for name in ("timm", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["estimate", *arguments]) == 1
+    found = capsys.readouterr()
+    assert match in found.err
+    assert found.out == ""
+
+
+def test_models_of_libraries():
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    parsed = {"batch": 2, "length": 16, "shape": None}
+    for name, shape in (("timm:resnet18", (2, 3, 224, 224)), ("hf:gpt2", (2, 16))):
+        model, batch = command._model_and_batch(type("Arguments", (), parsed | {"model": name}))
+        inputs = batch["input_ids"] if isinstance(batch, dict) else batch[0]
+        assert isinstance(model, nn.Module)
+        assert inputs.shape == shape
+
+
+def test_the_page(capsys):
+    page = (RESULTS.parents[2] / "docs" / "estimate.md").read_text()
+    names = run_blocks(code_blocks(page, "python"), "estimate.md")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in printed] == [row.method for row in names["made"].rows]
+    assert "no class of blocks" in printed[METHODS.index("checkpoint")]
+
+
+# Beside records of a GPU.
+
+TWO_BITS = Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2)
+AS_RECORDED: dict[str, dict[str, Keep | None]] = {
+    "paper": {"linear": Keep(sparsity=0.6)},
+    "balanced": dict.fromkeys(("linear", "convolution", "activation", "norm", "affine", "scale"), Keep(bits=4))
+    | {"saved": Keep(bits=8)},
+    "max": dict.fromkeys(("linear", "convolution"), TWO_BITS)
+    | {"activation": Keep(bits=3), "norm": Keep(bits=4), "affine": Keep(bits=3), "scale": Keep(bits=2)}
+    | {"saved": Keep(bits=8)},
+    "recompute": {"linear": None},
+}
+"""What methods were when they were recorded, whatever presets are now."""
+
+
+def convert_as_recorded(method: str, model: nn.Module) -> ConversionReport:
+    blocks = dict.fromkeys(find_blocks(model), Recompute()) if method == "recompute" else {}
+    return convert(model, "paper", rules={f"type:{name}": keep for name, keep in AS_RECORDED[method].items()} | blocks)
+
+
+RECORDED = [
+    *(("others", name, 2, method) for name in ("vit_base_patch16_224", "resmlp_12_224") for method in ("max, others",)),
+    *(("others", "resnet50", 2, method) for method in ("dense", "checkpoint", "max, others")),
+    *(("others", "LlamaForCausalLM, 1.1B", 2, method) for method in ("dense", "checkpoint", "max, others")),
+    *(
+        ("presets", name, 2, method)
+        for name in ("vit_base_patch16_224",)
+        for method in ("dense", "checkpoint", "paper")
+    ),
+    *(("presets", "resmlp_12_224", 2, method) for method in ("dense", "checkpoint", "paper")),
+    *(("presets", "GPT2LMHeadModel", 2, method) for method in ("dense", "checkpoint", "paper")),
+    ("others", "GPT2LMHeadModel", 2, "max, others"),
+    ("recompute_3c68023", "vit_base_patch16_224", 1, "balanced"),
+    ("recompute_3c68023", "vit_base_patch16_224", 1, "recompute, dense inside"),
+    *(
+        ("models", name, 1, "dense")
+        for name in (
+            *("mixer_b16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "vit_b_16", "LlamaForCausalLM"),
+            *("BertForSequenceClassification", "ViTForImageClassification", "TransformerEncoder"),
+        )
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "name", "batches", "method"), RECORDED)
+def test_beside_the_records_of_a_gpu(file: str, name: str, batches: int, method: str):
+    workload = WORKLOADS[name]
+    pytest.importorskip(workload.source)
+    records = json.loads((RESULTS / f"{file}.json").read_text())
+    (record,) = (
+        r for r in records if (r["model"], r["batch"], r["method"]) == (name, batches * workload.batch, method)
+    )
+    with torch.device("meta" if workload.source == "transformers" else "cpu"):
+        model = workload.build()
+    batch = tuple(
+        torch.empty_strided((batches * workload.batch, *given.shape[1:]), given.stride(), dtype=given.dtype)
+        for given in workload.data(1)
+    )
+    preset = method.partition(", ")[0]
+    others = {"dense": None, "checkpoint": checkpoint_blocks}
+    prepare = others.get(preset, partial(convert_as_recorded, preset))
+    step = simulate(model, batch, prepare, loss=lambda model, batch: workload.loss(model, *batch))
+    assert step.activation_bytes[step.forward_end] / MIB == pytest.approx(record["activations_mib"], rel=0.01)
+    assert step.peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=0.05)
