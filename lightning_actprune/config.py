@@ -46,7 +46,9 @@ from lightning_actprune.schedules import SparsitySchedule, check_sparsity, spars
 
 Scope = Literal["sample", "token"]
 Selection = Literal["largest", "swap", "unbiased"]
-Operator = Literal["linear", "convolution", "activation", "norm", "affine", "scale", "saved"]
+Operator = Literal[
+    "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attended"
+]
 PresetName = Literal["paper", "balanced", "max", "recompute"]
 
 BITS = (2, 3, 4, 8)
@@ -59,6 +61,9 @@ MIN_FEATURES = 64
 """Input features from which on presets cover a linear layer; a rule covers smaller ones too. Packing takes about as
 long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7 ms of eager step time at 16, 1.2 at 48,
 0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
+SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attended"
+"""What operations save: the last four are the inputs and the result of fused attention, and are kept as ``saved`` says
+where nothing is said of them."""
 TYPE = "type:"
 """Begins a pattern that names an operator."""
 OPERATION = "operation:"
@@ -170,6 +175,8 @@ class Keep:
             ``"swap"`` or ``"unbiased"`` (``codec.blocks``). Without effect at sparsity 0.
         max_dropped_energy: Largest share of an input's energy, in [0, 1], that its dropped blocks may hold in the first
             batch of a fit; a layer above it drops none. 1 judges none.
+        fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in eight bits and loses no
+            block: errors of so few rows do not cancel. Without effect without ``bits``, or in eight.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -188,6 +195,7 @@ class Keep:
     scope: Scope = "sample"
     selection: Selection = "largest"
     max_dropped_energy: float = 1.0
+    fine_rows: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_bits(self.bits))
@@ -199,6 +207,8 @@ class Keep:
         check_scope(self.scope)
         check_selection(self.selection)
         object.__setattr__(self, "max_dropped_energy", check_share(self.max_dropped_energy, "max_dropped_energy"))
+        hint = "rows of a linear layer's input, such as 1024; 0 makes no difference between inputs."
+        object.__setattr__(self, "fine_rows", check_count(self.fine_rows, "fine_rows", hint))
 
     def __repr__(self) -> str:
         given = [(own.name, getattr(self, own.name)) for own in fields(self) if getattr(self, own.name) != own.default]
@@ -268,26 +278,31 @@ REMOVED: dict[str, str] = {
 
 MANY_LAYERS = 8
 """Batch norms, and smooth activation functions, from which on ``"balanced"`` keeps the latter in eight bits."""
-_MOST_BLOCKS = Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2)
+FINE_ROWS = 1024
+"""Rows below which presets keep the input of a linear layer in eight bits."""
 PRESETS: dict[PresetName, dict[Operator, Keep]] = {
     "paper": {"linear": Keep(sparsity=0.6)},
     "balanced": {
-        "linear": Keep(bits=4),
+        "linear": Keep(bits=4, fine_rows=FINE_ROWS),
         "convolution": Keep(bits=4),
         "activation": Keep(bits=4),
         "norm": Keep(bits=4),
         "affine": Keep(bits=4),
         "scale": Keep(bits=4),
         "saved": Keep(bits=8),
+        "value": Keep(bits=4),
+        "attended": Keep(bits=4),
     },
     "max": {
-        "linear": _MOST_BLOCKS,
-        "convolution": _MOST_BLOCKS,
+        "linear": Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2, fine_rows=FINE_ROWS),
+        "convolution": Keep(bits=3, sparsity=0.5, max_dropped_energy=0.2),
         "activation": Keep(bits=3),
         "norm": Keep(bits=4),
         "affine": Keep(bits=3),
         "scale": Keep(bits=2),
         "saved": Keep(bits=8),
+        "value": Keep(bits=3),
+        "attended": Keep(bits=3),
     },
 }
 PRESETS["recompute"] = PRESETS["balanced"]
@@ -345,23 +360,25 @@ class Config:
         What operations save that no layer is known for (``saved``) is a matter of rules by type and of ``None``: other
         rules by name are about the layers.
         """
+        types = {TYPE + operator, TYPE + ("saved" if operator in SAVED else operator)}
         for pattern, rule in self._rules.items():
             if isinstance(rule, Recompute):
                 continue
-            if pattern == TYPE + operator:
+            if pattern in types:
                 return pattern
-            if not pattern.startswith(TYPE) and matches(fqns, pattern) and (operator != "saved" or rule is None):
+            if not pattern.startswith(TYPE) and matches(fqns, pattern) and (operator not in SAVED or rule is None):
                 return pattern
         return None
 
     def keep_of(self, fqns: Sequence[str], operator: Operator) -> Keep | None:
         """Return how a layer with these names is kept, ``None`` if it stays dense."""
         pattern = self.rule_of(fqns, operator)
-        if pattern is None:
-            return self._base.get(operator)
-        rule = self._rules[pattern]
+        rule = self._base if pattern is None else self._rules[pattern]
         assert not isinstance(rule, Recompute)
-        return PRESETS[rule].get(operator) if isinstance(rule, str) else rule
+        kept = PRESETS[rule] if isinstance(rule, str) else rule
+        if not isinstance(kept, dict):
+            return kept
+        return kept.get(operator, kept.get("saved") if operator in SAVED else None)
 
     def recompute_of(self, fqns: Sequence[str], blocks: Container[str] = ()) -> Recompute | None:
         """Return how a module with these names is run again in backward, ``None`` if it is not.
@@ -390,14 +407,6 @@ class Config:
         return f"the rule {pattern!r} keeps it dense"
 
     @property
-    def operators(self) -> set[Operator]:
-        """The operators of which layers may be converted; by a rule on names, of any."""
-        layers = [p for p, rule in self._rules.items() if not isinstance(rule, Recompute | None)]
-        named = {pattern.removeprefix(TYPE) for pattern in layers}
-        by_name = any(not pattern.startswith((TYPE, OPERATION)) for pattern in layers)
-        return {name for name in get_args(Operator) if by_name or name in self._base or name in named}
-
-    @property
     def operations(self) -> dict[str, int | None]:
         """The bits in which rules keep what operations save, by their names, ``None`` for as it is."""
         named = ((pattern, rule) for pattern, rule in self._rules.items() if pattern.startswith(OPERATION))
@@ -421,9 +430,10 @@ class Config:
         counting = {self.rule_of(fqns, operator) for fqns, operator in layers}
         others = list(modules)
         for pattern, rule in self._rules.items():
-            if pattern in counting or pattern.startswith(TYPE) or pattern == "*":
+            of_attention = pattern.removeprefix(TYPE) in SAVED[1:]
+            if pattern in counting or (pattern.startswith(TYPE) and not of_attention) or pattern == "*":
                 continue
-            if pattern.startswith(OPERATION):
+            if pattern.startswith(OPERATION) or of_attention:
                 if self.keep_of(["(root)"], "saved") is not None:
                     continue
                 raise ValueError(
@@ -444,6 +454,12 @@ class Config:
                 f"`rules` pattern {pattern!r} matches no layer{meant} HINT: a pattern matches the whole name, or is "
                 f"'type:' and an operator; the layers are: {shortened(names)}."
             )
+
+    @property
+    def attention(self) -> dict[str, int]:
+        """The bits of what fused attention saves, by what it is, 0 for as it is."""
+        kept = {part: self.keep_of_all(part) for part in SAVED[1:]}
+        return {part: 0 if keep is None else keep.stored_bits for part, keep in kept.items()}
 
     def described(self) -> dict[str, Any]:
         """Return everything in primitives, for a checkpoint; the order of rules counts."""

@@ -252,7 +252,7 @@ def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
     """Let modules run again in backward as planned."""
     for module, row in planned.items():
         if row.recompute is not None:
-            module._recompute = RecomputeState(row.recompute, owner)  # type: ignore[assignment]
+            module._recompute = RecomputeState.of(module, row.recompute, owner)  # type: ignore[assignment]
             module.__class__ = recomputed_class(type(module))
 
 
@@ -260,9 +260,10 @@ def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:
     """Return why a module cannot run again in backward."""
     if module is model:
         return "is the model itself: of its batch nothing needs a gradient, and the whole of it would run twice"
-    if operator_of(module) is not None:
+    alone = next(module.children(), None) is None
+    if alone and operator_of(module) is not None:
         return "is a layer by itself; `Keep` says how it keeps its input, with no second run"
-    if next(module.children(), None) is None or type(module).forward is nn.Module.forward:
+    if alone or type(module).forward is nn.Module.forward:
         return "runs no modules: it has none, or is a list, whose modules are called one by one"
     if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
         return _REPLACED
@@ -496,6 +497,7 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
         dense=lambda fqn: config.keep_of([fqn], "saved") is None,
         parameter_bits=None if scale is None else scale.bits,
         operations=config.operations,
+        attention=config.attention,
         loss_inside=loss_inside,
     ).attach()
 

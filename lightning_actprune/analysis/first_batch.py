@@ -78,6 +78,7 @@ from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
+from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.operators.registry import ROOT, operator_of
 from lightning_actprune.operators.saved import Retainers, backward_runs, dropped_by_checkpoint
@@ -210,7 +211,8 @@ class RetentionProbe(SavedTensorRecorder):
         if sparsity == 0 and not state.keep.stored_bits:
             return
         if call.blocks is not None:
-            call.blocks = call.blocks._replace(bits=state.keep.stored_bits)
+            call.fine = not isinstance(layer, Convolution) and state.is_fine(call.shape)
+            call.blocks = call.blocks._replace(bits=8 if call.fine else state.keep.stored_bits)
         self._calls[call] = sparsity
         self._unchecked.append(call)
         if key is None:

@@ -187,6 +187,7 @@ class LayerCall:
         packs: Whether what this call keeps is packed, known by then too.
         saved: Whether autograd saved anything: not so inside an activation checkpoint.
         reuses: Whether it keeps nothing of its own, but what the layer before keeps quantized (``operators.reuse``).
+        fine: Whether it has so few rows that all its blocks are kept.
     """
 
     layer: nn.Module
@@ -202,6 +203,7 @@ class LayerCall:
     packs: bool = False
     saved: bool = False
     reuses: bool = False
+    fine: bool = False
 
     def keeps(self, key: StorageWeakRef) -> bool:
         """Return whether the dense layer would keep that very storage as its input."""
@@ -218,6 +220,7 @@ class LayerCall:
     def packed_bytes(self, sparsity: float) -> int:
         """Return the bytes of the packed input by formula; the layer must be a compressed one."""
         assert self.blocks is not None
+        sparsity = 0.0 if self.fine else sparsity
         geometry = input_geometry(self.shape, self.blocks.block_size, sparsity, self.blocks.scope)
         return geometry.stored_bytes(self.itemsize, self.blocks.bits)
 
@@ -245,7 +248,9 @@ def layer_call(layer: nn.Module, weight: Tensor, x: Any, blocks: Blocks | None =
     if dtype != x.dtype and flat:
         call.dense_copy = shared_copy(x)
     if isinstance(layer, CompressedLayer):
-        call.blocks = layer._state.blocks if blocks is None else blocks
+        linear = not convolution and x.dim() > 0
+        call.blocks = blocks or (layer._state.of(x)[1] if linear else layer._state.blocks)
+        call.fine = linear and layer._state.is_fine(x)
         if not (copies_weight(weight, x) and (x.requires_grad or convolution)):
             call.weight_keys = frozenset(key for key, _ in storages(weight))
     return call
@@ -492,7 +497,8 @@ class SavedTensorRecorder:
         """Follow a projection inside an attention module as the call of a layer, which it is not."""
         layer = projection.layer
         if layer in self._layers:
-            self._enter(layer, layer_call(layer, projection.weight, projection.with_samples(x), projection.blocks))
+            given = projection.with_samples(x)
+            self._enter(layer, layer_call(layer, projection.weight, given, projection.blocks(given)))
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:
         """Note that what ``enter_projection`` announced is over, also by an exception."""
@@ -576,7 +582,8 @@ class CallWatcher(ABC):
         """Take note of a projection inside an attention module as the call of a layer, which it is not."""
         if projection.layer in self._layers:
             self.ran = True
-            self._see(projection.layer, projection.weight, projection.with_samples(x), projection.blocks)
+            given = projection.with_samples(x)
+            self._see(projection.layer, projection.weight, given, projection.blocks(given))
 
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:  # noqa: B027  # nothing is the default on purpose
         """Do nothing: a call counts when it begins."""

@@ -675,13 +675,13 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
     dense_class, function = nn.Hardsigmoid, "hardsigmoid"
 
 
-class TransformersGELU(CompressedActivation):
-    """Mixin for GELUs of transformers; that in Python is the same function."""
+class ForeignGELU(CompressedActivation):
+    """Mixin for GELUs of other packages; that in Python is the same function."""
 
     function = "gelu"
 
 
-class TransformersGELUTanh(CompressedActivation):
+class ForeignGELUTanh(CompressedActivation):
     """Mixin for GELUs by tanh that are one operator of torch, or products of ``x``."""
 
     function = "gelu_tanh"
@@ -693,7 +693,7 @@ class TransformersWrittenGELUTanh(CompressedActivation):
     function, widens = "gelu_tanh", True
 
 
-class TransformersEitherGELUTanh(TransformersGELUTanh):
+class TransformersEitherGELUTanh(ForeignGELUTanh):
     """Mixin for ``GELUTanh``, which is one operator of torch or, if asked to, written with ``torch.pow``."""
 
     @classmethod
@@ -702,7 +702,7 @@ class TransformersEitherGELUTanh(TransformersGELUTanh):
         return not isinstance(module.act, functools.partial)
 
 
-class TransformersQuickGELU(CompressedActivation):
+class ForeignQuickGELU(CompressedActivation):
     """Mixin for GELUs by a sigmoid."""
 
     function = "quick_gelu"
@@ -746,16 +746,21 @@ CLASSES: dict[type[nn.Module], type[CompressedActivation]] = {
 FOREIGN: dict[tuple[str, str], type[CompressedActivation]] = {
     ("transformers.activations", name): mixin
     for name, mixin in (
-        ("GELUActivation", TransformersGELU),
+        ("GELUActivation", ForeignGELU),
         ("NewGELUActivation", TransformersWrittenGELUTanh),
         ("AccurateGELUActivation", TransformersWrittenGELUTanh),
         ("GELUTanh", TransformersEitherGELUTanh),
-        ("PytorchGELUTanh", TransformersGELUTanh),
-        ("FastGELUActivation", TransformersGELUTanh),
-        ("QuickGELUActivation", TransformersQuickGELU),
+        ("PytorchGELUTanh", ForeignGELUTanh),
+        ("FastGELUActivation", ForeignGELUTanh),
+        ("QuickGELUActivation", ForeignQuickGELU),
         ("SiLUActivation", TransformersSiLU),
         ("MishActivation", TransformersMish),
     )
+}
+FOREIGN |= {
+    ("timm.layers.activations", "GELU"): ForeignGELU,
+    ("timm.layers.activations", "GELUTanh"): ForeignGELUTanh,
+    ("timm.layers.activations", "QuickGELU"): ForeignQuickGELU,
 }
 """Of each class of another package, by module and name, the mixin of what it becomes."""
 

@@ -52,10 +52,9 @@ class Projection:
         """Shape of the weight."""
         return self.weight.shape
 
-    @property
-    def blocks(self) -> Blocks:
-        """How the input as it lies is cut into blocks and stored."""
-        return self.layer._state.turned_blocks
+    def blocks(self, x: Tensor) -> Blocks:
+        """Return how an input as it lies is cut into blocks and stored."""
+        return self.layer._state.of(x, turned=True)[1]
 
     def chunk(self, chunks: int) -> list[Projection]:
         """Return so many equal parts of the rows."""
@@ -71,7 +70,7 @@ class Projection:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``F.linear(x, weight, bias)`` and keep what the layer's settings say."""
-        parts, blocks = self.layer._state.parts.size(0), self.blocks
+        parts, blocks = self.layer._state.of(x, turned=True)
         if not compresses(x, self.weight, parts, blocks):
             return F.linear(x, self.weight, bias)
         # Of a view with the batch first, torch makes the same copy, and keeps it.

@@ -30,10 +30,12 @@ class LayerState:
     anew.
 
     Args:
-        keep: How the layer is kept; its sparsity may be a schedule. sparsity: Fraction of blocks dropped now. owner:
-        Who converted the layer from its dense class; ``None`` if it was built as it is. highest: Sparsity that a
-        schedule will raise it to, by which layers are judged that are still at less. features: Sizes of input and
-        output when it was converted: a strategy may flatten or partition its weights later.
+        keep: How the layer is kept; its sparsity may be a schedule.
+        sparsity: Fraction of blocks dropped now.
+        owner: Who converted the layer from its dense class; ``None`` if it was built as it is.
+        highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
+        features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
+            later.
     """
 
     keep: Keep
@@ -56,12 +58,26 @@ class LayerState:
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
         object.__setattr__(self, "parts", parts)
 
+    def is_fine(self, x: Tensor) -> bool:
+        """Return whether an input ``[..., features]`` has so few rows that it is kept in eight bits, all of it."""
+        keep = self.keep
+        return 0 < keep.stored_bits < 8 and x.numel() < keep.fine_rows * x.shape[-1]
+
+    def of(self, x: Tensor, *, turned: bool = False) -> tuple[int, Blocks]:
+        """Return the sparsity, as ``parts`` says it, and the blocks of an input, inside attention of a turned one."""
+        blocks = self.turned_blocks if turned else self.blocks
+        if self.keep.fine_rows and x.dim() and self.is_fine(x):
+            return 0, blocks._replace(bits=8)
+        return self.parts.size(0), blocks
+
 
 class Converted:
     """Mixin of every class that ``convert`` gives to modules; it comes first among their bases."""
 
     dense_class: ClassVar[type[nn.Module]]
     """What the module is otherwise."""
+    runs_again: ClassVar[bool] = False
+    """Whether it runs again in backward."""
 
 
 class CompressedLayer(Converted):

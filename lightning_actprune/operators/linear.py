@@ -526,7 +526,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         state, weight = self._state, self.weight  # which a module takes a while to find
-        parts, blocks = state.parts.size(0), state.blocks
+        parts, blocks = state.of(input)
         if not ((parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(input)):
             return F.linear(input, weight, self.bias)
         plain = type(input) is Tensor and type(weight) is nn.Parameter
@@ -544,11 +544,10 @@ class CompressedConv1D(CompressedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W + b``: ``[..., IN] -> [..., OUT]``."""
-        state = self._state
-        parts = state.parts.size(0)
-        if not compresses(x, self.weight, parts, state.blocks):
+        parts, blocks = self._state.of(x)
+        if not compresses(x, self.weight, parts, blocks):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
-        return compressed_linear(x, self.weight.t(), self.bias, parts, state.blocks, self.reuses)
+        return compressed_linear(x, self.weight.t(), self.bias, parts, blocks, self.reuses)
 
     def __repr__(self) -> str:
         inputs, outputs = self.weight.shape

@@ -67,15 +67,23 @@ class RecomputeState(NamedTuple):
     Args:
         keep: What a rule says.
         owner: Who converted the module.
+        buffered: The modules in it that have buffers, which a second run must not change again.
     """
 
     keep: Recompute
     owner: str
+    buffered: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, keep: Recompute, owner: str) -> RecomputeState:
+        """Return the state of ``module``."""
+        return cls(keep, owner, tuple(inner for inner in module.modules() if inner._buffers))
 
 
 class RecomputedModule(Converted):
     """Mixin of the classes that ``convert`` gives to modules that run again in backward."""
 
+    runs_again = True
     _recompute: RecomputeState
 
     @property
@@ -90,7 +98,7 @@ class RecomputedModule(Converted):
         dense = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
-        return recomputed(self, dense, self.recompute, args, kwargs)  # type: ignore[arg-type]
+        return recomputed(dense, self._recompute, args, kwargs)
 
     def extra_repr(self) -> str:
         """Show what the dense module prints, and that it runs again."""
@@ -141,9 +149,9 @@ class _Read(torch.autograd.Function):
 
 
 def recomputed(
-    module: nn.Module, forward: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    forward: Callable[..., Any], state: RecomputeState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
+    """Return ``forward(*args, **kwargs)`` of a module, which runs again in backward from what is kept of these."""
     places: dict[int, _Place] = {}
     kept: list[Tensor] = []
     stored: list[_Stored | None] = []
@@ -151,7 +159,7 @@ def recomputed(
     def store(leaf: Tensor) -> _Place:
         if id(leaf) not in places:
             places[id(leaf)] = _Place(len(kept))
-            how, values = _store(leaf, keep)
+            how, values = _store(leaf, state.keep)
             kept.append(values)
             stored.append(how)
         return places[id(leaf)]
@@ -164,10 +172,14 @@ def recomputed(
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-            with _noting_buffers(module, written):
+            if not state.buffered:
+                return forward(*own, **by_name)
+            with _noting_buffers(state.buffered, written):
                 return forward(*own, **by_name)
         read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
         own, by_name = tree_map_only(_Place, lambda place: read[place.number], given)
+        if not written:
+            return forward(*own, **by_name)
         with _left_as_they_are(written):
             return forward(*own, **by_name)
 
@@ -175,12 +187,13 @@ def recomputed(
 
 
 @contextmanager
-def _noting_buffers(module: nn.Module, written: list[Tensor]) -> Iterator[None]:
+def _noting_buffers(modules: tuple[nn.Module, ...], written: list[Tensor]) -> Iterator[None]:
     """Note which buffers are written to; of running statistics, torch does not count it."""
-    versions = [(buffer, buffer._version) for buffer in module.buffers()]
+    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
+    versions = [(buffer, buffer._version) for buffer in buffers]
     yield
     written += [buffer for buffer, version in versions if buffer._version != version]
-    for norm in module.modules():
+    for norm in modules:
         if norm.training and getattr(norm, "track_running_stats", False):
             statistics = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
             written += [buffer for buffer in statistics if buffer is not None]

@@ -104,6 +104,7 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.config import MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
+from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.readers import (
     ATTENTION,
     PRODUCTS,
@@ -155,11 +156,18 @@ def drop_idle_hooks(module: nn.Module) -> None:
                 options.pop(key, None)
 
 
-def eager_modules(module: nn.Module) -> set[nn.Module]:
-    """Return the modules whose calls Python sees: not those inside a compiled one."""
+def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:
+    """Return the modules whose calls Python sees: not those inside a compiled one.
+
+    Args:
+        module: The outermost one.
+        running_again: Whether to return those that run again in backward (``operators.recompute``), too.
+    """
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return set()
-    return {module}.union(*(eager_modules(child) for child in module.children()))
+    if isinstance(module, Converted) and module.runs_again and not running_again:
+        return set()
+    return {module}.union(*(eager_modules(child, running_again=running_again) for child in module.children()))
 
 
 def backward_runs() -> bool:
@@ -178,6 +186,7 @@ _FEWER_VALUES = 8
 """A tensor that has so many times as many values is multiplied with few factors."""
 _PACKAGE = __name__.partition(".")[0] + "."
 _OUTLIER = "an outlier takes all steps of its block for itself"
+_ATTENTION_INPUTS = "query", "key", "value"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
 _RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 _QUOTIENT = -1
@@ -857,6 +866,8 @@ class SavedTensorCompression:
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
         operations: Bits by the name of an operation (``"grid_sampler2_d"``, as tables show it), ``None`` to leave what
             it saves as it is: in place of what is known of it (``operators.readers``).
+        attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 to
+            leave it as it is; by default those of ``keep``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
             a strategy may route the whole step through, is no scope, but what it calls is.
 
@@ -881,6 +892,7 @@ class SavedTensorCompression:
         dense: Callable[[str], bool] = _nowhere,
         parameter_bits: int | None = None,
         operations: Mapping[str, int | None] | None = None,
+        attention: Mapping[str, int] | None = None,
         loss_inside: bool = False,
     ) -> None:
         self._module = check_model(module, "module")
@@ -893,6 +905,7 @@ class SavedTensorCompression:
         self._parameter_bits = check_bits(parameter_bits, "parameter_bits") or keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         self._operations = {name: check_bits(bits, "operations") for name, bits in (operations or {}).items()}
+        self._attention = dict.fromkeys((*_ATTENTION_INPUTS, "attended"), keep.bits) | dict(attention or {})
         self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
         self._forwards: Counter[str] = Counter()
@@ -945,7 +958,8 @@ class SavedTensorCompression:
             called = {self._module, *self._module.children()} | {m for m in self._module.modules() if _has_children(m)}
             called |= self._left_alone
             called -= {self._module} if self._loss_inside else set()
-            for module in called & eager_modules(self._module):
+            # What runs again keeps nothing of what is saved in it, and hooks would cost the host time twice.
+            for module in called & eager_modules(self._module, running_again=False):
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                     self._handles.append(module.register_forward_pre_hook(ForwardHook(self._enter)))
                     # Always: a forward may raise and its caller go on without it.
@@ -1087,8 +1101,7 @@ class SavedTensorCompression:
         if not may_read(node):
             return Decision(0, name, "its gradient is not known to be right for values in few bits")
         if node.name() in ATTENTION:
-            masks = stay.site.place >= 3 and not is_attention_result(tensor)
-            return Decision(0, name, "it is a bias, which may mask") if masks else Decision(self._bits, name)
+            return self._of_attention(name, stay)
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
             return Decision(0, name, "its other factor has a gradient that is a difference of sums")
         if is_masked(tensor):
@@ -1100,6 +1113,16 @@ class SavedTensorCompression:
         alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]
         return Decision(self._parameter_bits if fewer else self._bits, name)
+
+    def _of_attention(self, name: str, stay: Waiting) -> Decision:
+        if stay.site.place < len(_ATTENTION_INPUTS):
+            part = _ATTENTION_INPUTS[stay.site.place]
+        elif is_attention_result(stay.tensor):
+            part = "attended"
+        else:
+            return Decision(0, name, "it is a bias, which may mask")
+        bits = self._attention[part]
+        return Decision(bits, name, "" if bits else "a rule leaves it as it is")
 
     def _pack_and_tell(
         self, tell: Callable[[Tensor, bool], None], outer: Hooks | None, operations: Operations, tensor: Tensor
