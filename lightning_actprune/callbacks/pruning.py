@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_actprune.analysis.allocation import Allocation, check_memory_budget
 from lightning_actprune.callbacks.advice import (
     SmallTensorAdvice,
     warn_of_idle,
@@ -22,6 +23,7 @@ from lightning_actprune.callbacks.advice import (
     warn_of_surroundings,
 )
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail, refuses_removed
+from lightning_actprune.callbacks.budget import MemoryBudget
 from lightning_actprune.callbacks.display import (
     conversion_table,
     conversion_text,
@@ -33,7 +35,7 @@ from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
 from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
-from lightning_actprune.config import Config, Keep, PresetName, check_flag
+from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
 from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
 from lightning_actprune.operators.saved import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
@@ -81,6 +83,9 @@ class ActivationPruning(pl.Callback):
         rules: How layers are kept that match a pattern, as ``{"head": None, "blocks.*.fc1": Keep(bits=4)}``; the first
             one that matches a layer counts (see ``config``). In place of a ``Keep`` there may be a mapping of its
             arguments, or the name of a preset; ``"dense"`` is ``None``.
+        memory_budget: What the peak of a training step may take: a size such as ``"20GiB"``, a number of bytes, or a
+            fraction of the dense model's peak, such as ``0.25``. Blocks are then kept in the fastest way that fits and,
+            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the progress
             of schedules is 1; by default the Trainer's estimate of the whole training, which counts batches: with
             several optimizers, say it.
@@ -111,13 +116,22 @@ class ActivationPruning(pl.Callback):
         *,
         sparsity: float | SparsitySchedule | None = None,
         block_size: int | None = None,
-        rules: Mapping[str, Keep | dict[str, Any] | str | None] | None = None,
+        rules: Mapping[str, Keep | Recompute | dict[str, Any] | str | None] | None = None,
+        memory_budget: str | float | None = None,
         total_steps: int | None = None,
         skip_retained: bool = True,
         verbose: Verbosity = 1,
     ) -> None:
         super().__init__()
-        self._config = checked(Config, preset, sparsity, block_size, rules)
+        budget = None if memory_budget is None else checked(check_memory_budget, memory_budget)
+        if budget is not None and preset not in (None, "max"):
+            raise MisconfigurationException(
+                "`preset` must be 'max' or None with a `memory_budget`, which chooses among the presets, got "
+                f"{preset!r}. HINT: leave one of the two out; rules say how single layers are kept."
+            )
+        self._config = checked(Config, preset if budget is None else "max", sparsity, block_size, rules)
+        self._budget = None if budget is None else MemoryBudget(budget, self._config)
+        self.memory_budget = memory_budget
         self.preset = self._config.preset
         self.sparsity = sparsity
         self.block_size = block_size
@@ -184,6 +198,8 @@ class ActivationPruning(pl.Callback):
         if stage == "fit":
             self._fit.begin(self, trainer)
             _check_precision(trainer, self._config)
+            if self._budget is not None:
+                self._budget.begin(trainer)
             self._restored = None
             self._decisions.fit_begins(pl_module)
             self._convert(pl_module)
@@ -221,6 +237,8 @@ class ActivationPruning(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._progress.follow(trainer)
+        if self._budget is not None:
+            self._budget.batch_starts(trainer, pl_module)
         self._probe.batch_starts(pl_module, batch)
         if not self._probe.undecided:
             self._small.batch_starts(pl_module, batch, self._owner)
@@ -237,6 +255,9 @@ class ActivationPruning(pl.Callback):
         decision = self._decide(trainer, pl_module)
         if decision is not None:
             self._show(trainer, decision)
+        found = None if self._budget is None else self._budget.batch_ends(trainer, pl_module, batch)
+        if found is not None:
+            self._take(trainer, pl_module, found)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -261,6 +282,7 @@ class ActivationPruning(pl.Callback):
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
+            "memory_budget": None if self._budget is None else self._budget.state_dict(),
         }
 
     @override
@@ -274,8 +296,23 @@ class ActivationPruning(pl.Callback):
         rules = self._config.described()["rules"]
         return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
 
+    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, found: Allocation) -> None:
+        """Go on with a setting that fits the budget."""
+        assert self._budget is not None
+        self._convert(pl_module)
+        self._probe.ask(self._report, self._progress.highest)
+        if self.verbose:
+            show(trainer, self._budget.describe(found))
+        if in_detail(self.verbose) and self._report.layers:
+            show(trainer, conversion_table(self._report, self._progress.last))
+
     def _convert(self, pl_module: pl.LightningModule) -> None:
-        self._report = checked(convert_layers, pl_module, self._config, self._owner)
+        config = self._config if self._budget is None else self._budget.config(pl_module)
+        if config is None:  # the dense model fits
+            revert(pl_module, self._owner)
+            self._report = ConversionReport()
+        else:
+            self._report = checked(convert_layers, pl_module, config, self._owner)
         self._decisions.apply(pl_module, self._report)
         compression = attached_saved(pl_module, self._owner)
         self._decisions.saved = Decided() if compression is None else compression.decided
@@ -318,7 +355,10 @@ class ActivationPruning(pl.Callback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        found = "spread", "retained", "saved"
+        if self._budget is not None and then.get("memory_budget") is not None:
+            self._budget.load_state_dict(then["memory_budget"])
+            self._convert(pl_module)
+        found = "spread", "retained", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in found}
         _warn_of_other_settings(self._owner, then, now)
         # Older checkpoints do not say `skip_retained`; the number of steps, `total_steps`, changes no decision.

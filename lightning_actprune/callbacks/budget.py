@@ -1,0 +1,254 @@
+"""``memory_budget``: the setting whose step fits, found after the first two steps of a fit.
+
+A fit begins with the setting of the fewest bytes (``analysis.allocation``), so it fits if anything does. Its first step
+makes the optimizer's state; the second one, or as many batches as gradients are accumulated over, is measured, where
+there is an allocator to ask. Then steps of this model with this batch are simulated, corrected by what was measured,
+and the fit goes on with the setting that was found. Two steps later, when its own first batch was probed, a step is
+measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the budget,
+the fit goes on with the setting before it on the path.
+
+Rank zero decides for all. A resumed fit goes on with what was decided before; trials of tuners, such as those of
+``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after them decides with the batch that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_actprune.analysis.allocation import Allocation, Allocator, described, prepared
+from lightning_actprune.analysis.memory import StepMemory
+from lightning_actprune.analysis.simulated import check_precision, simulate
+from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.config import Config
+from lightning_actprune.convert import revert
+from lightning_actprune.report import ConversionReport
+
+OFF = 0.05
+"""Share of the predicted peak by which a measured one may be off without a warning."""
+_MIB = 2**20
+
+
+class MemoryBudget:
+    """Chooses how each block is kept so that a step fits.
+
+    Args:
+        budget: Bytes, or a fraction of the dense model's peak.
+        base: What the user's arguments say.
+    """
+
+    def __init__(self, budget: float, base: Config) -> None:
+        self._budget, self._base = budget, base
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with the setting of the fewest bytes."""
+        self._allocator: Allocator | None = None
+        self.number: int | None = None
+        """Of the setting that was chosen, ``None`` before that."""
+        self._off = 0
+        self._ends_at: int | None = None
+        self._waits = 1
+        self._checked = False
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Begin a fit."""
+        _check_surroundings(trainer, self._budget)
+        self.forget()
+
+    def config(self, model: nn.Module) -> Config | None:
+        """Return the configuration of now, ``None`` if all stays dense."""
+        if self._allocator is None:
+            self._allocator = self._allocator_of(model, _no_steps)
+        return self._allocator.config(self.number or 0)
+
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Begin to measure where the last step of those to wait for has ended."""
+        if self._ends_at is None and trainer.global_step >= self._waits and not self._checked:
+            self._ends_at = trainer.global_step + 1
+            if model.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(model.device)
+
+    def batch_ends(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> Allocation | None:
+        """Return a setting that is to take the place of the one that was measured, ``None`` if it stays."""
+        if self._ends_at is None or trainer.global_step < self._ends_at:
+            return None
+        on_gpu = model.device.type == "cuda"
+        measured = torch.cuda.max_memory_allocated(model.device) if on_gpu else None
+        self._ends_at, before = None, self.number
+        found = self._choose(trainer, model, batch, measured) if before is None else self._correct(trainer, measured)
+        self.number = found.number
+        self._waits = trainer.global_step + 1  # whose first batch is probed
+        return None if found.number == before else found
+
+    def describe(self, found: Allocation) -> str:
+        """Return in a sentence what was chosen."""
+        assert self._allocator is not None
+        share = found.peak_bytes / (found.dense.peak_bytes + self._off)
+        return (
+            f"Memory budget: {described(self._allocator.path, found.number)}; predicted step peak "
+            f"{found.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was chosen, fit for a checkpoint."""
+        return {"budget": self._budget, "number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was chosen before, for the same budget; what that takes was seen then."""
+        if state.get("budget") == self._budget and state.get("number") is not None:
+            self.number, self._checked = state["number"], True
+
+    def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
+        allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
+        if measured is not None:
+            self._off = measured - allocator.step(0).peak_bytes
+        number = 0
+        if trainer.is_global_zero:
+            number = checked(allocator.fit, self._budget, self._off).number
+        return allocator.allocation(trainer.strategy.broadcast(number), self._off)
+
+    def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
+        base = self._base
+        return Allocator(model, simulated, "max", dict(base.rules or {}), base.sparsity, base.block_size)
+
+    def _correct(self, trainer: pl.Trainer, measured: int | None) -> Allocation:
+        assert self._allocator is not None
+        assert self.number is not None
+        found = self._allocator.allocation(self.number, self._off)
+        self._checked = True
+        if measured is None:
+            return found
+        if abs(measured - found.peak_bytes) > OFF * found.peak_bytes:
+            rank_zero_warn(
+                f"ActivationPruning(memory_budget=...) predicted a step peak of {found.peak_bytes / _MIB:,.0f} MiB, "
+                f"and {measured / _MIB:,.0f} MiB were measured. HINT: batches of several sizes, or what else runs in "
+                "a step and is no part of training_step, cannot be foreseen; leave a margin in the budget."
+            )
+        dense = found.dense.peak_bytes + self._off
+        limit = self._budget if isinstance(self._budget, int) else self._budget * dense
+        above = trainer.strategy.broadcast(measured > limit)
+        if above and found.number:
+            self._checked = False
+            return self._allocator.allocation(found.number - 1, self._off)
+        return found
+
+
+class _Simulated:
+    """Simulates steps of a module that is being trained.
+
+    Args:
+        trainer: Whose precision counts.
+        model: The module, converted or not.
+        batch: What a step gets.
+    """
+
+    def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
+        self._precision, self._model, self._batch = str(trainer.precision), model, batch
+        self._optimizers = trainer.optimizers
+        self._twin: nn.Module = model
+
+    def __call__(self, config: Config | None) -> StepMemory:
+        """Return the step under a configuration, of the dense model for ``None``."""
+
+        def prepare(twin: nn.Module) -> ConversionReport | None:
+            self._twin = twin
+            _leave_out_metrics(twin)
+            revert(twin)
+            return None if config is None else prepared(config, twin)
+
+        trainer, self._model._trainer = self._model._trainer, None  # which a copy of the module would take along
+        try:
+            return simulate(self._model, self._batch, prepare, precision=self._precision, optimizer=self._optimizer)
+        except Exception as error:  # whatever a training step raises without values
+            raise MisconfigurationException(
+                f"`memory_budget` needs a training step that runs without values, and that of "
+                f"{type(self._model).__name__} does not: {error} HINT: keep what looks at values out of training_step, "
+                "or choose a preset in place of a budget; `allocate` takes a loss of your own."
+            ) from error
+        finally:
+            self._model._trainer = trainer
+
+    def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        try:
+            made = list(_optimizers_in(self._twin.configure_optimizers()))  # type: ignore[operator]
+        except Exception:  # of one that asks the trainer
+            made = []
+        return made[0] if len(made) == 1 else _OptimizerLike(parameters, self._model, self._optimizers)
+
+
+class _OptimizerLike(Optimizer):
+    """An optimizer with a state of the size that other ones have.
+
+    Args:
+        parameters: Those of a copy of the model.
+        model: The model.
+        optimizers: Its optimizers.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], model: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().__init__(parameters, {})
+        states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._states = [states.get(id(parameter), {}) for parameter in trained]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make the state where it is missing."""
+        for parameter, like in zip(self.param_groups[0]["params"], self._states, strict=True):
+            if not self.state[parameter]:
+                tensors = {name: value for name, value in like.items() if isinstance(value, torch.Tensor)}
+                self.state[parameter] = {
+                    name: torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
+                    for name, value in tensors.items()
+                }
+
+
+def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+    """Yield the optimizers in what ``configure_optimizers`` returns."""
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _optimizers_in(value.get("optimizer"))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _optimizers_in(each)
+
+
+def _leave_out_metrics(twin: nn.Module) -> None:
+    """Let metrics and logging of a copy do nothing: they look at values, or for a trainer."""
+    for module in twin.modules():
+        if isinstance(module, Metric):
+            vars(module)["forward"] = vars(module)["update"] = lambda *args, **kwargs: torch.zeros(())
+        if isinstance(module, pl.LightningModule):
+            vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
+
+
+def _no_steps(config: Config | None) -> StepMemory:
+    raise AssertionError("Nothing is simulated before a batch is there.")
+
+
+def _check_surroundings(trainer: pl.Trainer, budget: float) -> None:
+    """Raise where a budget means nothing or cannot be kept."""
+    checked(check_precision, str(trainer.precision))
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        raise MisconfigurationException(
+            f"`memory_budget` cannot work with {type(strategy).__name__}, which decides itself when parameters are "
+            "there. HINT: choose a preset, or train on one device or with DDP."
+        )
+    if strategy.root_device.type == "cuda" and isinstance(budget, int):
+        there = torch.cuda.get_device_properties(strategy.root_device).total_memory
+        if budget > there:
+            raise MisconfigurationException(
+                f"`memory_budget` must be at most what the device has, {there / _MIB:,.0f} MiB, got "
+                f"{budget / _MIB:,.0f} MiB. HINT: 0.9 of it leaves room for what CUDA itself takes."
+            )
