@@ -121,7 +121,7 @@ def test_examples_of_the_docstrings():
 def test_rules_on_operations_are_about_what_they_save():
     config = Config("balanced", rules={"operation:sin": Keep(bits=8), "operation:mul": None})
     assert config.operations == {"sin": 8, "mul": None}
-    assert config.keep_of(["fc"], "linear") == Keep(bits=4)
+    assert config.keep_of(["fc"], "linear") == PRESETS["balanced"]["linear"]
     config.check_that_rules_count([(["fc"], "linear")], ["fc"])
     with pytest.raises(
         ValueError, match=r"'operation:sin' counts for nothing, since what operations save is not .*HINT"

@@ -17,9 +17,9 @@ else keeps and for those whose dropped blocks would hold too much. Nothing is up
     With ``g`` the gradient of all parameters, ``h`` that of the setting: ``<g, h> / (|g| |h|)`` and ``|h - g|^2 /
     |g|^2``. Errors of operators add up, since they are independent and of mean zero.
 
-``--kind presets`` measures the presets, ``--kind operators`` one operator in few bits with all others dense: the error of
-each, from which presets were made. ``dense, inputs rounded`` is how far the exact gradient moves by itself, where inputs
-have other last places in 16 bits: a model of many batch norms is chaotic at its start.
+``--kind presets`` measures the presets, ``--kind operators`` one operator in few bits with all others dense: the error
+of each, from which presets were made. ``dense, inputs rounded`` is how far the exact gradient moves by itself, where
+inputs have other last places in 16 bits: a model of many batch norms is chaotic at its start.
 """
 
 from __future__ import annotations

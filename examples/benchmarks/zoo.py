@@ -16,7 +16,7 @@ buffers and random numbers. Recorded are
 
 ``kib``, ``balanced_kib``, ``max_kib``
     What backward keeps, by ``SavedTensorMeter``, dense and converted. Tensors of fewer than 1024 values are left alone,
-    in place of 65536 as otherwise: inputs are small here.
+    in place of 65536 as otherwise, and linear layers have no few rows: inputs are small here.
 ``noise``
     Cosine of the whole gradient with that of the same dense model whose inputs, and what its embeddings return, are
     rounded to bfloat16 (by 2^-9 to 2^-8). It is far from 1 where a model is chaotic at its start: there no gradient
@@ -82,7 +82,7 @@ from lightning_actprune import config
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Config, PresetName
-from lightning_actprune.convert import attached_saved, convert_layers, new_owner, revert
+from lightning_actprune.convert import attached_saved, convert_layers, is_converted, new_owner, revert
 
 PRESETS: tuple[PresetName, ...] = summaries.ZOO_PRESETS
 LIMIT_S = 90
@@ -201,6 +201,8 @@ class Training:
             saved = attached_saved(self.model, owner)
             assert saved is not None
             saved.min_values = summaries.ZOO_MIN_VALUES
+            for layer in filter(is_converted, self.model.modules()):
+                layer._state = replace(layer._state, keep=replace(layer.keep, fine_rows=0))
             self.begin()
             with (
                 RetentionProbe(self.model, self.sample.inputs()) as retention,

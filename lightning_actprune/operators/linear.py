@@ -526,12 +526,14 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input W^T + b``: ``[..., in_features] -> [..., out_features]``."""
         state, weight = self._state, self.weight  # which a module takes a while to find
-        parts, blocks = state.of(input)
+        parts, blocks = state.parts.size(0), state.blocks
         if not ((parts != 0 or blocks.bits != 0) and weight.requires_grad and may_compress(input)):
             return F.linear(input, weight, self.bias)
         plain = type(input) is Tensor and type(weight) is nn.Parameter
         if not (plain and input.dim() and input.is_floating_point()):
             check_input(input, weight)
+        if state.keep.fine_rows:
+            parts, blocks = state.of(input)
         y: Tensor = _linear(input, weight, self.bias, parts, blocks, _MANAGED not in self.__dict__)
         return y
 
@@ -544,9 +546,10 @@ class CompressedConv1D(CompressedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W + b``: ``[..., IN] -> [..., OUT]``."""
-        parts, blocks = self._state.of(x)
-        if not compresses(x, self.weight, parts, blocks):
+        state = self._state
+        if not compresses(x, self.weight, state.parts.size(0), state.blocks):
             return cast(Tensor, super().forward(x))  # type: ignore[misc]
+        parts, blocks = state.of(x)
         return compressed_linear(x, self.weight.t(), self.bias, parts, blocks, self.reuses)
 
     def __repr__(self) -> str:

@@ -111,6 +111,10 @@ READERS: dict[str, Callable[[Any], bool]] = {
 """Nodes that may read what they saved in few bits, each with the question whether the one at hand may, too."""
 
 
+POOLING = frozenset(operator_name(node) for node in READERS if "Pool" in node)
+"""Operations that read no more of their input than its shape."""
+
+
 def may_read(node: Any) -> bool:
     """Return whether the gradient of ``node`` is right, or off by a known bound, if what it saved is quantized."""
     answer = READERS.get(node.name())

@@ -103,10 +103,11 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
 )
 from lightning_actprune.codec.sharing import place_of
-from lightning_actprune.config import MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
+from lightning_actprune.config import BITS, MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.readers import (
     ATTENTION,
+    POOLING,
     PRODUCTS,
     READERS,
     VIEWS_AND_CASTS,
@@ -1110,6 +1111,8 @@ class SavedTensorCompression:
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
         if loses_values(as_read(tensor, stay.layout), stay.layout.block):
             return Decision(0, name, _OUTLIER)
+        if name in POOLING:
+            return Decision(min(BITS), name)
         alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]
         return Decision(self._parameter_bits if fewer else self._bits, name)

@@ -83,6 +83,7 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "sparsity": LinearSchedule(0.5),
         "block_size": 16,
         "rules": {"head": Keep(sparsity=0.2), "type:norm": None},
+        "memory_budget": None,
         "total_steps": 10,
         "skip_retained": False,
         "verbose": False,

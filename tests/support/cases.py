@@ -433,6 +433,10 @@ CASES_OF_PACKAGES = {
             "FastGELUActivation", "QuickGELUActivation", "SiLUActivation", "MishActivation",
         )
     },
+    **{
+        f"timm-{name}": foreign(activation, "timm.layers.activations", name)
+        for name in ("GELU", "GELUTanh", "QuickGELU")
+    },
 }  # fmt: skip
 
 
