@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -275,25 +275,39 @@ def __getattr__(name: str) -> Any:
 
 MOST_COARSE = 6
 """Least blocks of a class that is chosen though its blocks consist of repeated modules themselves."""
+LEAST_SHARE = 8
+"""One in so many of all parameters has to be in the blocks of a class that is chosen beside others."""
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks of ``model``: the largest class that is repeated in a list.
+    """Return the names of the blocks of ``model``, of the largest classes that are repeated in a list.
 
     Counted are modules with children that stand in a ``ModuleList`` or ``Sequential`` with others of their class. Of
-    the classes that hold at least half of all parameters, it is the outermost one with six blocks or more, so not the
-    four stages of a hierarchical model; without one, the class with most blocks.
+    the classes with six blocks or more, so not of the four stages of a hierarchical model, they are those with most
+    parameters that are not inside each other, as encoder and decoder, if together they hold half of all parameters;
+    otherwise the class with most blocks of those that do so alone.
     """
     found: dict[type[nn.Module], dict[str, nn.Module]] = {}
     for name, module in _repeated(model):
         found.setdefault(torch_class(type(module)), {}).setdefault(name, module)
-    total = _values(model)
-    large = [blocks for blocks in found.values() if 2 * sum(map(_values, blocks.values())) >= total > 0]
-    if not large:
-        return []
-    many = [blocks for blocks in large if len(blocks) >= MOST_COARSE]
-    chosen = max(many, key=lambda blocks: sum(map(_values, blocks.values()))) if many else max(large, key=len)
-    return list(chosen)
+    total, sizes = _values(model), {cls: sum(map(_values, blocks.values())) for cls, blocks in found.items()}
+    many = [cls for cls, blocks in found.items() if len(blocks) >= MOST_COARSE and LEAST_SHARE * sizes[cls] >= total]
+    chosen: dict[str, nn.Module] = {}
+    for cls in sorted(many, key=lambda cls: -sizes[cls]):
+        if not _overlap(chosen.values(), found[cls].values()):
+            chosen |= found[cls]
+    if 2 * sum(map(_values, chosen.values())) < total or not total:
+        large = [blocks for cls, blocks in found.items() if 2 * sizes[cls] >= total > 0]
+        return list(max(large, key=len)) if large else []
+    return [name for name, module in model.named_modules() if chosen.get(name) is module]
+
+
+def _overlap(some: Iterable[nn.Module], others: Iterable[nn.Module]) -> bool:
+    """Return whether any of ``some`` is inside one of ``others``, or around it."""
+    some, others = set(some), set(others)
+    return any(not others.isdisjoint(module.modules()) for module in some) or any(
+        not some.isdisjoint(module.modules()) for module in others
+    )
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -379,6 +379,27 @@ def test_blocks_are_the_largest_repeated_class():
         convert(nn.Sequential(nn.Linear(64, 64), nn.GELU()), "recompute")
 
 
+class Decoder(Block):
+    """Another class of blocks."""
+
+
+class Inside(nn.Module):
+    """A block that is made of repeated modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*(Block() for _ in range(2)))
+
+
+def test_blocks_of_encoder_and_decoder_are_both_found():
+    both = nn.ModuleDict({kind.__name__: nn.Sequential(*(kind() for _ in range(6))) for kind in (Decoder, Block)})
+    assert find_blocks(both) == [f"{kind}.{n}" for kind in ("Decoder", "Block") for n in range(6)]
+    both["Block"] = both["Block"][:5]  # too few to count beside others
+    assert find_blocks(both) == [f"Decoder.{n}" for n in range(6)]
+    nested = nn.Sequential(*(Inside() for _ in range(6)))
+    assert find_blocks(nested) == [str(n) for n in range(6)]
+
+
 class Routed(nn.Module):
     """The shape of what is saved depends on values."""
 
