@@ -215,6 +215,16 @@ def assert_exists(name):
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+def test_budget(tmp_path, monkeypatch):
+    names = run("budget.md", tmp_path, monkeypatch)
+    assert names["pruning"].state_dict()["memory_budget"]["number"] is not None
+    found = names["found"]
+    assert not found.is_dense
+    assert found.peak_bytes <= 120 * 2**20 < found.dense.peak_bytes
+    assert names["report"].converted
+    assert_plain(names["model"])
+
+
 def test_migration(tmp_path, monkeypatch):
     names = run("migration.md", tmp_path, monkeypatch)
     (skipped,) = names["report"].skipped

@@ -14,7 +14,8 @@ error comes after time. So the settings of a whole model form one path: from all
 other takes the next way, the last block first, until all are kept in few bits; then the same for ``balanced``, and for
 ``dense``. The last block first, since the peak of a step lies where backward begins: what runs again there adds its own
 activations to what all others keep, while a block further ahead runs again when those behind it have let go of theirs.
-What belongs to no block is kept as ``max`` does while any block is, then as ``balanced``, and is dense in the end.
+What belongs to no block is kept as ``max`` does while any block is, then as ``balanced``, and is dense in the end; what
+attention saves goes with it.
 
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
 grows, as far as can be said without looking; so the last setting whose peak fits is found by bisection, of which each
@@ -28,26 +29,30 @@ setting on the device can say by how much that was off, and all predictions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
+from math import inf
 from numbers import Integral, Real
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
-from lightning_actprune.config import Config, PresetName, Recompute, Rule, check_model
+from lightning_actprune.config import TYPE, Config, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks
+from lightning_actprune.operators.registry import ROOT, layers, operator_of
 from lightning_actprune.report import ConversionReport
 from lightning_actprune.schedules import SparsitySchedule
 
 Rules: TypeAlias = dict[str, Rule]
 BITS = 8
 """Of the inputs of blocks that run again."""
+_AROUND = "type:value", "type:attended", "*"
+"""Patterns of what belongs to no block; what attention saves is of whatever block, and a matter of its type."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE)
 _EXAMPLE = 'HINT: a size such as "20GiB", a number of bytes, or a fraction of the dense peak such as 0.25.'
@@ -63,40 +68,58 @@ def check_memory_budget(value: Any) -> int | float:
         value = int(float(found[1]) * _UNITS[(found[2] or "").lower()])
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"`memory_budget` must be a size, got {value!r} of type {type(value).__name__}. {_EXAMPLE}")
-    if isinstance(value, Integral):
-        if value < _MIB:
-            raise ValueError(f"`memory_budget` must be at least 1 MiB, got {value!r} bytes. {_EXAMPLE}")
-        return int(value)
-    if not 0.0 < float(value) <= 1.0:
+    if isinstance(value, Integral) and value < _MIB:
+        raise ValueError(f"`memory_budget` must be at least 1 MiB, got {value!r} bytes. {_EXAMPLE}")
+    size = float(value)
+    if isinstance(value, Integral) or _MIB <= size < inf:  # such as 20e9
+        return int(size)
+    if not 0.0 < size <= 1.0:
         raise ValueError(f"`memory_budget` must be in (0, 1] if it is a fraction, got {value!r}. {_EXAMPLE}")
-    return float(value)
+    return size
 
 
-def settings(model: nn.Module) -> list[Rules]:
-    """Return the rules of each setting of the path, the one with the fewest bytes first, the dense model last.
+class Setting(NamedTuple):
+    """How the blocks of a model are kept, and what is around them.
 
-    They are for the preset ``"max"``, or another one in its place.
+    Args:
+        rules: Those it is made of, for the preset ``"max"`` or another one in its place.
+        again: How many blocks run again.
+        few: How many keep few bits, as the preset says.
+        balanced: How many keep four bits.
+        dense: How many are dense.
     """
+
+    rules: Rules
+    again: int = 0
+    few: int = 0
+    balanced: int = 0
+    dense: int = 0
+
+
+def settings(model: nn.Module) -> list[Setting]:
+    """Return the path: the setting with all blocks run again first, the dense model last."""
     blocks = find_blocks(model)
     inside = {name: (escape(name), f"{escape(name)}.*") for name in blocks}
-    again: dict[str, Rules] = {name: {inside[name][0]: Recompute(BITS), inside[name][1]: None} for name in blocks}
-    path: list[Rules] = []
+    names = [fqns for fqns, _ in layers(model)]
     ways: list[Callable[[str], Rules]] = [
-        lambda name: again[name],
+        lambda name: {inside[name][0]: Recompute(BITS), inside[name][1]: None},
         lambda name: {},
-        lambda name: dict.fromkeys(inside[name], "balanced"),
+        # By patterns of layers alone, since rules that count for none are errors.
+        lambda name: {own: "balanced" for own in inside[name] if any(matches(fqns, own) for fqns in names)},
         lambda name: dict.fromkeys(inside[name]),
     ]
-    around: list[Rules] = [{}, {}, {"*": "balanced"}]
-    for before, after, rest in zip(ways, ways[1:], around, strict=False):
+    around: list[Rules] = [{}, {}, dict.fromkeys(_AROUND, "balanced")]
+    path: list[Setting] = []
+    for way, rest in enumerate(around):
         for changed in range(len(blocks) + 1):
-            split = len(blocks) - changed
+            split, counts = len(blocks) - changed, [0] * len(ways)
+            counts[way], counts[way + 1] = split, changed
             rules: Rules = {}
             for number, name in enumerate(blocks):
-                rules |= before(name) if number < split else after(name)
-            path.append(rules | rest)
-    path.append({"*": None})
-    return [rules for number, rules in enumerate(path) if number == 0 or rules != path[number - 1]]
+                rules |= ways[way if number < split else way + 1](name)
+            path.append(Setting(rules | rest, *counts))
+    path.append(Setting({"*": None}, dense=len(blocks)))
+    return [own for number, own in enumerate(path) if number == 0 or own.rules != path[number - 1].rules]
 
 
 @dataclass(frozen=True)
@@ -104,11 +127,10 @@ class Allocation:
     """A setting of the path.
 
     Args:
-        number: Its number on the path, 0 for the one with the fewest bytes.
-        rules: What rules it is made of, beside the preset.
+        number: Its number on the path, 0 for that with all blocks run again.
+        rules: What rules it is made of, beside the preset and behind those of the user.
         step: The simulated step.
         dense: The simulated step of the dense model.
-        least: The simulated step of the setting with the fewest bytes.
         off: By how many bytes a measured step had more than the simulated one.
     """
 
@@ -116,7 +138,6 @@ class Allocation:
     rules: Rules = field(repr=False)
     step: StepMemory = field(repr=False)
     dense: StepMemory = field(repr=False)
-    least: StepMemory = field(repr=False)
     off: int = 0
 
     @property
@@ -152,6 +173,7 @@ class Allocator:
         block_size: int | None = None,
     ) -> None:
         self.path = settings(model)
+        self._layers = [(fqns, kind) for fqns, layer in layers(model) if (kind := operator_of(layer)) is not None]
         self._simulated, self._own = simulated, rules or {}
         self._config = partial(Config, preset, sparsity, block_size)
         self._steps: dict[int, StepMemory] = {}
@@ -160,8 +182,7 @@ class Allocator:
         """Return the configuration of a setting, ``None`` for the dense model."""
         if number == len(self.path) - 1:
             return None
-        rules = {**self._own, **{name: rule for name, rule in self.path[number].items() if name not in self._own}}
-        return self._config(rules)
+        return self._config({**self._own, **self._others(number)})
 
     def step(self, number: int) -> StepMemory:
         """Return the simulated step of a setting."""
@@ -171,8 +192,8 @@ class Allocator:
 
     def allocation(self, number: int, off: int = 0) -> Allocation:
         """Return a setting."""
-        last = len(self.path) - 1
-        return Allocation(number, self.path[number], self.step(number), self.step(last), self.step(0), off)
+        rules = self._that_count(self._others(number))
+        return Allocation(number, rules, self.step(number), self.step(len(self.path) - 1), off)
 
     def fit(self, budget: float, off: int = 0) -> Allocation:
         """Return the last setting that fits.
@@ -186,9 +207,10 @@ class Allocator:
         """
         last = len(self.path) - 1
         limit = budget if isinstance(budget, int) else budget * (self.step(last).peak_bytes + off)
-        if self.step(0).peak_bytes + off > limit:
-            raise ValueError(_too_small(budget, limit, self.step(0), off))
-        fits, too_large = 0, last + 1
+        fits = self._least(limit - off)
+        if self.step(fits).peak_bytes + off > limit:
+            raise ValueError(_too_small(budget, limit, self.step(fits), off))
+        too_large = last + 1
         number = last  # which is looked at first: whatever fits then is dense
         while too_large - fits > 1:
             if self.step(number).peak_bytes + off <= limit:
@@ -197,6 +219,33 @@ class Allocator:
                 too_large = number
             number = (fits + too_large) // 2
         return self.allocation(fits, off)
+
+    def _least(self, limit: float) -> int:
+        """Return a setting that fits, or the one that takes least.
+
+        If blocks are few, or hold much beside what they keep in few bits, running them again takes more than that.
+        """
+        if self.step(0).peak_bytes <= limit:
+            return 0
+        few = next(number for number, setting in enumerate(self.path) if not setting.again)
+        return min((0, few), key=lambda number: self.step(number).peak_bytes)
+
+    def _others(self, number: int) -> Rules:
+        """Return the rules of a setting whose patterns are none of the user's."""
+        return {name: rule for name, rule in self.path[number].rules.items() if name not in self._own}
+
+    def _that_count(self, rules: Rules) -> Rules:
+        """Return those of ``rules`` that count for something behind the user's, since ``convert`` takes no others."""
+        config = self._config({**self._own, **rules})
+        counting = {config.rule_of(fqns, operator) for fqns, operator in self._layers}
+        counting |= {name for name in rules if name.startswith(TYPE) and config.keep_of([ROOT], "saved") is not None}
+
+        def counts(name: str, rule: Rule) -> bool:
+            if name in counting or name == "*" or isinstance(rule, Recompute):
+                return True
+            return rule is None and not any(matches(fqns, name) for fqns, _ in self._layers)
+
+        return {name: rule for name, rule in rules.items() if counts(name, rule)}
 
 
 def _too_small(budget: float, limit: float, least: StepMemory, off: int) -> str:
@@ -250,11 +299,16 @@ def allocate(
         >>> layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)]
         >>> model = nn.Sequential(*layers, nn.Linear(256, 10))
         >>> batch = torch.empty(8192, 256), torch.empty(8192, dtype=torch.int64)
-        >>> found = allocate(model, batch, "100MiB", precision="32-true")
-        >>> found.is_dense, found.peak_bytes <= 100 * 2**20 < found.dense.peak_bytes
+        >>> found = allocate(model, batch, "120MiB", precision="32-true")
+        >>> found.is_dense, found.peak_bytes <= 120 * 2**20 < found.dense.peak_bytes
         (False, True)
     """
     budget = check_memory_budget(memory_budget)
+    if preset == "recompute":
+        raise ValueError(
+            "`preset` must be one that keeps few bits, got 'recompute'. HINT: 'max'; blocks run again by themselves "
+            "where nothing else fits."
+        )
     options = {"loss": loss, "precision": precision, "optimizer": optimizer}
 
     def simulated(config: Config | None) -> StepMemory:
@@ -269,18 +323,14 @@ def prepared(config: Config, model: nn.Module) -> ConversionReport:
     return convert_layers(model, config, new_owner("allocate()"))
 
 
-def described(path: Sequence[Rules], number: int) -> str:
-    """Return in words how blocks are kept in a setting of a path."""
-    if number == len(path) - 1:
+def described(setting: Setting) -> str:
+    """Return in words how blocks are kept in a setting."""
+    if setting.rules == {"*": None}:
         return "all of it dense"
-    kept = path[number]
-    ways = {"again": 0, "balanced": 0, "dense": 0}
-    for pattern, rule in kept.items():
-        if pattern.endswith("*"):
-            continue
-        ways["again" if isinstance(rule, Recompute) else "dense" if rule is None else "balanced"] += 1
-    blocks = sum(isinstance(rule, Recompute) for rule in path[0].values())
-    names = {"again": "run again", "balanced": "in four bits", "dense": "dense"}
-    found = [f"{count} {names[way]}" for way, count in ways.items() if count]
-    left = blocks - sum(ways.values())
-    return f"of {blocks} blocks " + ", ".join(found + ([f"{left} in few bits"] if left else []))
+    words = {"again": "run again", "few": "in few bits", "balanced": "in four bits", "dense": "dense"}
+    counts = {name: getattr(setting, name) for name in words}
+    if not any(counts.values()):
+        return "no blocks, " + ("all in four bits" if setting.rules else "all in few bits")
+    return f"of {sum(counts.values())} blocks " + ", ".join(
+        f"{count} {words[name]}" for name, count in counts.items() if count
+    )

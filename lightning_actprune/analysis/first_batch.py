@@ -64,13 +64,13 @@ from typing_extensions import Self
 from lightning_actprune.analysis.recorder import (
     CallWatcher,
     LayerCall,
+    ModuleNames,
     Saved,
     SavedTensorRecorder,
     ThreadContext,
     eager_stance,
     hooks_are_innermost,
     input_layers,
-    module_names,
 )
 from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_parts, split_blocks, stored_view
@@ -137,7 +137,7 @@ class RetentionProbe(SavedTensorRecorder):
         self._retainers = Retainers()
         self._own: dict[StorageWeakRef, list[weakref.ref[Tensor]]] = {}
         self._packs: dict[StorageWeakRef, set[LayerCall]] = {}
-        self._names = module_names(model)
+        self._names = ModuleNames(model)
         self._operators: _OperatorNames | None = None
 
     def __enter__(self) -> Self:

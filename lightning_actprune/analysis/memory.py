@@ -50,11 +50,11 @@ from typing_extensions import Self
 from lightning_actprune.analysis.dense import DenseForward
 from lightning_actprune.analysis.recorder import (
     LayerCall,
+    ModuleNames,
     Saved,
     SavedTensorRecorder,
     hooks_are_innermost,
     input_layers,
-    module_names,
     storages,
     unpack_listeners,
 )
@@ -613,7 +613,7 @@ class StepMemoryRecorder(SavedTensorRecorder):
         first = next(model.parameters(), None)
         self._device = device or (torch.device("cpu") if first is None else first.device)
         self._optimizers = optimizers
-        self._names = module_names(model)
+        self._names = ModuleNames(model)
         self._sizes = {key: n for t in tree_leaves(batch) if self._is_here(t) for key, n in storages(t)}
         self._phase: Phase = "forward"
         self._taken_up: tuple[str, str | None] = "", None

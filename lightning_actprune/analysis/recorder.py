@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,9 +62,23 @@ def input_layers(model: nn.Module) -> Iterator[tuple[list[str], nn.Module]]:
     return ((fqns, layer) for fqns, layer in layers(model) if operator_of(layer) in ("linear", "convolution"))
 
 
-def module_names(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the fully qualified name of each module, without what wrappers add to it."""
-    return {module: plain_name(fqn) for fqn, module in model.named_modules()}
+class ModuleNames(Mapping[nn.Module, str]):
+    """The fully qualified name of each module, without what wrappers add to it.
+
+    By identity: a metric has another hash whenever its state changes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): (module, plain_name(fqn)) for fqn, module in model.named_modules()}
+
+    def __getitem__(self, module: nn.Module) -> str:
+        return self._names[id(module)][1]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (module for module, _ in self._names.values())
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class SharedContext:

@@ -53,11 +53,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.analysis.recorder import (
+    ModuleNames,
     eager_stance,
     in_reentrant_checkpoint,
     input_layers,
     is_expanded,
-    module_names,
 )
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport
 from lightning_actprune.codec.blocks import (
@@ -689,7 +689,7 @@ class SensitivityProbe:
     def report(self) -> SensitivityReport:
         """Return what was measured so far."""
         names = {fqn: fqns[0] for fqns, _ in layers(self._model) for fqn in fqns}
-        names = {name: name for name in module_names(self._model).values()} | names
+        names = {name: name for name in ModuleNames(self._model).values()} | names
         report = SensitivityReport([], list(self._skipped.values()), self.batches, self._grid, names)
         known = [(measured, measured.sums) for measured in self._layers.values() if measured.sums is not None]
         read = torch.stack([sums.to(known[0][1].device) for _, sums in known]).tolist() if known else []

@@ -65,7 +65,7 @@ from torch.optim import Optimizer
 from lightning_actprune.analysis.dense import _FakeMode
 from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
 from lightning_actprune.analysis.memory import StepMemory, StepMemoryRecorder
-from lightning_actprune.analysis.recorder import module_names
+from lightning_actprune.analysis.recorder import ModuleNames
 from lightning_actprune.codec.dispatch import (
     Backend,
     LaunchCache,
@@ -177,7 +177,7 @@ def simulate(
         if whole is not None:
             twin.to(whole)
         inputs = tree_map_only(Tensor, functools.partial(_input, mode, whole), batch)
-        mode.names = module_names(twin)
+        mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
         made = _fused_adamw if optimizer is None else optimizer
         step = _Step(twin, inputs, loss, autocast, made([p for p in twin.parameters() if p.requires_grad]))
@@ -193,8 +193,9 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     """
     loss: Tensor
     if hasattr(model, "training_step"):
-        training_step: Callable[[Any, int], Any] = model.training_step  # type: ignore[assignment]
-        found = training_step(batch, 0)
+        training_step: Callable[..., Any] = model.training_step  # type: ignore[assignment]
+        takes_number = len(inspect.signature(training_step).parameters) > 1  # as Lightning asks
+        found = training_step(batch, 0) if takes_number else training_step(batch)
         loss = found["loss"] if isinstance(found, Mapping) else found
         return loss
     if isinstance(batch, Mapping):
@@ -410,7 +411,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.allocator = _Allocator()
-        self.names: dict[nn.Module, str] = {}
+        self.names: Mapping[nn.Module, str] = {}
         """Names of the modules that run, for errors."""
         self._fakes = _FakeMode()
 
@@ -554,12 +555,15 @@ def _input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
 @contextmanager
 def _unchanged_randomness() -> Iterator[None]:
     """Set random generators back in the end, of which a checkpoint reads and sets the state."""
-    state, own = torch.get_rng_state(), random.getstate()
+    state, own, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(state)
         random.setstate(own)
+        if numpy is not None and of_numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 @contextmanager

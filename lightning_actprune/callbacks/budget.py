@@ -14,12 +14,13 @@ Rank zero decides for all. A resumed fit goes on with what was decided before; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -57,22 +58,23 @@ class MemoryBudget:
         """Of the setting that was chosen, ``None`` before that."""
         self._off = 0
         self._ends_at: int | None = None
-        self._waits = 1
+        self._waits: int | None = None
         self._checked = False
 
-    def begin(self, trainer: pl.Trainer) -> None:
+    def begin(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Begin a fit."""
-        _check_surroundings(trainer, self._budget)
+        _check_surroundings(trainer, model, self._budget)
         self.forget()
 
     def config(self, model: nn.Module) -> Config | None:
         """Return the configuration of now, ``None`` if all stays dense."""
-        if self._allocator is None:
-            self._allocator = self._allocator_of(model, _no_steps)
-        return self._allocator.config(self.number or 0)
+        allocator = self._allocator or self._allocator_of(model, _no_steps)  # of modules that may still be made
+        return allocator.config(self.number or 0)
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Begin to measure where the last step of those to wait for has ended."""
+        if self._waits is None:  # for the first step, which makes optimizer state and is probed, also of a resumed fit
+            self._waits = trainer.global_step + 1
         if self._ends_at is None and trainer.global_step >= self._waits and not self._checked:
             self._ends_at = trainer.global_step + 1
             if model.device.type == "cuda":
@@ -95,27 +97,37 @@ class MemoryBudget:
         assert self._allocator is not None
         share = found.peak_bytes / (found.dense.peak_bytes + self._off)
         return (
-            f"Memory budget: {described(self._allocator.path, found.number)}; predicted step peak "
+            f"Memory budget: {described(self._allocator.path[found.number])}; predicted step peak "
             f"{found.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, fit for a checkpoint."""
-        return {"budget": self._budget, "number": self.number}
+        chosen = None if self._allocator is None or self.number is None else self._allocator.path[self.number]
+        return {"budget": self._budget, "number": self.number, "setting": repr(chosen)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was chosen before, for the same budget; what that takes was seen then."""
-        if state.get("budget") == self._budget and state.get("number") is not None:
-            self.number, self._checked = state["number"], True
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Go on with what was chosen before, for the same budget and blocks; what that takes was seen then."""
+        number, allocator = state.get("number"), self._allocator_of(model, _no_steps)
+        if state.get("budget") != self._budget or number is None or number >= len(allocator.path):
+            return
+        if repr(allocator.path[number]) == state.get("setting"):
+            self.number, self._checked, self._allocator = number, True, allocator
 
     def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
         allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
         if measured is not None:
             self._off = measured - allocator.step(0).peak_bytes
-        number = 0
+        found: int | MisconfigurationException = 0
         if trainer.is_global_zero:
-            number = checked(allocator.fit, self._budget, self._off).number
-        return allocator.allocation(trainer.strategy.broadcast(number), self._off)
+            try:
+                found = checked(allocator.fit, self._budget, self._off).number
+            except MisconfigurationException as error:  # which the other ranks wait for, too
+                found = error
+        found = trainer.strategy.broadcast(found)
+        if isinstance(found, MisconfigurationException):
+            raise found
+        return allocator.allocation(found, self._off)
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
@@ -153,7 +165,8 @@ class _Simulated:
     """
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
-        self._precision, self._model, self._batch = str(trainer.precision), model, batch
+        self._trainer, self._model, self._batch = trainer, model, batch
+        self._precision = str(trainer.precision)
         self._optimizers = trainer.optimizers
         self._twin: nn.Module = model
 
@@ -162,21 +175,21 @@ class _Simulated:
 
         def prepare(twin: nn.Module) -> ConversionReport | None:
             self._twin = twin
+            for module in _lightning_modules(twin):
+                module._trainer = _Numbers(self._trainer)  # type: ignore[assignment]
             _leave_out_metrics(twin)
             revert(twin)
             return None if config is None else prepared(config, twin)
 
-        trainer, self._model._trainer = self._model._trainer, None  # which a copy of the module would take along
         try:
-            return simulate(self._model, self._batch, prepare, precision=self._precision, optimizer=self._optimizer)
+            with _without_trainer(self._model):
+                return simulate(self._model, self._batch, prepare, precision=self._precision, optimizer=self._optimizer)
         except Exception as error:  # whatever a training step raises without values
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
                 f"{type(self._model).__name__} does not: {error} HINT: keep what looks at values out of training_step, "
                 "or choose a preset in place of a budget; `allocate` takes a loss of your own."
             ) from error
-        finally:
-            self._model._trainer = trainer
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         try:
@@ -212,6 +225,36 @@ class _OptimizerLike(Optimizer):
                 }
 
 
+class _Numbers:
+    """Stands for the trainer of a copy of a module: it has the numbers, texts and flags of ``trainer`` and no more."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._of = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._of, name)
+        if isinstance(value, int | float | str | None):
+            return value
+        return [] if isinstance(value, list) else None
+
+
+def _lightning_modules(model: nn.Module) -> list[pl.LightningModule]:
+    return [module for module in model.modules() if isinstance(module, pl.LightningModule)]
+
+
+@contextmanager
+def _without_trainer(model: nn.Module) -> Iterator[None]:
+    """Take the trainer off a module and those in it, of which a copy would take it along."""
+    before = [(module, module._trainer) for module in _lightning_modules(model)]
+    for module, _ in before:
+        module._trainer = None
+    try:
+        yield
+    finally:
+        for module, trainer in before:
+            module._trainer = trainer
+
+
 def _optimizers_in(value: Any) -> Iterator[Optimizer]:
     """Yield the optimizers in what ``configure_optimizers`` returns."""
     if isinstance(value, Optimizer):
@@ -227,7 +270,7 @@ def _leave_out_metrics(twin: nn.Module) -> None:
     """Let metrics and logging of a copy do nothing: they look at values, or for a trainer."""
     for module in twin.modules():
         if isinstance(module, Metric):
-            vars(module)["forward"] = vars(module)["update"] = lambda *args, **kwargs: torch.zeros(())
+            vars(module).update(dict.fromkeys(("forward", "update", "compute"), lambda *_, **__: torch.zeros(())))
         if isinstance(module, pl.LightningModule):
             vars(module)["log"] = vars(module)["log_dict"] = lambda *args, **kwargs: None
 
@@ -236,11 +279,17 @@ def _no_steps(config: Config | None) -> StepMemory:
     raise AssertionError("Nothing is simulated before a batch is there.")
 
 
-def _check_surroundings(trainer: pl.Trainer, budget: float) -> None:
+def _check_surroundings(trainer: pl.Trainer, model: pl.LightningModule, budget: float) -> None:
     """Raise where a budget means nothing or cannot be kept."""
     checked(check_precision, str(trainer.precision))
+    if not model.automatic_optimization:
+        raise MisconfigurationException(
+            f"`memory_budget` cannot work with manual optimization, as of {type(model).__name__}: a training_step that "
+            "steps optimizers cannot be simulated. HINT: choose a preset, or use `allocate` with a loss of your own."
+        )
     strategy = trainer.strategy
-    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+    # DeepSpeed's is one of DDP for Lightning.
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         raise MisconfigurationException(
             f"`memory_budget` cannot work with {type(strategy).__name__}, which decides itself when parameters are "
             "there. HINT: choose a preset, or train on one device or with DDP."

@@ -199,7 +199,7 @@ class ActivationPruning(pl.Callback):
             self._fit.begin(self, trainer)
             _check_precision(trainer, self._config)
             if self._budget is not None:
-                self._budget.begin(trainer)
+                self._budget.begin(trainer, pl_module)
             self._restored = None
             self._decisions.fit_begins(pl_module)
             self._convert(pl_module)
@@ -220,6 +220,7 @@ class ActivationPruning(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._resume_budget(pl_module)
         self._progress.start(trainer)
         warn_of_surroundings(trainer, pl_module.device)
         warn_of_optimizers(trainer, self.total_steps, self._progress.horizon)
@@ -282,7 +283,7 @@ class ActivationPruning(pl.Callback):
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
             "saved": self._decisions.saved.state_dict(),
-            "memory_budget": None if self._budget is None else self._budget.state_dict(),
+            **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
         }
 
     @override
@@ -299,7 +300,9 @@ class ActivationPruning(pl.Callback):
     def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, found: Allocation) -> None:
         """Go on with a setting that fits the budget."""
         assert self._budget is not None
+        self._decisions.forget()  # of layers that were in blocks run again, nothing is known
         self._convert(pl_module)
+        self._progress.start(trainer)
         self._probe.ask(self._report, self._progress.highest)
         if self.verbose:
             show(trainer, self._budget.describe(found))
@@ -332,6 +335,7 @@ class ActivationPruning(pl.Callback):
 
     def _begin_trials(self, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
+        self._resume_budget(pl_module)
         self._restore(pl_module)
         self._probe.ask(self._report, self._progress.highest)
         self._progress.wait(at_zero=self._probe.judges_energy)
@@ -352,15 +356,20 @@ class ActivationPruning(pl.Callback):
             _restore_configure_model(pl_module)
             revert(pl_module, self._owner)
 
+    def _resume_budget(self, pl_module: pl.LightningModule) -> None:
+        """Go on with the setting that was chosen before the checkpoint, if there was one."""
+        then = (self._restored or {}).get("memory_budget")
+        if self._budget is not None and then is not None:
+            self._budget.load_state_dict(then, pl_module)
+            self._convert(pl_module)
+
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        if self._budget is not None and then.get("memory_budget") is not None:
-            self._budget.load_state_dict(then["memory_budget"])
-            self._convert(pl_module)
         found = "spread", "retained", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in found}
-        _warn_of_other_settings(self._owner, then, now)
+        chosen = () if self._budget is None else ("layers",)  # which a budget chooses
+        _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in chosen})
         # Older checkpoints do not say `skip_retained`; the number of steps, `total_steps`, changes no decision.
         alike = all({**now, **then}[name] == now[name] for name in ("kept", "rules", "layers", "skip_retained"))
         if not then or not alike:

@@ -1,0 +1,358 @@
+"""Which setting of the path fits: with made-up steps, with simulated ones, and what ``convert`` makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune import Keep, Recompute, convert, revert
+from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis.allocation import (
+    Allocator,
+    Setting,
+    allocate,
+    check_memory_budget,
+    described,
+    prepared,
+    settings,
+)
+from lightning_actprune.analysis.memory import MemoryMoment, StepMemory
+from lightning_actprune.analysis.simulated import simulate
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers, new_owner
+from lightning_actprune.report import ConversionReport
+from tests.support.helpers import assert_plain
+from tests.support.stack import DEPTH, WIDTH, layers
+
+MIB = 2**20
+LAST = 3 * DEPTH + 2
+"""Number of the dense setting: there is one for each step of a block, and one for what is around them."""
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("20 GB", 20 * 10**9),
+        (" 1.5 gib ", 3 * 2**29),
+        ("512MiB", 512 * MIB),
+        ("2000000B", 2_000_000),
+        ("4000kB", 4_000_000),
+        ("2048KiB", 2 * MIB),
+        ("1TB", 10**12),
+        (MIB, MIB),
+        (20e9, 20 * 10**9),
+        (0.25, 0.25),
+        (1.0, 1.0),
+    ],
+)
+def test_sizes(given: Any, expected: float):
+    found = check_memory_budget(given)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ("lots", ValueError, r"`memory_budget` must be a size, got 'lots'\. HINT: a size such as \"20GiB\""),
+        ("20", ValueError, "must be a size, got '20'"),
+        ("-5GiB", ValueError, "must be a size, got '-5GiB'"),
+        ("1e3MB", ValueError, "must be a size, got '1e3MB'"),
+        ("20GiBs", ValueError, "must be a size, got '20GiBs'"),
+        ("0GiB", ValueError, "must be at least 1 MiB, got 0 bytes.*HINT"),
+        ("1kB", ValueError, "must be at least 1 MiB, got 1000 bytes.*HINT"),
+        (0, ValueError, "must be at least 1 MiB, got 0 bytes.*HINT"),
+        (20, ValueError, "must be at least 1 MiB, got 20 bytes.*HINT"),
+        (-MIB, ValueError, "must be at least 1 MiB, got -1048576 bytes.*HINT"),
+        (0.0, ValueError, r"must be in \(0, 1\] if it is a fraction, got 0\.0\. HINT"),
+        (-0.5, ValueError, r"must be in \(0, 1\] if it is a fraction, got -0\.5\. HINT"),
+        (1.5, ValueError, r"must be in \(0, 1\] if it is a fraction, got 1\.5\. HINT"),
+        (float("inf"), ValueError, r"must be in \(0, 1\] if it is a fraction, got inf\. HINT"),
+        (float("nan"), ValueError, r"must be in \(0, 1\] if it is a fraction, got nan\. HINT"),
+        (True, TypeError, "must be a size, got True of type bool.*HINT"),
+        (None, TypeError, "must be a size, got None of type NoneType.*HINT"),
+        ([1], TypeError, r"must be a size, got \[1\] of type list.*HINT"),
+    ],
+)
+def test_what_is_no_size(given: Any, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        check_memory_budget(given)
+
+
+# The path.
+
+
+def converted(model: nn.Module, setting: Setting) -> ConversionReport:
+    return convert_layers(model, Config("max", rules=setting.rules), "test")
+
+
+def test_the_path_begins_with_all_blocks_run_again_and_ends_dense():
+    model = layers()
+    path = settings(model)
+    assert len(path) == LAST + 1
+    names = [f"{number}" for number in range(1, DEPTH + 1)]
+    first = converted(model, path[0])
+    assert [block.fqn for block in first.recomputed] == names
+    assert all(block.recompute == Recompute(8) for block in first.recomputed)
+    assert [layer.fqn for layer in first.converted] == ["0", str(DEPTH + 1)]  # nothing that is in them
+    last = converted(model, path[-1])
+    assert last.converted == last.recomputed == []
+    assert path[-1].rules == {"*": None}
+    revert(model)
+    assert_plain(model)
+
+
+def test_along_the_path_one_block_after_the_other_changes_from_the_last_one_on():
+    model = layers()
+    path = settings(model)
+    ways = [tuple(setting)[1:] for setting in path]
+    assert ways[: DEPTH + 1] == [(DEPTH - done, done, 0, 0) for done in range(DEPTH + 1)]
+    assert ways[DEPTH + 1 : 2 * DEPTH + 1] == [(0, DEPTH - done, done, 0) for done in range(1, DEPTH + 1)]
+    assert ways[-1] == ways[-2] == (0, 0, 0, DEPTH)
+    again = [len(converted(model, setting).recomputed) for setting in path]
+    assert again == [setting.again for setting in path] == sorted(again, reverse=True)
+    half = converted(model, path[2])
+    assert [block.fqn for block in half.recomputed] == ["1", "2"]
+    bits = {layer.fqn: layer.keep.bits for layer in half.converted if layer.operator == "linear"}
+    assert bits == dict.fromkeys(["0", "3.first", "3.second", "4.first", "4.second", "5"], 2)
+    four = converted(model, path[2 * DEPTH + 1])
+    assert {layer.keep.bits for layer in four.converted} == {4}
+    mixed = converted(model, path[2 * DEPTH + 3])
+    assert {layer.fqn.split(".")[0] for layer in mixed.converted} == {"0", "1", "2", "5"}
+
+
+def test_what_attention_saves_goes_with_what_is_in_no_block():
+    path = settings(layers())
+    config = Config("max", rules=path[2 * DEPTH + 1].rules)
+    assert config.attention == Config("balanced").attention
+    assert Config("max", rules=path[2 * DEPTH].rules).attention == Config("max").attention
+
+
+class Named(nn.Module):
+    """Has its blocks under names that are patterns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential()
+        for name in ("a[1]", "a1", "*", "?"):
+            self.parts.add_module(name, layers()[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+
+def test_names_may_have_the_characters_of_patterns():
+    model = Named()
+    path = settings(model)
+    assert len(path) == LAST + 1
+    report = converted(model, path[2])
+    assert [block.fqn for block in report.recomputed] == ["parts.a[1]", "parts.a1"]
+    assert {layer.fqn.rsplit(".", 1)[0] for layer in report.converted} == {"parts.*", "parts.?"}
+
+
+def test_a_model_without_blocks_has_three_settings():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
+    path = settings(model)
+    assert [described(setting) for setting in path] == [
+        "no blocks, all in few bits", "no blocks, all in four bits", "all of it dense"
+    ]  # fmt: skip
+    assert [{layer.keep.bits for layer in converted(model, s).converted} for s in path] == [{2, 3}, {4}, set()]
+
+
+def test_settings_in_words():
+    path = settings(layers())
+    assert described(path[0]) == "of 4 blocks 4 run again"
+    assert described(path[1]) == "of 4 blocks 3 run again, 1 in few bits"
+    assert described(path[2 * DEPTH + 3]) == "of 4 blocks 2 in four bits, 2 dense"
+    assert described(path[-1]) == "all of it dense"
+
+
+# The search, with steps that are made up.
+
+
+def step(mib: float) -> StepMemory:
+    peak = int(mib * MIB)
+    moments = [MemoryMoment("backward", "", None, 3 * MIB, 2 * MIB, peak, peak) for _ in range(2)]
+    return StepMemory(5 * MIB, MIB, moments)
+
+
+def allocator(peaks: list[float], looked_at: list[int] | None = None) -> Allocator:
+    """Return an allocator whose settings have these peaks in MiB."""
+    made: Allocator
+
+    def simulated(config: Config | None) -> StepMemory:
+        number = LAST if config is None else configs.index(config.described())
+        if looked_at is not None:
+            looked_at.append(number)
+        return step(peaks[number])
+
+    made = Allocator(layers(), simulated)
+    configs = [made.config(number).described() for number in range(LAST)]
+    return made
+
+
+RISING = [20.0 + 2 * number for number in range(LAST + 1)]
+
+
+@pytest.mark.parametrize("budget", [20, 21, 22, 33, 46.5, 47, 48, 100])
+def test_the_last_setting_that_fits_is_found(budget: float):
+    looked_at: list[int] = []
+    found = allocator(RISING, looked_at).fit(int(budget * MIB))
+    assert found.number == max(number for number, peak in enumerate(RISING) if peak <= budget)
+    assert found.peak_bytes == RISING[found.number] * MIB
+    assert found.is_dense == (budget >= RISING[-1])
+    assert found.dense.peak_bytes == RISING[-1] * MIB
+    assert len(looked_at) == len(set(looked_at)) <= 6
+
+
+def test_fractions_are_of_the_dense_peak():
+    assert allocator(RISING).fit(1.0).is_dense
+    assert allocator(RISING).fit(0.75).number == 8  # 36 of 48
+
+
+def test_what_was_measured_corrects_all_predictions():
+    found = allocator(RISING).fit(30 * MIB, off=4 * MIB)
+    assert (found.number, found.peak_bytes) == (3, 30 * MIB)
+    assert allocator(RISING).fit(30 * MIB, off=-4 * MIB).number == 7
+    assert allocator(RISING).fit(0.6, off=12 * MIB).number == 2  # 36 of 60
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_found_fits_also_where_peaks_do_not_rise(seed: int):
+    rng = random.Random(seed)
+    peaks = [rng.uniform(20, 60) for _ in range(LAST + 1)]
+    for budget in (22, 30, 40, 50, 61):
+        made = allocator(peaks)
+        if min(peaks[0], peaks[DEPTH]) > budget:
+            with pytest.raises(ValueError, match="`memory_budget`"):
+                made.fit(budget * MIB)
+        else:
+            assert made.fit(budget * MIB).peak_bytes <= budget * MIB
+            assert allocator(peaks).fit(budget * MIB) == made.fit(budget * MIB)
+
+
+def test_few_bits_are_looked_at_before_an_error_since_they_may_take_less_than_running_again():
+    peaks = [50.0] * DEPTH + [30.0] + RISING[DEPTH + 1 :]
+    assert allocator(peaks).fit(31 * MIB).number == DEPTH + 1  # 30 MiB, too
+    with pytest.raises(ValueError, match=r"at the least, 30 MiB"):
+        allocator(peaks).fit(29 * MIB)
+
+
+def test_what_cannot_be_met_is_an_error_that_says_what_is_there():
+    match = (
+        r"`memory_budget` \(19 MiB\) is less than a step takes at the least, 20 MiB: other 9 MiB, parameters 5 MiB, "
+        r"gradients 3 MiB, optimizer state 2 MiB, batch 1 MiB\. HINT: raise it"
+    )
+    with pytest.raises(ValueError, match=match):
+        allocator(RISING).fit(19 * MIB)
+    with pytest.raises(ValueError, match=r"\(12 MiB, 25% of the dense peak\) is less than.*HINT"):
+        allocator(RISING).fit(0.25)
+
+
+# The search, with simulated steps.
+
+
+@pytest.fixture
+def _small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let cuBLAS take next to nothing beside these small models."""
+    monkeypatch.setattr(simulated, "WORKSPACE", 512)
+
+
+def batch(rows: int = 4096) -> tuple[Tensor, Tensor]:
+    return torch.empty(rows, WIDTH), torch.empty(rows, dtype=torch.int64)
+
+
+def prepared_by(config: Config | None) -> Callable[[nn.Module], ConversionReport] | None:
+    return None if config is None else partial(prepared, config)
+
+
+@pytest.mark.usefixtures("_small_workspaces")
+def test_what_is_allocated_fits_and_grows_with_the_budget():
+    model = layers()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = Allocator(model, lambda config: simulate(model, batch(), prepared_by(config), precision="32-true"))
+    dense = made.step(LAST).peak_bytes
+    shares = 0.35, 0.4, 0.5, 0.65, 0.8, 0.95, 1.0
+    found = [made.fit(int(share * dense)) for share in shares]
+    assert all(own.peak_bytes <= share * dense for own, share in zip(found, shares, strict=True))
+    numbers = [own.number for own in found]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers)) > 4
+    assert numbers[-1] == LAST
+    for _ in range(2):  # and is the same each time
+        again = allocate(model, batch(), 0.65, precision="32-true")
+        assert (again.number, again.peak_bytes) == (numbers[3], found[3].peak_bytes)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_plain(model)
+    with pytest.raises(ValueError, match=r"`memory_budget` \(\d+ MiB, 10% of the dense peak\) is less than.*HINT"):
+        made.fit(0.1)
+
+
+@pytest.mark.parametrize("number", [0, 2, DEPTH, DEPTH + 2, 2 * DEPTH + 1, 2 * DEPTH + 3])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"2.*": None},
+        {"*.first": Keep(bits=8), "type:norm": None},
+        {"type:saved": None},
+        {"1": Recompute(4)},
+        {"0": None, "4.act": "balanced", "4": None},
+    ],
+    ids=str,
+)
+def test_convert_takes_the_rules_behind_those_of_the_user(own: dict[str, Any], number: int):
+    model = layers()
+    made = Allocator(model, lambda config: step(1), rules=own)
+    rules = {**own, **made.allocation(number).rules}
+    report = convert(model, "max", rules=rules)
+    kept = [(layer.fqn, layer.keep) for layer in report.layers]
+    again = [(block.fqn, block.recompute) for block in report.recomputed]
+    revert(model)
+    expected = convert_layers(model, made.config(number), new_owner("test"))
+    assert kept == [(layer.fqn, layer.keep) for layer in expected.layers]
+    assert again == [(block.fqn, block.recompute) for block in expected.recomputed]
+    for layer in expected.layers:
+        if layer.fqn.endswith(".first") and "*.first" in own:
+            assert layer.keep == Keep(bits=8)
+
+
+@pytest.mark.usefixtures("_small_workspaces")
+def test_a_loss_and_an_optimizer_of_the_user_count():
+    model, made = layers(), []
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, 0.1))
+        return made[-1]
+
+    options = {"loss": lambda model, batch: model(batch[0]).square().mean(), "precision": "32-true"}
+    plain = allocate(model, batch(), 1.0, optimizer=optimizer, **options)
+    adam = allocate(model, batch(), 1.0, **options)
+    assert made
+    state = 2 * sum(p.nbytes for p in model.parameters())
+    assert adam.dense.moments[0].optimizer_bytes - plain.dense.moments[0].optimizer_bytes >= state
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"model": "vit"}, TypeError, "`model` must be a torch.nn.Module"),
+        ({"memory_budget": "much"}, ValueError, "`memory_budget` must be a size"),
+        ({"precision": "bf16"}, ValueError, "`precision` must be one of '32-true'"),
+        ({"preset": "recompute"}, ValueError, "`preset` must be one that keeps few bits, got 'recompute'. HINT"),
+        ({"preset": "min"}, ValueError, "`preset` must be one of"),
+        ({"rules": {"type:lines": None}}, ValueError, "names no operator"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        allocate(**({"model": layers(), "batch": batch(8), "memory_budget": 1.0} | change))
