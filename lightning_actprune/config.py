@@ -14,8 +14,9 @@ each operator that it covers:
     adds up; and inputs of linear layers with few rows, such as heads that read one token of each sample, whose errors
     are most of a model's and whose bytes are next to nothing.
 ``max``
-    Every operator is covered. Linear layers keep two bits a value and convolutions three, and drop half of the blocks
-    where these hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``).
+    Every operator is covered. Linear layers keep two bits a value and convolutions three, or two in nets with eight or
+    more batch norms and fewer smooth activation functions, such as ResNets. Both drop half of the blocks where these
+    hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``).
     Activation functions keep three bits, norms four, layer scales two, value and result of attention three. Affine
     layers keep three, so that linear layers that read their output need none of their own (see ``operators.reuse``).
     Few rows, query and key are kept as by ``balanced``.
@@ -280,7 +281,7 @@ REMOVED: dict[str, str] = {
 """What to say in place of an argument that there was once, by its name."""
 
 MANY_LAYERS = 8
-"""Batch norms, and smooth activation functions, from which on ``"balanced"`` keeps the latter in eight bits."""
+"""Batch norms, and smooth activation functions, from which on presets are other ones (see the module)."""
 FINE_ROWS = 1024
 """Rows below which presets keep the input of a linear layer in eight bits."""
 PRESETS: dict[PresetName, dict[Operator, Keep]] = {
@@ -350,11 +351,14 @@ class Config:
 
     def fitted(self, batch_norms: int, smooth_activations: int) -> Config:
         """Return this as it is for a model with so many layers of these kinds (see the module)."""
-        if self.preset != "balanced" or min(batch_norms, smooth_activations) < MANY_LAYERS:
+        if batch_norms < MANY_LAYERS:
             return self
-        fitted = copy(self)
-        eight = replace(self._base["activation"], bits=8)
-        object.__setattr__(fitted, "_base", self._base | {"activation": eight})
+        fitted, base = copy(self), dict(self._base)
+        if self.preset == "balanced" and smooth_activations >= MANY_LAYERS:
+            base["activation"] = replace(base["activation"], bits=8)
+        if self.preset == "max" and smooth_activations < MANY_LAYERS:
+            base["convolution"] = replace(base["convolution"], bits=2)
+        object.__setattr__(fitted, "_base", base)
         return fitted
 
     def rule_of(self, fqns: Sequence[str], operator: Operator) -> str | None:

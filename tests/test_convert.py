@@ -439,6 +439,15 @@ def test_smooth_activation_functions_of_nets_with_batch_norms_have_eight_bits(fu
     assert [row.keep.bits for row in ruled if row.operator == "activation"] == [2] + [bits] * (layers - 1)
 
 
+@pytest.mark.parametrize(
+    ("function", "layers", "preset", "bits"),
+    [(nn.ReLU, 8, "max", 2), (nn.ReLU, 7, "max", 3), (nn.SiLU, 8, "max", 3), (nn.ReLU, 8, "balanced", 4)],
+)
+def test_convolutions_have_two_bits_in_nets_with_batch_norms_and_relus(function, layers, preset, bits):
+    rows = convert(chain(function, nn.BatchNorm2d, layers), preset).converted
+    assert {row.keep.bits for row in rows if row.operator == "convolution"} == {bits}
+
+
 @pytest.mark.parametrize("operator", EVERY)
 def test_an_operator_alone(operator):
     dense, x = everything(), torch.randn(64, 32, 64)

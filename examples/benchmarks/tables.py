@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks import batch_size as batch_sizes
 from examples.benchmarks import formats as format_times
 from examples.benchmarks import lightning_tests as own_tests
+from examples.benchmarks import logits as logits_benchmark
 from examples.benchmarks import plots, sensitivity, summaries, timeline
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
@@ -333,6 +334,23 @@ def lightning_tests(records: Records) -> str:
     return "\n\n".join(parts) + f"\n\n<sub>`{first['command']}`</sub>"
 
 
+RIVALS_TEXT = """\
+Twelve steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was
+slow: where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
+LOGITS_TEXT = """\
+One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cross_entropy`."""
+
+
+def rivals(records: Records) -> str:
+    """Presets and checkpointing through a Trainer."""
+    return RIVALS_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
+
+
+def logits(records: Records) -> str:
+    """Head and loss of a language model together."""
+    return LOGITS_TEXT + "\n\n" + summarised(grouped(logits_benchmark.summary(records)), records)
+
+
 TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "headline": (("others", "accuracy"), headline),
     "brief": (("others", "accuracy"), brief),
@@ -351,6 +369,8 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "zoo": (("zoo",), zoo),
     "zoo_causes": (("zoo_causes",), zoo_causes),
     "lightning_tests": (("lightning_tests",), lightning_tests),
+    "rivals": (("rivals",), rivals),
+    "logits": (("logits",), logits),
 }
 """Tables by the name of their markers: the result files, and what is made of their records."""
 
@@ -402,6 +422,9 @@ def main() -> int:
     steps = load("timeline")
     if steps is not None:
         timeline.draw(steps)
+    methods = load("rivals")
+    if methods is not None:
+        plots.save(plots.frontier_figure(methods), DOCS / "frontier.png", colors=256)
     return 0
 
 

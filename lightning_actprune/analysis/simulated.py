@@ -529,16 +529,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
     """Return a copy of the model whose tensors have no values."""
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        owned = *module._parameters.values(), *module._buffers.values(), *vars(module).values()
-        for tensor in owned:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                made = mode.empty_like(_meta(tensor.detach()))
-                trained = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if trained else made
+
+    def without_values(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        """Stand in for a tensor's own copy, wherever in an attribute it is: in a list of samples, say."""
+        made = mode.empty_like(_meta(tensor.detach()))
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        found: Tensor = memo[id(tensor)]
+        return found
+
     try:
-        return copy.deepcopy(model, memo)
+        with _replaced(Tensor, "__deepcopy__", without_values), _replaced(nn.Parameter, "__deepcopy__", without_values):
+            return copy.deepcopy(model)
     except Exception as error:  # whatever an attribute raises that cannot be copied
         raise TypeError(
             f"`model` must be one that can be copied, got a {type(model).__name__} of which a copy raises "

@@ -297,8 +297,8 @@ def find_blocks(model: nn.Module) -> list[str]:
         if not _overlap(chosen.values(), found[cls].values()):
             chosen |= found[cls]
     if 2 * sum(map(_values, chosen.values())) < total or not total:
-        large = [blocks for cls, blocks in found.items() if 2 * sizes[cls] >= total > 0]
-        return list(max(large, key=len)) if large else []
+        large = [list(blocks) for cls, blocks in found.items() if 2 * sizes[cls] >= total > 0]
+        return max(large, key=len, default=[])
     return [name for name, module in model.named_modules() if chosen.get(name) is module]
 
 
