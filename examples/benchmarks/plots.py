@@ -127,6 +127,7 @@ def frontier_figure(records: Records) -> Figure:
             draw_methods(bottom, ours, dense, styles, lambda r: max(LEAST_ERROR, 1 - r["cosine"]))
             bottom.set_yscale("log")
             bottom.set_xlabel("activations, dense = 1")
+            bottom.set_xlim(0.01, 1.6)
             top.set_title(name)
         axes[0, 0].set_ylabel("step time, dense = 1")
         axes[1, 0].set_ylabel("1 - cosine of the gradient")
