@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ def step_memory(forward: Callable[[], Tensor], finish: Callable[[Tensor], None])
     finish(loss)
     torch.cuda.synchronize()
     return {"activations_mib": activations, "peak_mib": torch.cuda.max_memory_allocated()}
+
+
+def in_process(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run a case in a fresh process; return the figures on its last line, or its error."""
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took over {seconds} s"}
+    if output.returncode:
+        lines = output.stderr.strip().splitlines() or [f"exit status {output.returncode}"]
+        return {"error": lines[-1][:300]}
+    found: dict[str, Any] = json.loads(output.stdout.splitlines()[-1])
+    return found
 
 
 def require_gpu() -> None:

@@ -24,7 +24,6 @@ import importlib.metadata
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
-from examples.benchmarks.common import MIB, environment, require_gpu, step_memory, write_records
+from examples.benchmarks.common import MIB, environment, in_process, require_gpu, step_memory, write_records
 from examples.benchmarks.summaries import Records
 from examples.benchmarks.third_party import WORKLOADS
 from examples.benchmarks.vocabulary import Preset, arguments_of
@@ -160,14 +159,7 @@ def shortened(reason: str) -> str:
 def run_case(name: str, method: str, timed: bool) -> dict[str, Any]:
     """Measure one case in a fresh process; return its figures, or its error."""
     command = [sys.executable, __file__, "--case", name, method, *(["--workers", "1"] if timed else [])]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took over {CASE_SECONDS} s"}
-    if output.returncode:
-        lines = output.stderr.strip().splitlines() or [f"exit status {output.returncode}"]
-        return {"error": lines[-1][:300]}
-    return json.loads(output.stdout.splitlines()[-1])
+    return in_process(command, CASE_SECONDS)
 
 
 def head(name: str, method: str) -> dict[str, Any]:

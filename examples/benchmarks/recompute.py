@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.common import MIB, environment, in_process, require_gpu, write_records
 from examples.benchmarks.models import Training, allocated, described
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import Recompute, convert, revert
@@ -96,15 +95,7 @@ def measure(name: str, method: str) -> dict[str, Any]:
 def run_case(name: str, method: str) -> dict[str, Any]:
     """Measure one case in a fresh process; return its figures, or its error."""
     command = [sys.executable, __file__, "--case", name, method]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took over {CASE_SECONDS} s"}
-    if output.returncode:
-        lines = output.stderr.strip().splitlines() or [f"exit status {output.returncode}"]
-        return {"error": lines[-1][:300]}
-    found: dict[str, Any] = json.loads(output.stdout.splitlines()[-1])
-    return found
+    return in_process(command, CASE_SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,7 +41,6 @@ import json
 import logging
 import math
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -62,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import Case, Training, search, train
-from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.common import MIB, environment, in_process, require_gpu, write_records
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
@@ -281,14 +280,7 @@ def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float |
     if cap_gib is not None:
         command += ["--largest", str(cap_gib)]
     seconds = CASE_SECONDS if cap_gib is None else LARGEST_SECONDS
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took over {seconds} s"}
-    if output.returncode:
-        lines = output.stderr.strip().splitlines() or [f"exit status {output.returncode}"]
-        return {"error": lines[-1][:300]}
-    return json.loads(output.stdout.splitlines()[-1])
+    return in_process(command, seconds)
 
 
 Key = tuple[str, str, float | None]
