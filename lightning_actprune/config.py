@@ -437,12 +437,15 @@ class Config:
         counting = {self.rule_of(fqns, operator) for fqns, operator in layers}
         others = list(modules)
         for pattern, rule in self._rules.items():
-            of_attention = pattern.removeprefix(TYPE) in SAVED[1:]
-            if pattern in counting or (pattern.startswith(TYPE) and not of_attention) or pattern == "*":
+            part = pattern.removeprefix(TYPE) if pattern.startswith(TYPE) else None
+            if pattern in counting or pattern == "*" or (part is not None and (part not in SAVED[1:] or rule is None)):
                 continue
-            if pattern.startswith(OPERATION) or of_attention:
-                if rule is None and of_attention:
-                    continue
+            if part is not None and self.rule_of([""], part) != pattern:
+                raise ValueError(
+                    f"`rules` pattern {pattern!r} never counts, since an earlier one is about all that operations "
+                    "save. HINT: the first rule that matches counts; put this one before it."
+                )
+            if pattern.startswith(OPERATION) or part is not None:
                 if self.keep_of(["(root)"], "saved") is not None:
                     continue
                 raise ValueError(

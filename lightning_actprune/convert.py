@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -176,13 +177,56 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
         LayerClaimedError: If another owner has converted a layer that is covered; nothing is converted then.
     """
     report = ConversionReport()
-    chosen: dict[nn.Module, tuple[Candidate, Keep]] = {}
+    blocks = _planned_blocks(model, config, owner)
+    with _running_once(model, owner):
+        chosen = _chosen(model, config, owner, blocks, report)
+        report.saved = config.keep_of_all("saved")
+        if report.saved is not None:
+            _check_saved_is_free(model, owner)
+    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
+    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
+    if not own <= chosen.keys():
+        revert_layers(model, own.difference(chosen).__contains__)
+    for candidate, keep in chosen.values():
+        _convert_layer(candidate, keep, owner)
+    _run_again(blocks, owner)
+    _attach_saved(model, config, owner)  # last, since modules that run again have no hooks
+    report.blocks = list(blocks.values())
+    return report
+
+
+@contextmanager
+def _running_once(model: nn.Module, owner: str) -> Iterator[None]:
+    """Let the modules of ``owner`` that run again run once, so that they are known by their own classes.
+
+    After an error they are as they were.
+    """
+    states = {m: m._recompute for m in model.modules() if isinstance(m, RecomputedModule)}
+    states = {module: state for module, state in states.items() if state.owner == owner}
+    _run_once(model, lambda other: other == owner)
+    try:
+        yield
+    except BaseException:
+        for module, state in states.items():
+            module._recompute = state
+            module.__class__ = recomputed_class(type(module))
+        raise
+
+
+def _chosen(
+    model: nn.Module,
+    config: Config,
+    owner: str,
+    blocks: Mapping[nn.Module, BlockReport],
+    report: ConversionReport,
+) -> dict[nn.Module, tuple[Candidate, Keep]]:
+    """Return the layers that are to be converted, and add a row to ``report`` for each that is or is not."""
     found = list(candidates(model))
     config = _fitted(config, found)
     not_called = _not_called(model, config, owner)
-    blocks = _planned_blocks(model, config, owner)
     kept = [module for module, row in blocks.items() if row.recompute is not None and config.preset == "recompute"]
     dense = {layer for module in kept for layer in module.modules()}
+    chosen: dict[nn.Module, tuple[Candidate, Keep]] = {}
     for candidate in found:
         if not_called.issuperset(candidate.fqns):
             continue
@@ -198,21 +242,7 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
                 report.uncovered[candidate.operator] += _stores(candidate.layer)
         elif _stores(candidate.layer):
             report.layers.append(_row(candidate, None, reason))
-    saved = config.keep_of_all("saved")
-    if saved is not None:
-        _check_saved_is_free(model, owner)
-    # Layers taken out since an earlier conversion, or new names, can leave out one that was chosen then.
-    own = {layer for _, layer in layers(model) if is_converted(layer) and layer.owner == owner}
-    if not own <= chosen.keys():
-        revert_layers(model, own.difference(chosen).__contains__)
-    for candidate, keep in chosen.values():
-        _convert_layer(candidate, keep, owner)
-    _attach_saved(model, config, owner)
-    report.saved = saved
-    _run_once(model, lambda other: other == owner)
-    _run_again(blocks, owner)
-    report.blocks = list(blocks.values())
-    return report
+    return chosen
 
 
 def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Module, BlockReport]:
@@ -252,7 +282,7 @@ def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
     """Let modules run again in backward as planned."""
     for module, row in planned.items():
         if row.recompute is not None:
-            module._recompute = RecomputeState.of(module, row.recompute, owner)  # type: ignore[assignment]
+            module._recompute = RecomputeState(row.recompute, owner)  # type: ignore[assignment]
             module.__class__ = recomputed_class(type(module))
 
 

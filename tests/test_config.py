@@ -118,6 +118,18 @@ def test_examples_of_the_docstrings():
     assert results.failed == 0
 
 
+def test_rules_on_attention_are_about_what_it_saves():
+    config = Config("max", rules={"type:value": Keep(bits=8), "type:saved": Keep(bits=4), "type:attended": None})
+    assert config.attention == {"query": 4, "key": 4, "value": 8, "attended": 4}
+    layers = [(["fc"], "linear")]
+    with pytest.raises(ValueError, match=r"'type:key' never counts, since an earlier one is about all.*HINT"):
+        Config("max", rules={"type:saved": None, "type:key": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
+    with pytest.raises(ValueError, match=r"'type:query' counts for nothing.*HINT"):
+        Config("paper", rules={"type:query": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
+    with pytest.raises(ValueError, match=r"'value' matches no layer.*HINT"):
+        Config("max", rules={"value": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
+
+
 def test_rules_on_operations_are_about_what_they_save():
     config = Config("balanced", rules={"operation:sin": Keep(bits=8), "operation:mul": None})
     assert config.operations == {"sin": 8, "mul": None}

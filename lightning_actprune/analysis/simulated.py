@@ -140,6 +140,7 @@ def simulate(
     loss: Loss | None = None,
     precision: str = "bf16-mixed",
     optimizer: MakeOptimizer | None = None,
+    accumulates: bool = False,
 ) -> StepMemory:
     """Return the memory of one training step on a GPU, which need not be there (see the module).
 
@@ -153,6 +154,7 @@ def simulate(
         precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
             ``"16-true"``.
         optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
+        accumulates: Whether gradients are there from the batch before, to which those of this one are added.
 
     Returns:
         The step, as measured.
@@ -181,8 +183,8 @@ def simulate(
         report = None if prepare is None else prepare(twin)
         made = _fused_adamw if optimizer is None else optimizer
         step = _Step(twin, inputs, loss, autocast, made([p for p in twin.parameters() if p.requires_grad]))
-        step.warm_up(report)
-        return step.record(mode.allocator.ask)
+        step.warm_up(report, accumulates)
+        return step.record(mode.allocator.ask, accumulates)
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -240,9 +242,9 @@ class _Step:
         self._model, self._batch, self._loss = model, batch, loss
         self._autocast, self._optimizer = autocast, optimizer
         # Lightning lets go of the gradients of the step before when the next forward is over.
-        self._gradients_stay = hasattr(model, "training_step")
+        self._in_lightning = hasattr(model, "training_step")
 
-    def warm_up(self, report: ConversionReport | None) -> None:
+    def warm_up(self, report: ConversionReport | None, accumulates: bool) -> None:
         """Run a first step, which decides what a first batch decides, and makes the optimizer's state."""
         if report is None:
             self._forward().backward()  # type: ignore[no-untyped-call]
@@ -254,19 +256,19 @@ class _Step:
             probe.apply(report)
             judged = (row for row in report.converted if row.keep is not None and row.keep.max_dropped_energy < 1)
             keep_blocks(self._model, report, {row.fqn: 1.0 for row in judged if row.sparsity})
-        self._update()
+        self._update(gradients_stay=self._in_lightning or accumulates)
 
-    def record(self, allocator: Callable[[], tuple[int, int]]) -> StepMemory:
+    def record(self, allocator: Callable[[], tuple[int, int]], accumulates: bool) -> StepMemory:
         """Run a step and return its memory."""
         with StepMemoryRecorder(self._model, self._batch, [self._optimizer], allocator=allocator) as recorder:
             loss = self._forward()
-            if self._gradients_stay:
+            if self._in_lightning and not accumulates:
                 recorder.moment()
                 self._optimizer.zero_grad(set_to_none=True)
             recorder.mark("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             recorder.mark("optimizer")
-            self._update()
+            self._update(gradients_stay=self._in_lightning)
         return recorder.result()
 
     def _forward(self) -> Tensor:
@@ -279,9 +281,9 @@ class _Step:
             )
         return loss
 
-    def _update(self) -> None:
+    def _update(self, *, gradients_stay: bool) -> None:
         self._optimizer.step()
-        if not self._gradients_stay:
+        if not gradients_stay:
             self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -529,9 +531,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
     """Return a copy of the model whose tensors have no values."""
+    own, of_tensor, of_parameter = threading.get_ident(), Tensor.__deepcopy__, nn.Parameter.__deepcopy__
 
     def without_values(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """Stand in for a tensor's own copy, wherever in an attribute it is: in a list of samples, say."""
+        if threading.get_ident() != own:
+            usual: Any = of_parameter if isinstance(tensor, nn.Parameter) else of_tensor
+            return cast(Tensor, usual(tensor, memo))
         made = mode.empty_like(_meta(tensor.detach()))
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         found: Tensor = memo[id(tensor)]

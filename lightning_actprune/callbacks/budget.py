@@ -30,6 +30,7 @@ from lightning_actprune.analysis.allocation import Allocation, Allocator, descri
 from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import check_precision, simulate
 from lightning_actprune.callbacks.arguments import checked
+from lightning_actprune.codec.private import tree_map_only
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.report import ConversionReport
@@ -114,6 +115,11 @@ class MemoryBudget:
         if repr(allocator.path[number]) == state.get("setting"):
             self.number, self._checked, self._allocator = number, True, allocator
 
+    def end(self, model: nn.Module) -> None:
+        """Let go of what the fit was simulated with; what was chosen stays, for a checkpoint."""
+        if self._allocator is not None:
+            self._allocator = self._allocator_of(model, _no_steps)
+
     def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
         allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
         if measured is not None:
@@ -165,7 +171,8 @@ class _Simulated:
     """
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
-        self._trainer, self._model, self._batch = trainer, model, batch
+        self._trainer, self._model = trainer, model
+        self._batch = tree_map_only(torch.Tensor, _without_memory, batch)
         self._precision = str(trainer.precision)
         self._optimizers = trainer.optimizers
         self._twin: nn.Module = model
@@ -183,7 +190,14 @@ class _Simulated:
 
         try:
             with _without_trainer(self._model):
-                return simulate(self._model, self._batch, prepare, precision=self._precision, optimizer=self._optimizer)
+                return simulate(
+                    self._model,
+                    self._batch,
+                    prepare,
+                    precision=self._precision,
+                    optimizer=self._optimizer,
+                    accumulates=self._trainer.accumulate_grad_batches > 1,
+                )
         except Exception as error:  # whatever a training step raises without values
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
@@ -253,6 +267,14 @@ def _without_trainer(model: nn.Module) -> Iterator[None]:
     finally:
         for module, trainer in before:
             module._trainer = trainer
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a simulation needs of a tensor of the batch."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _optimizers_in(value: Any) -> Iterator[Optimizer]:

@@ -355,6 +355,8 @@ class ActivationPruning(pl.Callback):
         if pl_module is not None:  # None if the fit failed before it had a module
             _restore_configure_model(pl_module)
             revert(pl_module, self._owner)
+            if self._budget is not None:
+                self._budget.end(pl_module)
 
     def _resume_budget(self, pl_module: pl.LightningModule) -> None:
         """Go on with the setting that was chosen before the checkpoint, if there was one."""

@@ -67,17 +67,10 @@ class RecomputeState(NamedTuple):
     Args:
         keep: What a rule says.
         owner: Who converted the module.
-        buffered: The modules in it that have buffers, which a second run must not change again.
     """
 
     keep: Recompute
     owner: str
-    buffered: tuple[nn.Module, ...]
-
-    @classmethod
-    def of(cls, module: nn.Module, keep: Recompute, owner: str) -> RecomputeState:
-        """Return the state of ``module``."""
-        return cls(keep, owner, tuple(inner for inner in module.modules() if inner._buffers))
 
 
 class RecomputedModule(Converted):
@@ -98,7 +91,7 @@ class RecomputedModule(Converted):
         dense = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
-        return recomputed(dense, self._recompute, args, kwargs)
+        return recomputed(self, dense, self.recompute, args, kwargs)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Show what the dense module prints, and that it runs again."""
@@ -149,9 +142,9 @@ class _Read(torch.autograd.Function):
 
 
 def recomputed(
-    forward: Callable[..., Any], state: RecomputeState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, forward: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return ``forward(*args, **kwargs)`` of a module, which runs again in backward from what is kept of these."""
+    """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
     places: dict[int, _Place] = {}
     kept: list[Tensor] = []
     stored: list[_Stored | None] = []
@@ -159,7 +152,7 @@ def recomputed(
     def store(leaf: Tensor) -> _Place:
         if id(leaf) not in places:
             places[id(leaf)] = _Place(len(kept))
-            how, values = _store(leaf, state.keep)
+            how, values = _store(leaf, keep)
             kept.append(values)
             stored.append(how)
         return places[id(leaf)]
@@ -167,14 +160,12 @@ def recomputed(
     given = tree_map_only(Tensor, store, (args, dict(kwargs)))
     exact = [(args, kwargs)]
     del args, kwargs
-    written: list[Tensor] = []
+    written: list[_Buffer] = []
 
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-            if not state.buffered:
-                return forward(*own, **by_name)
-            with _noting_buffers(state.buffered, written):
+            with _noting_buffers(module, written):
                 return forward(*own, **by_name)
         read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
         own, by_name = tree_map_only(_Place, lambda place: read[place.number], given)
@@ -186,29 +177,43 @@ def recomputed(
     return checkpoint(run, *kept, use_reentrant=False)
 
 
+_Buffer = tuple[dict[str, Tensor | None], str]
+"""The buffers of a module, and the name of one."""
+
+
 @contextmanager
-def _noting_buffers(modules: tuple[nn.Module, ...], written: list[Tensor]) -> Iterator[None]:
-    """Note which buffers are written to; of running statistics, torch does not count it."""
-    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    versions = [(buffer, buffer._version) for buffer in buffers]
+def _noting_buffers(module: nn.Module, written: list[_Buffer]) -> Iterator[None]:
+    """Note which buffers are new, are other ones or are written to; of running statistics, torch does not count it."""
+    modules = list(module.modules())
+    buffers = ((m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items())
+    before = {(id(own), name): (buffer, _version(buffer)) for own, name, buffer in buffers}
     yield
-    written += [buffer for buffer, version in versions if buffer._version != version]
-    for norm in modules:
-        if norm.training and getattr(norm, "track_running_stats", False):
-            statistics = norm._buffers.get("running_mean"), norm._buffers.get("running_var")
-            written += [buffer for buffer in statistics if buffer is not None]
+    for inner in modules:
+        counted = not (inner.training and getattr(inner, "track_running_stats", False))
+        for name, buffer in inner._buffers.items():
+            known, version = before.get((id(inner._buffers), name), (None, None))
+            uncounted = not counted and name in ("running_mean", "running_var")
+            if buffer is not None and (uncounted or known is not buffer or version != buffer._version):
+                written.append((inner._buffers, name))
+
+
+def _version(buffer: Tensor | None) -> int | None:
+    return None if buffer is None else buffer._version
 
 
 @contextmanager
-def _left_as_they_are(buffers: list[Tensor]) -> Iterator[None]:
-    """Give ``buffers`` the values again in the end that they have now: running statistics move once a step."""
-    before = [buffer.clone() for buffer in buffers]
+def _left_as_they_are(written: list[_Buffer]) -> Iterator[None]:
+    """Leave buffers the objects with the values that they are now: running statistics move once a step."""
+    before = [(buffers, name, buffers[name]) for buffers, name in written if name in buffers]
+    values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
     try:
         yield
     finally:  # torch ends the second run with an exception
         with torch.no_grad():
-            for buffer, values in zip(buffers, before, strict=True):
-                buffer.copy_(values)
+            for (buffers, name, buffer), value in zip(before, values, strict=True):
+                buffers[name] = buffer
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
 
 
 class _Place:

@@ -1053,7 +1053,7 @@ class SavedTensorCompression:
 
     def _checked(self, site: Site, decision: Decision, tensor: Tensor, layout: Layout) -> Decision:
         """Return the decision for a site, which outliers that have come since it was made change."""
-        spared = decision.operation in _OF_ATTENTION or decision.operation in self._operations
+        spared = decision.operation in _OF_ATTENTION | POOLING or decision.operation in self._operations
         if (
             not decision.bits
             or spared
@@ -1101,6 +1101,8 @@ class SavedTensorCompression:
             return Decision(bits or 0, name, "" if bits else "a rule leaves it as it is")
         if not may_read(node):
             return Decision(0, name, "its gradient is not known to be right for values in few bits")
+        if name in POOLING:
+            return Decision(min(BITS), name)
         if node.name() in ATTENTION:
             return self._of_attention(name, stay)
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
@@ -1111,8 +1113,6 @@ class SavedTensorCompression:
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
         if loses_values(as_read(tensor, stay.layout), stay.layout.block):
             return Decision(0, name, _OUTLIER)
-        if name in POOLING:
-            return Decision(min(BITS), name)
         alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
         fewer = alone and tensor.numel() > saving.parameters[0]
         return Decision(self._parameter_bits if fewer else self._bits, name)

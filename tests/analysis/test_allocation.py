@@ -275,6 +275,7 @@ def prepared_by(config: Config | None) -> Callable[[nn.Module], ConversionReport
     return None if config is None else partial(prepared, config)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_workspaces")
 def test_what_is_allocated_fits_and_grows_with_the_budget():
     model = layers()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +143,32 @@ def test_parameters_and_optimizer_state_stay_the_same_objects():
     assert all(states == later[0][1] for _, states in later)
 
 
+class Batches(Stack):
+    """Knows which batches are alive."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches = [*getattr(self, "batches", []), weakref.ref(batch[0])]
+
+
+def test_no_batch_is_held():
+    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
+    model = fit(pruning, Batches())
+    assert chosen(pruning) > 0
+    gc.collect()
+    assert [batch() for batch in model.batches] == [None] * STEPS
+
+
+def test_gradients_stay_where_they_accumulate():
+    """Lightning lets go of those of the step before after the forward, but not of those of the batch before."""
+    model, (batch, *_) = Stack(), batches()
+    weights = sum(p.nbytes for p in model.parameters())
+    for accumulates in (False, True):
+        step = simulated.simulate(model, batch, precision="32-true", accumulates=accumulates)
+        assert step.moments[step.forward_end - 1].gradient_bytes == weights
+        first = next(moment for moment in step.moments if moment.phase == "backward")
+        assert first.gradient_bytes == weights * accumulates
+
+
 def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     """Their first batch shows which drop nothing, and what is retained."""
     plain, ours = ActivationPruning("max", verbose=0), ActivationPruning(memory_budget=FEW, verbose=0)
@@ -155,6 +183,7 @@ def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     assert {layer.fqn: layer.reason for layer in ours.skipped} == {"body.0": "its input is part of the batch"}
 
 
+@pytest.mark.slow
 def test_rules_of_the_user_come_first():
     rules = {"body.2.first": Keep(bits=8), "body.1.*": None}
     pruning = ActivationPruning(memory_budget=HALF, rules=rules, verbose=0)
@@ -436,6 +465,7 @@ def test_an_exception_restores_the_model(after: int):
     fit(ActivationPruning(memory_budget=HALF, verbose=0), model.__class__.__base__())
 
 
+@pytest.mark.slow
 def test_the_next_fit_decides_anew():
     pruning = ActivationPruning(memory_budget=HALF, verbose=0)
     first, second = fit(pruning), fit(pruning)
@@ -574,6 +604,7 @@ def killed(folder: Path, budget: float | str, at: int, **options: Any) -> Path:
     return folder / f"step={at}.ckpt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [HALF, 0.8, 1.0])
 @pytest.mark.parametrize("at", [6, 8])
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(budget: float, at: int, tmp_path: Path, recwarn):
@@ -600,12 +631,14 @@ def test_a_checkpoint_from_before_the_decision_decides_after_two_steps(tmp_path:
     assert found.kinds[2] not in (AGAIN, DENSE)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_budget_decides_anew(tmp_path: Path):
     ckpt = killed(tmp_path, HALF, 6)
     found = fit(ActivationPruning(memory_budget=1.0, verbose=0), Killable(), max_epochs=2, ckpt_path=ckpt)
     assert found.kinds == [AGAIN] * 2 + [DENSE] * (STEPS - 2)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_blocks_decides_anew(tmp_path: Path):
     ckpt = killed(tmp_path, HALF, 6)
     saved = torch.load(ckpt, weights_only=True)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune import Keep, Recompute, convert, revert
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.codec.formats import row_bytes
-from lightning_actprune.convert import LayerClaimedError
+from lightning_actprune.config import Config
+from lightning_actprune.convert import LayerClaimedError, convert_layers, new_owner
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.recompute import RecomputedModule, find_blocks
 
@@ -438,3 +439,72 @@ def test_compiled_modules_keep_inputs_as_they_are():
     model.zero_grad()
     torch.compile(model, backend="aot_eager")(x).square().mean().backward()
     assert cosine(torch.cat([p.grad.flatten() for p in model.parameters()]), expected) > 0.9999
+
+
+def kept(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor], set[str]]:
+    """Return the bytes kept, the gradients, and which modules have hooks."""
+    with SavedTensorMeter(model, x) as meter:
+        torch.manual_seed(0)
+        loss = model(x).square().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    hooked = {name for name, module in model.named_modules() if module._forward_pre_hooks}
+    return meter.report().stored_bytes, list(grads), hooked
+
+
+@pytest.mark.parametrize("after", [{}, {"blocks.*": None}, {"blocks.0": Recompute(8)}, {"type:norm": Keep(bits=8)}])
+def test_converting_again_is_as_converting_for_the_first_time(after):
+    model, x = made()
+    again, owner = copy.deepcopy(model), new_owner("test")
+    convert_layers(again, Config("recompute"), owner)
+    convert_layers(again, Config("balanced", rules=after), owner)
+    convert_layers(model, Config("balanced", rules=after), owner)
+    bytes_of_first, grads_of_first, hooked_first = kept(model, x)
+    bytes_of_again, grads_of_again, hooked_again = kept(again, x)
+    assert (bytes_of_again, hooked_again) == (bytes_of_first, hooked_first)
+    for ours, other in zip(grads_of_again, grads_of_first, strict=True):
+        assert torch.equal(ours, other)
+    revert(again, owner)
+    assert {type(module) for module in again.modules()} == {type(module) for module in made()[0].modules()}
+
+
+def test_what_cannot_be_converted_again_leaves_blocks_as_they_were():
+    model, x = made()
+    convert(model.head, rules={"*": Keep(bits=4), "type:saved": None})
+    convert_layers(model, Config("recompute", rules={"head": None}), "first")
+    with pytest.raises(LayerClaimedError):
+        convert_layers(model, Config("recompute", rules={"head": Keep(bits=8)}), "first")
+    assert all(isinstance(block, RecomputedModule) for block in model.blocks)
+    model(x).sum().backward()
+
+
+class Counts(nn.Module):
+    """A block with a buffer that comes with the first call and is another object after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "calls" not in self._buffers:
+            self.register_buffer("calls", torch.zeros(()))
+        self.calls = self.calls + 1
+        return x + self.layer(x).relu()
+
+
+def test_buffers_that_come_late_and_are_replaced_count_once_a_step():
+    model = nn.Sequential(*(Counts() for _ in range(3)))
+    convert(model, rules={"*": Recompute(8), "type:saved": None})
+    x = torch.randn(32, 64, requires_grad=True)
+    for _ in range(3):
+        model(x * 1).sum().backward()
+    assert [block.calls.item() for block in model] == [3, 3, 3]
+
+
+def test_attention_that_runs_again_can_be_converted_otherwise():
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(64, 4), "head": nn.Linear(64, 8)})
+    for rules in ({"attn*": Recompute(8)}, {"attn": Recompute(8), "type:linear": None}, {"*": Keep(bits=4)}):
+        convert_layers(model, Config("balanced", rules=rules), "one")
+        x = torch.randn(16, 4, 64, requires_grad=True) * 1
+        model["attn"](x, x, x)[0].sum().backward()
+    revert(model)
+    assert type(model["attn"]) is nn.MultiheadAttention
