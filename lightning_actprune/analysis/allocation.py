@@ -190,6 +190,10 @@ class Allocator:
             self._steps[number] = self._simulated(self.config(number))
         return self._steps[number]
 
+    def release(self, simulated: Callable[[Config | None], StepMemory]) -> None:
+        """Let go of what simulates steps, for another one in its place; steps that were simulated stay known."""
+        self._simulated = simulated
+
     def allocation(self, number: int, off: int = 0) -> Allocation:
         """Return a setting."""
         rules = self._that_count(self._others(number))

@@ -115,10 +115,10 @@ class MemoryBudget:
         if repr(allocator.path[number]) == state.get("setting"):
             self.number, self._checked, self._allocator = number, True, allocator
 
-    def end(self, model: nn.Module) -> None:
+    def end(self) -> None:
         """Let go of what the fit was simulated with; what was chosen stays, for a checkpoint."""
         if self._allocator is not None:
-            self._allocator = self._allocator_of(model, _no_steps)
+            self._allocator.release(_no_steps)
 
     def _choose(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any, measured: int | None) -> Allocation:
         allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))

@@ -356,7 +356,7 @@ class ActivationPruning(pl.Callback):
             _restore_configure_model(pl_module)
             revert(pl_module, self._owner)
             if self._budget is not None:
-                self._budget.end(pl_module)
+                self._budget.end()
 
     def _resume_budget(self, pl_module: pl.LightningModule) -> None:
         """Go on with the setting that was chosen before the checkpoint, if there was one."""

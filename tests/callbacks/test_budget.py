@@ -549,14 +549,19 @@ FIRST = 8 * MIB
 
 
 def test_predictions_are_corrected_by_what_was_measured(monkeypatch):
+    uncorrected = []
+
     def measure(allocator: Allocator | None, number: int | None) -> int:
-        return FIRST if number is None else allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
+        if number is None:
+            return FIRST
+        uncorrected.append(allocator.fit(12 * MIB).number)
+        return allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
 
     pruning, numbers = measured_fit(monkeypatch, measure, 12 * MIB)
     allocator, off = pruning._budget._allocator, FIRST - pruning._budget._allocator.step(0).peak_bytes
     assert off > MIB
     assert numbers == [None] + [allocator.fit(12 * MIB, off).number] * (2 * STEPS - 1)
-    assert numbers[-1] < allocator.fit(12 * MIB).number
+    assert numbers[-1] < uncorrected[0]
 
 
 def test_a_step_that_takes_more_than_predicted_warns_and_goes_back_on_the_path(monkeypatch):
