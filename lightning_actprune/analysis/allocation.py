@@ -1,16 +1,16 @@
 """How each block of a model is kept so that a training step fits into a memory budget: the fastest, most exact way.
 
 Of a block (``operators.recompute.find_blocks``) there are four ways to keep what backward needs, from the fewest bytes
-to the most. In brackets: what a ViT-B/16 keeps of its dense bytes, how much longer a step takes if all blocks are kept
-so, and the square of the gradient's relative error::
+to the most. In brackets: what a ViT-B/16 keeps of its dense bytes if all blocks are kept so, and the square of the
+gradient's relative error::
 
-    recompute    run again in backward, from its input in eight bits         (3 %, 22 %, 1e-5)
-    max          in few bits, as preset "max"                                (20 %, 3 %, .03)
-    balanced     in four bits, as preset "balanced"                          (26 %, 3 %, .008)
-    dense        as it is                                                    (100 %, 0, 0)
+    recompute    run again in backward, from its input in eight bits         (3 %, 1e-5)
+    max          in few bits, as preset "max"                                (20 %, .03)
+    balanced     in four bits, as preset "balanced"                          (28 %, .008)
+    dense        as it is                                                    (100 %, 0)
 
-What a byte buys is the largest for ``recompute -> max``, a fifth of a step's time for a sixth of the block's bytes, and
-error comes after time. So the settings of a whole model form one path: from all blocks run again, one block after the
+What a byte buys is the largest for ``recompute -> max``, a second forward for a sixth of the block's bytes, and error
+comes after time. So the settings of a whole model form one path: from all blocks run again, one block after the
 other takes the next way, the last block first, until all are kept in few bits; then the same for ``balanced``, and for
 ``dense``. The last block first, since the peak of a step lies where backward begins: what runs again there adds its own
 activations to what all others keep, while a block further ahead runs again when those behind it have let go of theirs.
