@@ -5,11 +5,12 @@
     python examples/benchmarks/accuracy.py --root data/cifar10 --task resnet --settings dense 0.6:32:same max+others
     python examples/benchmarks/accuracy.py --task gpt --settings dense 0.5:16:same --compile
 
-A setting is `dense`, a preset or `sparsity:block_size:value_format` (see `study/settings.py`). Four tasks: a ResMLP,
-a ViT and a ResNet on a folder of images with `train/<class>/` and `test/<class>/` (padded, cut at random and
-mirrored), and a GPT over the bytes of Python's standard library. The data are read once and stay on the GPU as bytes;
-the whole step is captured in one CUDA graph. `accuracy` is the percentage of test images that are classified correctly,
-for text the negative validation loss per byte.
+A setting is `dense`, a preset of linear layers alone, `preset:` and one of the package's, or
+`sparsity:block_size:value_format` (see `study/settings.py`). Four tasks: a ResMLP, a ViT and a ResNet on a folder of
+images with `train/<class>/` and `test/<class>/` (padded, cut at random and mirrored), and a GPT over the bytes of
+Python's standard library. The data are read once and stay on the GPU as bytes; the whole step is captured in one CUDA
+graph. `accuracy` is the percentage of test images that are classified correctly, for text the negative validation loss
+per byte.
 
 The seed fixes the weights, the order of the samples and every window and mirroring, for all settings alike. One record
 is written as soon as its run is over; with an existing `--out` the runs already in it are skipped. `--compile` compiles
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import environment, write_records
 from examples.benchmarks.study import results
-from examples.benchmarks.study.settings import Setting, bits_per_value, kept_rows, prune
+from examples.benchmarks.study.settings import PRESET, Setting, bits_of_all, bits_per_value, kept_rows, prune
 from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import first_choices, train_and_score
@@ -45,7 +46,10 @@ def measure(study: Study, setting: Setting, seed: int, limit: int | None) -> dic
     model = study.build(seed)
     batch = data.batch(first_choices(data, recipe))
     left_dense = prune(model, setting, batch, recipe.precision)
-    bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
+    if setting.method.startswith(PRESET):
+        bits = bits_of_all(model, batch, recipe.precision)
+    else:
+        bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
     figures = train_and_score(model, data, recipe, seed, limit)
     return {"bits_per_value": bits, "left_dense": left_dense, **figures}
 

@@ -66,6 +66,7 @@ from examples.benchmarks.models import described
 from examples.benchmarks.summaries import Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
+from lightning_actprune.analysis.allocation import check_memory_budget
 
 MODELS = (
     "vit_base_patch16_224",
@@ -80,7 +81,8 @@ METHODS = (*OTHERS, "balanced", "max", "recompute")
 BUDGET = "budget:"
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
-STEPS, WARM_UP = 12, 4
+STEPS, WARM_UP = 18, 6
+"""A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
 CASE_SECONDS, LARGEST_SECONDS = 120, 240
 TIMES = ("step_ms", "host_ms")
 
@@ -247,7 +249,17 @@ def measure(name: str, method: str, offload_file: Path | None, accelerator: str 
     figures, error = StepFigures(), GradientError()
     callbacks = [*callbacks_of(method, offload_file), *([] if method in OTHERS else [error]), figures]
     train(training, callbacks, STEPS, accelerator)
-    return figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
+    found = figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
+    return found | (predicted(callbacks[0]) if method.startswith(BUDGET) else {})
+
+
+def predicted(pruning: ActivationPruning) -> dict[str, Any]:
+    """Return what a budget was taken for and what was chosen: the number of the setting on the path, and its peak."""
+    found, budget = pruning.allocation, pruning.memory_budget
+    dense = found.dense.peak_bytes + found.off
+    limit = budget * dense if isinstance(budget, float) else check_memory_budget(budget)
+    sizes = {"budget_mib": limit, "predicted_mib": found.peak_bytes, "predicted_dense_mib": dense}
+    return {"setting": found.number, **{name: round(size / MIB, 2) for name, size in sizes.items()}}
 
 
 def measure_largest(

@@ -190,6 +190,10 @@ class Allocator:
             self._steps[number] = self._simulated(self.config(number))
         return self._steps[number]
 
+    def knows(self, number: int) -> bool:
+        """Return whether the steps of a setting and of the dense model have been simulated."""
+        return {number, len(self.path) - 1} <= self._steps.keys()
+
     def release(self, simulated: Callable[[Config | None], StepMemory]) -> None:
         """Let go of what simulates steps, for another one in its place; steps that were simulated stay known."""
         self._simulated = simulated

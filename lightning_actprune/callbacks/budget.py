@@ -93,6 +93,13 @@ class MemoryBudget:
         self._waits = trainer.global_step + 1  # whose first batch is probed
         return None if found.number == before else found
 
+    @property
+    def allocation(self) -> Allocation | None:
+        """What was chosen, ``None`` before that, or where it was chosen in an earlier run."""
+        if self._allocator is None or self.number is None or not self._allocator.knows(self.number):
+            return None
+        return self._allocator.allocation(self.number, self._off)
+
     def describe(self, found: Allocation) -> str:
         """Return in a sentence what was chosen."""
         assert self._allocator is not None

@@ -183,6 +183,11 @@ class ActivationPruning(pl.Callback):
         return self._report.skipped
 
     @property
+    def allocation(self) -> Allocation | None:
+        """What a memory budget has chosen in the current or the last fit; ``None`` before, and in a resumed fit."""
+        return None if self._budget is None else self._budget.allocation
+
+    @property
     def spread(self) -> dict[str, float]:
         """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
         return dict(self._decisions.spread or {})

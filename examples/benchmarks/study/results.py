@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from examples.benchmarks.study.settings import parse_setting
+from examples.benchmarks.study.settings import PRESET, parse_setting
 from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.vocabulary import PRESETS
 
@@ -83,6 +83,8 @@ def kept(record: dict[str, Any]) -> str:
     """Return what a run keeps for backward, in words."""
     if record["method"] == "dense":
         return "dense"
+    if record["method"].startswith(PRESET):
+        return f"`{record['method'].removeprefix(PRESET)}`, every layer"
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")

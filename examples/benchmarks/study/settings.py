@@ -9,6 +9,8 @@ attention keeps. Layers that would drop more than the limit keep all their block
 pruned setting `+others` lets the other operators of the blocks keep in few bits what they need, in the formats of the
 preset or in those that are named: `max+others`, `max+others=activation:int2,rest:int4`.
 
+`preset:max` is the package's own preset on the whole model, as `ActivationPruning("max")` converts it.
+
 Where blocks are made of convolutions, these are what is pruned, by plain settings too, in the format of the setting.
 Their inputs are outputs of ReLUs, which would keep them anyway, so each ReLU keeps one bit a value then, exactly.
 """
@@ -20,26 +22,32 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from examples.benchmarks.vocabulary import OTHERS as ALL_OTHERS
 from examples.benchmarks.vocabulary import PRESETS, BlockSelection, Preset, ValueFormatName, rules_of
-from lightning_actprune import convert
+from lightning_actprune import config, convert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
-from lightning_actprune.analysis.memory import LayerFootprint, SavedTensorMeter
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
+from lightning_actprune.operators import recompute
+from lightning_actprune.report import ConversionReport
 
 Batch = tuple[Tensor, Tensor]
 OTHERS = "+others"
+PRESET = "preset:"
+PRUNED = "pruned"
 OTHERS_NAMED = rf"=(({'|'.join(ALL_OTHERS)}):\w+)(,({'|'.join(ALL_OTHERS)}):\w+)*"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A method and, for `pruned`, its settings; what says nothing else than the default is `None`."""
+    """A method and, for `PRUNED`, its settings; what says nothing else than the default is `None`."""
 
     method: str
     sparsity: float | None = None
@@ -50,7 +58,7 @@ class Setting:
     others: str | None = None
 
     def __str__(self) -> str:
-        if self.method == "dense":
+        if self.method != PRUNED:
             return self.method
         more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
         text = ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
@@ -64,8 +72,8 @@ class Setting:
 
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
-    if text == "dense":
-        return Setting("dense")
+    if text == "dense" or (text.removeprefix(PRESET) in config.PRESETS and text.startswith(PRESET)):
+        return Setting(text)
     base, plus, named = text.partition(OTHERS)
     if plus and base != "dense" and (not named or re.fullmatch(OTHERS_NAMED, named)):
         preset = PRESETS.get(base, Preset())
@@ -76,13 +84,14 @@ def parse_setting(text: str) -> Setting:
     found = re.fullmatch(rf"(0|0?\.\d+):([1-9]\d*):(\w+)(?::({selections}))?(?::(0?\.\d+))?", text)
     if found is None or found[3] not in get_args(ValueFormatName):
         raise argparse.ArgumentTypeError(
-            f"must be `dense`, a preset ({', '.join(PRESETS)}) or `sparsity:block_size:value_format`, perhaps with "
+            f"must be `dense`, a preset ({', '.join(PRESETS)}), `preset:` and one of the package's "
+            f"({', '.join(config.PRESETS)}), or `sparsity:block_size:value_format`, perhaps with "
             f"`:block_selection` and `:max_dropped_energy`, with a sparsity in [0, 1), a format of "
             f"{', '.join(get_args(ValueFormatName))} and a selection of {selections}, got {text!r}. HINT: 0.5:16:same, "
             "for example."
         )
     selection = None if found[4] == "largest" else found[4]
-    return Setting("pruned", float(found[1]), int(found[2]), found[3], selection, float(found[5]) if found[5] else None)
+    return Setting(PRUNED, float(found[1]), int(found[2]), found[3], selection, float(found[5]) if found[5] else None)
 
 
 def in_words(others: Mapping[Any, str]) -> str:
@@ -93,7 +102,7 @@ def in_words(others: Mapping[Any, str]) -> str:
 def _of_preset(preset: Preset) -> Setting:
     selection = None if preset.block_selection == "largest" else preset.block_selection
     limit = None if preset.max_dropped_energy == 1 else preset.max_dropped_energy
-    return Setting("pruned", preset.sparsity, preset.block_size, preset.value_format, selection, limit)
+    return Setting(PRUNED, preset.sparsity, preset.block_size, preset.value_format, selection, limit)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -116,15 +125,24 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
     """
     if setting.method == "dense":
         return []
-    names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
-    preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
-    report = convert(model, rules=rules_of(preset, other_formats(model, setting), model))
+    report = converted(model, setting)
     probes = RetentionProbe(model, batch), EnergyProbe(model)
     with buffers_kept(model), probes[0] as retention, probes[1] as energy:
         training_loss(model, batch, precision)
     left_dense = sorted({kind(layer.fqn) for layer in retention.apply(report)})
     energy.apply(report)
     return left_dense
+
+
+def converted(model: nn.Module, setting: Setting) -> ConversionReport:
+    """Convert the layers of `model` that the setting says."""
+    if setting.method.startswith(PRESET):
+        # A capture forbids to ask for the state of random generators, and these models draw nothing.
+        recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
+        return convert(model, setting.method.removeprefix(PRESET))  # type: ignore[arg-type]
+    names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
+    preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
+    return convert(model, rules=rules_of(preset, other_formats(model, setting), model))
 
 
 def other_formats(model: nn.Module, setting: Setting) -> Any:
@@ -156,11 +174,16 @@ def kind(fqn: str) -> str:
     return re.sub(r"^blocks\.\d+\.", "", fqn)
 
 
-def kept_rows(model: nn.Module, batch: Batch, precision: str) -> list[LayerFootprint]:
-    """Return what each linear layer, and each pruned convolution, of the blocks keeps in one forward."""
+def kept(model: nn.Module, batch: Batch, precision: str) -> MemoryReport:
+    """Return what a model keeps in one forward."""
     with buffers_kept(model), SavedTensorMeter(model, batch) as meter:
         training_loss(model, batch, precision)
-    return [row for row in meter.report().rows if row.fqn.startswith("blocks.")]
+    return meter.report()
+
+
+def kept_rows(model: nn.Module, batch: Batch, precision: str) -> list[LayerFootprint]:
+    """Return what each linear layer, and each pruned convolution, of the blocks keeps in one forward."""
+    return [row for row in kept(model, batch, precision).rows if row.fqn.startswith("blocks.")]
 
 
 def bits_per_value(rows: Iterable[LayerFootprint], precision: str) -> float:
@@ -173,3 +196,9 @@ def bits_per_value(rows: Iterable[LayerFootprint], precision: str) -> float:
     if not rows:  # dense convolutions
         return dense_bits
     return round(dense_bits * sum(row.stored_bytes for row in rows) / sum(row.dense_bytes for row in rows), 4)
+
+
+def bits_of_all(model: nn.Module, batch: Batch, precision: str) -> float:
+    """Return the bits that a model keeps for 16, or 32, that it would keep if it were dense."""
+    report = kept(model, batch, precision)
+    return round((16 if precision == "bf16" else 32) * report.stored_bytes / report.dense_bytes, 4)
