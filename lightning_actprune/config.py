@@ -9,17 +9,18 @@ each operator that it covers:
 ``balanced``
     Every operator is covered, no block is dropped, and every value is kept in four bits, 4.5 with the header of its
     block: a bit more than a quarter of 16-bit values. Gradients are the exact ones but for noise of mean zero. What is
-    not known to be linear (``saved``, query and key of attention) is kept in eight, and so are smooth activation
-    functions in nets with eight or more of them and as many batch norms: in a long chain of these the noise of each
-    adds up; and inputs of linear layers with few rows, such as heads that read one token of each sample, whose errors
-    are most of a model's and whose bytes are next to nothing.
+    not known to be linear (``saved``) is kept in eight, all that attention saves with it: where its weights are sharp,
+    query and key get a small difference of products with value and result, whose errors do not cancel. In eight bits
+    are also smooth activation functions in nets with eight or more of them and as many batch norms: in a long chain of
+    these the noise of each adds up; and inputs of linear layers with few rows, such as heads that read one token of
+    each sample, whose errors are most of a model's and whose bytes are next to nothing.
 ``max``
     Every operator is covered. Linear layers keep two bits a value and convolutions three, or two in nets with eight or
     more batch norms and fewer smooth activation functions, such as ResNets. Both drop half of the blocks where these
-    hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``).
-    Activation functions keep three bits, norms four, layer scales two, value and result of attention three. Affine
-    layers keep three, so that linear layers that read their output need none of their own (see ``operators.reuse``).
-    Few rows, query and key are kept as by ``balanced``.
+    hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``). Activation functions
+    keep three bits, norms and attention's value four, layer scales two. Affine layers keep three, so that linear layers
+    that read their output need none of their own (see ``operators.reuse``). Few rows, query, key and the result of
+    attention are kept as by ``balanced``.
 
 ``recompute``
     The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that
@@ -294,8 +295,6 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
         "affine": Keep(bits=4),
         "scale": Keep(bits=4),
         "saved": Keep(bits=8),
-        "value": Keep(bits=4),
-        "attended": Keep(bits=4),
     },
     "max": {
         "linear": Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2, fine_rows=FINE_ROWS),
@@ -305,8 +304,7 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
         "affine": Keep(bits=3),
         "scale": Keep(bits=2),
         "saved": Keep(bits=8),
-        "value": Keep(bits=3),
-        "attended": Keep(bits=3),
+        "value": Keep(bits=4),
     },
 }
 PRESETS["recompute"] = {operator: replace(keep, bits=8) for operator, keep in PRESETS["balanced"].items()}

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_actprune import ActivationPrunedLinear
@@ -177,7 +178,7 @@ def assert_plain(model: nn.Module) -> None:
     untouched = vars(nn.Linear(1, 1)).keys()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            assert type(module) is nn.Linear, name
+            assert type(module) in (nn.Linear, NonDynamicallyQuantizableLinear), name
             assert vars(module).keys() == untouched, name
             assert not module._forward_hooks, name
             assert not module._forward_pre_hooks, name
