@@ -17,10 +17,27 @@ activations to what all others keep, while a block further ahead runs again when
 What belongs to no block is kept as ``max`` does while any block is, then as ``balanced``, and is dense in the end; what
 attention saves goes with it.
 
+A block runs again as a whole. The two other changes it makes layer by layer, in one order for both: convolutions,
+linear layers, activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes
+(frontier_operators.json: one operator in few bits, ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet,
+ConvNeXt and patch embeddings)::
+
+                    max -> balanced     balanced -> dense
+    convolution     .08 to 8            .002 to .2
+    linear          .1 to 1.3           .0005 to .009
+    activation      0 to .06            0 to .002
+    norm            0, four bits both   .00004 to .007
+
+By time it is the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (formats.json, kernels.json),
+while activation functions and norms that read and write few bits take no longer than dense ones (activations.json,
+norms.json). Times in the first record vary by more than an operator takes. What operations of a block save beside its
+layers, attention's inputs above all, is nearly exact in any case, and becomes dense with the last layer.
+
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
-grows, as far as can be said without looking; so the last setting whose peak fits is found by bisection, of which each
-look is a simulated step (``analysis.simulated``). What is chosen has itself been looked at, so it fits whether or not
-peaks grow all along the path.
+grows, as far as can be said without looking: where two layers share a tensor and one of them is dense, the other one
+packs what is there anyway. So the last setting whose peak fits is found by bisection, of which each look is a simulated
+step (``analysis.simulated``): some nine of them for the 180 settings of a ViT-B/16. What is chosen has itself been
+looked at, so it fits whether or not peaks grow all along the path.
 
 A simulation knows no fragments, workspaces of convolutions and buckets of a strategy. Whoever has measured a step of a
 setting on the device can say by how much that was off, and all predictions are corrected by that.
@@ -29,28 +46,34 @@ setting on the device can say by how much that was off, and all predictions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
 from math import inf
 from numbers import Integral, Real
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
-from lightning_actprune.config import TYPE, Config, PresetName, Recompute, Rule, check_model, matches
+from lightning_actprune.config import TYPE, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks
-from lightning_actprune.operators.registry import ROOT, layers, operator_of
+from lightning_actprune.operators.registry import ROOT, layers, operator_of, plain_name
 from lightning_actprune.report import ConversionReport
 from lightning_actprune.schedules import SparsitySchedule
 
 Rules: TypeAlias = dict[str, Rule]
 BITS = 8
 """Of the inputs of blocks that run again."""
+WAYS = "run again", "in few bits", "in four bits", "dense"
+"""In which a block is kept, from the fewest bytes to the most."""
+AGAIN, FEW, BALANCED, DENSE = range(len(WAYS))
+ORDER: tuple[Operator, ...] = "convolution", "linear", "activation", "scale", "affine", "norm"
+"""In which the layers of a block change (see the module)."""
 _AROUND = "type:value", "type:attended", "*"
 """Patterns of what belongs to no block; what attention saves is of whatever block, and a matter of its type."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -79,47 +102,109 @@ def check_memory_budget(value: Any) -> int | float:
 
 
 class Setting(NamedTuple):
-    """How the blocks of a model are kept, and what is around them.
+    """How far along the path the blocks of a model are.
 
     Args:
-        rules: Those it is made of, for the preset ``"max"`` or another one in its place.
-        again: How many blocks run again.
-        few: How many keep few bits, as the preset says.
-        balanced: How many keep four bits.
-        dense: How many are dense.
+        way: How blocks are kept that have not changed yet, by its number in ``WAYS``.
+        changed: How many blocks, from the last one on, are kept in the next way.
+        layers: How many layers of the block before these are.
     """
 
-    rules: Rules
-    again: int = 0
-    few: int = 0
-    balanced: int = 0
-    dense: int = 0
+    way: int
+    changed: int = 0
+    layers: int = 0
 
 
-def settings(model: nn.Module) -> list[Setting]:
-    """Return the path: the setting with all blocks run again first, the dense model last."""
-    blocks = find_blocks(model)
-    inside = {name: (escape(name), f"{escape(name)}.*") for name in blocks}
-    names = [fqns for fqns, _ in layers(model)]
-    ways: list[Callable[[str], Rules]] = [
-        lambda name: {inside[name][0]: Recompute(BITS), inside[name][1]: None},
-        lambda name: {},
-        # By patterns of layers alone, since rules that count for none are errors.
-        lambda name: {own: "balanced" for own in inside[name] if any(matches(fqns, own) for fqns in names)},
-        lambda name: dict.fromkeys(inside[name]),
-    ]
-    around: list[Rules] = [{}, {}, dict.fromkeys(_AROUND, "balanced")]
-    path: list[Setting] = []
-    for way, rest in enumerate(around):
-        for changed in range(len(blocks) + 1):
-            split, counts = len(blocks) - changed, [0] * len(ways)
-            counts[way], counts[way + 1] = split, changed
-            rules: Rules = {}
-            for number, name in enumerate(blocks):
-                rules |= ways[way if number < split else way + 1](name)
-            path.append(Setting(rules | rest, *counts))
-    path.append(Setting({"*": None}, dense=len(blocks)))
-    return [own for number, own in enumerate(path) if number == 0 or own.rules != path[number - 1].rules]
+class _Block(NamedTuple):
+    """A block by patterns.
+
+    Args:
+        name: Of itself.
+        layers: Of its layers, in the order in which they change.
+    """
+
+    name: str
+    layers: list[str]
+
+    def kept(self, way: int, changed: int = 0) -> Rules:
+        """Return the rules of a way, of which so many layers have gone on to the next one."""
+        inside = f"{self.name}.*"
+        if way == AGAIN:
+            return {self.name: Recompute(BITS), inside: None}
+        if way == DENSE:
+            return {self.name: None, inside: None}
+        if way == FEW:
+            return dict.fromkeys(self.layers[:changed], "balanced")
+        left = self.layers[changed:]
+        # By patterns that match layers alone, since rules that count for none are errors.
+        there = {self.name: self.name in left, inside: any(name != self.name for name in left)}
+        return dict.fromkeys(self.layers[:changed]) | {pattern: "balanced" for pattern in there if there[pattern]}
+
+
+class Settings:
+    """The path: the setting with all blocks run again first, the dense model last.
+
+    Args:
+        model: The dense model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = _blocks(model)
+        self._path = list(self._in_order())
+
+    def __len__(self) -> int:
+        return len(self._path)
+
+    def __getitem__(self, number: int) -> Setting:
+        return self._path[number]
+
+    def rules(self, number: int) -> Rules:
+        """Return what rules a setting is made of, for the preset ``"max"`` or another one in its place."""
+        way, changed, part = self[number]
+        if way == DENSE:
+            return {"*": None}
+        rules, left = Rules(), len(self.blocks) - changed
+        for place, block in enumerate(self.blocks, 1):
+            rules |= block.kept(way, part if place == left else 0) if place <= left else block.kept(way + 1)
+        return rules | dict.fromkeys(_AROUND, "balanced") if way == BALANCED else rules
+
+    def described(self, number: int) -> str:
+        """Return in words how blocks are kept in a setting."""
+        way, changed, part = self[number]
+        if way == DENSE:
+            return "all of it dense"
+        if not self.blocks:
+            return f"no blocks, all {WAYS[way]}"
+        left = len(self.blocks) - changed
+        of = len(self.blocks[left - 1].layers)
+        between = f"1 with {part} of {of} layers {WAYS[way + 1]}" if part else ""
+        whole = [(left - bool(part), WAYS[way]), (changed, WAYS[way + 1])]
+        first, last = (f"{count} {how}" if count else "" for count, how in whole)
+        return f"of {len(self.blocks)} blocks " + ", ".join(filter(None, (first, between, last)))
+
+    def _in_order(self) -> Iterator[Setting]:
+        yield Setting(AGAIN if self.blocks else FEW)
+        yield from (Setting(AGAIN, changed) for changed in range(1, len(self.blocks) + 1))
+        yield from self._layer_by_layer(FEW)
+        yield Setting(BALANCED)  # around the blocks, too
+        yield from self._layer_by_layer(BALANCED)
+        yield Setting(DENSE)
+
+    def _layer_by_layer(self, way: int) -> Iterator[Setting]:
+        for changed, block in enumerate(reversed(self.blocks)):
+            yield from (Setting(way, changed, part) for part in range(1, len(block.layers)))
+            yield Setting(way, changed + 1)
+
+
+def _blocks(model: nn.Module) -> list[_Block]:
+    """Return the blocks of a model, each layer in the first one that has it, whose rules come first."""
+    found: dict[str, list[tuple[int, str]]] = {plain_name(name): [] for name in find_blocks(model)}
+    for fqns, layer in layers(model):
+        operator = operator_of(layer)
+        within = [(name, fqn) for name in found for fqn in fqns if f"{fqn}.".startswith(f"{name}.")]
+        if within and operator in ORDER:
+            found[within[0][0]].append((ORDER.index(operator), escape(within[0][1])))
+    return [_Block(escape(name), [fqn for _, fqn in sorted(own, key=itemgetter(0))]) for name, own in found.items()]
 
 
 @dataclass(frozen=True)
@@ -172,7 +257,7 @@ class Allocator:
         sparsity: float | SparsitySchedule | None = None,
         block_size: int | None = None,
     ) -> None:
-        self.path = settings(model)
+        self.path = Settings(model)
         self._layers = [(fqns, kind) for fqns, layer in layers(model) if (kind := operator_of(layer)) is not None]
         self._simulated, self._own = simulated, rules or {}
         self._config = partial(Config, preset, sparsity, block_size)
@@ -213,20 +298,26 @@ class Allocator:
         Raises:
             ValueError: If none fits.
         """
-        last = len(self.path) - 1
-        limit = budget if isinstance(budget, int) else budget * (self.step(last).peak_bytes + off)
-        fits = self._least(limit - off)
-        if self.step(fits).peak_bytes + off > limit:
-            raise ValueError(_too_small(budget, limit, self.step(fits), off))
-        too_large = last + 1
-        number = last  # which is looked at first: whatever fits then is dense
+        dense = self.step(len(self.path) - 1)
+        limit = budget if isinstance(budget, int) else budget * (dense.peak_bytes + off)
+        number = self.last_within(limit - off)
+        if self.step(number).peak_bytes + off > limit:
+            raise ValueError(_too_small(budget, limit, self.step(number), off))
+        return self.allocation(number, off)
+
+    def last_within(self, limit: float) -> int:
+        """Return the last setting whose simulated peak is within ``limit``, that of the fewest bytes if none is."""
+        fits, too_large = self._least(limit), len(self.path)
+        if self.step(fits).peak_bytes > limit:
+            return fits
+        number = too_large - 1  # which is looked at first: whatever fits then is dense
         while too_large - fits > 1:
-            if self.step(number).peak_bytes + off <= limit:
+            if self.step(number).peak_bytes <= limit:
                 fits = number
             else:
                 too_large = number
             number = (fits + too_large) // 2
-        return self.allocation(fits, off)
+        return fits
 
     def _least(self, limit: float) -> int:
         """Return a setting that fits, or the one that takes least.
@@ -235,12 +326,12 @@ class Allocator:
         """
         if self.step(0).peak_bytes <= limit:
             return 0
-        few = next(number for number, setting in enumerate(self.path) if not setting.again)
+        few = len(self.path.blocks)
         return min((0, few), key=lambda number: self.step(number).peak_bytes)
 
     def _others(self, number: int) -> Rules:
         """Return the rules of a setting whose patterns are none of the user's."""
-        return {name: rule for name, rule in self.path[number].rules.items() if name not in self._own}
+        return {name: rule for name, rule in self.path.rules(number).items() if name not in self._own}
 
     def _that_count(self, rules: Rules) -> Rules:
         """Return those of ``rules`` that count for something behind the user's, since ``convert`` takes no others."""
@@ -329,16 +420,3 @@ def allocate(
 def prepared(config: Config, model: nn.Module) -> ConversionReport:
     """Convert a model that is simulated."""
     return convert_layers(model, config, new_owner("allocate()"))
-
-
-def described(setting: Setting) -> str:
-    """Return in words how blocks are kept in a setting."""
-    if setting.rules == {"*": None}:
-        return "all of it dense"
-    words = {"again": "run again", "few": "in few bits", "balanced": "in four bits", "dense": "dense"}
-    counts = {name: getattr(setting, name) for name in words}
-    if not any(counts.values()):
-        return "no blocks, " + ("all in four bits" if setting.rules else "all in few bits")
-    return f"of {sum(counts.values())} blocks " + ", ".join(
-        f"{count} {words[name]}" for name, count in counts.items() if count
-    )

@@ -5,7 +5,8 @@ makes the optimizer's state; the second one, or as many batches as gradients are
 there is an allocator to ask. Then steps of this model with this batch are simulated, corrected by what was measured,
 and the fit goes on with the setting that was found. Two steps later, when its own first batch was probed, a step is
 measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the budget,
-the fit goes on with the setting before it on the path.
+predictions are corrected by that step, and the fit goes on with what fits by these. Each such correction is larger than
+the one before, so that no setting comes twice.
 
 Rank zero decides for all. A resumed fit goes on with what was decided before; trials of tuners, such as those of
 ``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after them decides with the batch that was found.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_actprune.analysis.allocation import Allocation, Allocator, described, prepared
+from lightning_actprune.analysis.allocation import Allocation, Allocator, prepared
 from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import check_precision, simulate
 from lightning_actprune.callbacks.arguments import checked
@@ -58,6 +60,7 @@ class MemoryBudget:
         self.number: int | None = None
         """Of the setting that was chosen, ``None`` before that."""
         self._off = 0
+        self._limit = inf
         self._ends_at: int | None = None
         self._waits: int | None = None
         self._checked = False
@@ -105,21 +108,22 @@ class MemoryBudget:
         assert self._allocator is not None
         share = found.peak_bytes / (found.dense.peak_bytes + self._off)
         return (
-            f"Memory budget: {described(self._allocator.path[found.number])}; predicted step peak "
+            f"Memory budget: {self._allocator.path.described(found.number)}; predicted step peak "
             f"{found.peak_bytes / _MIB:,.0f} MiB, {share:.0%} of the dense one."
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, fit for a checkpoint."""
-        chosen = None if self._allocator is None or self.number is None else self._allocator.path[self.number]
-        return {"budget": self._budget, "number": self.number, "setting": repr(chosen)}
+        allocator, number = self._allocator, self.number
+        chosen = None if allocator is None or number is None else allocator.path.rules(number)
+        return {"budget": self._budget, "number": number, "setting": repr(chosen)}
 
     def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
         """Go on with what was chosen before, for the same budget and blocks; what that takes was seen then."""
         number, allocator = state.get("number"), self._allocator_of(model, _no_steps)
         if state.get("budget") != self._budget or number is None or number >= len(allocator.path):
             return
-        if repr(allocator.path[number]) == state.get("setting"):
+        if repr(allocator.path.rules(number)) == state.get("setting"):
             self.number, self._checked, self._allocator = number, True, allocator
 
     def end(self) -> None:
@@ -140,7 +144,10 @@ class MemoryBudget:
         found = trainer.strategy.broadcast(found)
         if isinstance(found, MisconfigurationException):
             raise found
-        return allocator.allocation(found, self._off)
+        chosen = allocator.allocation(found, self._off)
+        dense = chosen.dense.peak_bytes + self._off
+        self._limit = self._budget if isinstance(self._budget, int) else self._budget * dense
+        return chosen
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
@@ -159,13 +166,13 @@ class MemoryBudget:
                 f"and {measured / _MIB:,.0f} MiB were measured. HINT: batches of several sizes, or what else runs in "
                 "a step and is no part of training_step, cannot be foreseen; leave a margin in the budget."
             )
-        dense = found.dense.peak_bytes + self._off
-        limit = self._budget if isinstance(self._budget, int) else self._budget * dense
-        above = trainer.strategy.broadcast(measured > limit)
-        if above and found.number:
-            self._checked = False
-            return self._allocator.allocation(found.number - 1, self._off)
-        return found
+        if not trainer.strategy.broadcast(measured > self._limit):
+            return found
+        self._off += measured - found.peak_bytes
+        below = self._allocator.last_within(self._limit - self._off) if trainer.is_global_zero else 0
+        number = trainer.strategy.broadcast(below)
+        self._checked = number == found.number  # the one of the fewest bytes, above the budget as it is
+        return self._allocator.allocation(number, self._off)
 
 
 class _Simulated:
