@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import multiprocessing
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,52 @@ def in_process(command: Sequence[str], seconds: float) -> dict[str, Any]:
         return {"error": lines[-1][:300]}
     found: dict[str, Any] = json.loads(output.stdout.splitlines()[-1])
     return found
+
+
+def in_fork(seconds: float, case: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Run a case in a fresh process that need not import anything again; return its figures, or its error.
+
+    This process must not have asked for a GPU: CUDA does not work in what is forked from one that has.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, case, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv() if ours.poll(seconds) else {"error": f"took over {seconds} s"}
+    except EOFError:
+        process.join()
+        found = {"error": f"exit status {process.exitcode}"}
+    if process.is_alive():
+        process.kill()
+    process.join()
+    return found
+
+
+def _send(connection: Connection, case: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
+    """Send what a case returns in a process of its own, or its error, and where it ran."""
+    try:
+        found = case(*args)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    connection.send({**found, **environment()})
+    connection.close()
+
+
+def require_gpu_in_fork() -> None:
+    """As ``require_gpu``, without that this process asks for a GPU itself."""
+
+    def missing() -> dict[str, Any]:
+        try:
+            require_gpu()
+        except SystemExit as error:
+            return {"error": str(error)}
+        return {}
+
+    error = in_fork(60, missing).get("error")
+    if error is not None:
+        raise SystemExit(error)
 
 
 def require_gpu() -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.common import MIB, environment, in_process, require_gpu, write_records
+from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, write_records
 from examples.benchmarks.models import Training, allocated, described
 from examples.benchmarks.summaries import Records, Summary, beside, dense_of, groups
 from lightning_actprune import convert
@@ -122,8 +121,7 @@ def summary(records: Records) -> Summary:
 
 def run_case(name: str, method: str) -> dict[str, Any]:
     """Measure one case in a fresh process; return its figures, or its error."""
-    command = [sys.executable, __file__, "--case", name, method]
-    return in_process(command, CASE_SECONDS)
+    return in_fork(CASE_SECONDS, measure, name, method, torch.device("cuda"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,16 +130,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
     parser.add_argument("--methods", nargs="+", default=list(methods()), choices=(*METHODS, *LIGER), metavar="METHOD")
     parser.add_argument("--out", type=Path, default=Path("logits.json"))
-    parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="measure one, print JSON")
     args = parser.parse_args(arguments)
-    require_gpu()
-    if args.case:
-        print(json.dumps(measure(*args.case, torch.device("cuda"))))
-        return 0
+    require_gpu_in_fork()
     records: Records = []
     for name in args.models:
         for method in args.methods:
-            records.append({**described(name, BATCHES), "method": method, **run_case(name, method), **environment()})
+            records.append({**described(name, BATCHES), "method": method, **run_case(name, method)})
             write_records(args.out, records)
     Console(width=None if sys.stdout.isatty() else 200).print(summary(records).rich())
     return int(any("error" in record for record in records))

@@ -61,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import Case, Training, search, train
-from examples.benchmarks.common import MIB, environment, in_process, require_gpu, write_records
+from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, write_records
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
@@ -284,15 +284,11 @@ def with_speed(record: Record) -> Record:
 
 def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float | None) -> dict[str, Any]:
     """Measure one case in a fresh process; return its figures, or its error."""
-    command = [sys.executable, __file__, "--case", name, method]
-    if offload_file is not None:
-        command += ["--offload-file", str(offload_file)]
-    elif method == "offload":
+    if method == "offload" and offload_file is None:
         return {"error": "without --offload-file nothing can be offloaded"}
     if cap_gib is not None:
-        command += ["--largest", str(cap_gib)]
-    seconds = CASE_SECONDS if cap_gib is None else LARGEST_SECONDS
-    return in_process(command, seconds)
+        return in_fork(LARGEST_SECONDS, measure_largest, name, method, offload_file, cap_gib)
+    return in_fork(CASE_SECONDS, measure, name, method, offload_file)
 
 
 Key = tuple[str, str, float | None]
@@ -341,7 +337,7 @@ def recorded(before: Record | None, name: str, method: str, cap_gib: float | Non
     head = {**described(name, BATCHES), "method": method}
     if cap_gib is not None:
         head["cap_gib"] = cap_gib
-    record = {**head, **found, **environment()}
+    record = {**head, **found}
     return record if "error" in found or cap_gib is not None else merged(before, record)
 
 
@@ -377,7 +373,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     parser.add_argument("--largest", type=float, metavar="CAP_GIB", help="search the largest batch under this cap")
     parser.add_argument("--out", type=Path, default=Path("rivals.json"))
-    parser.add_argument("--case", nargs=2, metavar=("MODEL", "METHOD"), help="measure one, print JSON")
     args = parser.parse_args(argv)
     if args.methods is None:
         args.methods = [method for method in METHODS if args.largest is None or method != "offload"]
@@ -387,13 +382,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases that are not there yet, write the records and print the table."""
     args = parsed(argv)
-    require_gpu()
-    if args.case:
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
-        cap = () if args.largest is None else (args.largest,)
-        print(json.dumps((measure_largest if cap else measure)(*args.case, args.offload_file, *cap)))
-        return 0
+    require_gpu_in_fork()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     before = json.loads(args.out.read_text()) if args.out.is_file() else []
     records = {key_of(record): record for record in before}
     run_cases(args, records)

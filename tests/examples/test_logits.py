@@ -52,9 +52,8 @@ def test_a_case(small, monkeypatch):
 def test_records_and_the_table(monkeypatch, tmp_path, capsys):
     figures = {"activations_mib": 10, "peak_mib": 100, "step_ms": 2.0}
     answers = {"dense": figures, "dense, together": {**figures, "peak_mib": 50}, "max, together": {"error": "made up"}}
-    monkeypatch.setattr(logits, "require_gpu", lambda: None)
-    monkeypatch.setattr(logits, "run_case", lambda name, method: answers[method])
-    monkeypatch.setattr(logits, "environment", lambda: ENVIRONMENT)
+    monkeypatch.setattr(logits, "require_gpu_in_fork", lambda: None)
+    monkeypatch.setattr(logits, "run_case", lambda name, method: answers[method] | ENVIRONMENT)
     path = tmp_path / "logits.json"
     assert logits.main(["--models", "GPT2LMHeadModel", "--methods", *answers, "--out", str(path)]) == 1
     records = json.loads(path.read_text())

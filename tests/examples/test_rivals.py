@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import lightning.pytorch as pl
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from examples.benchmarks import models, plots, rivals, summaries, third_party
-from examples.benchmarks.common import MIB
+from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
 from tests.examples.stand_ins import PEAK, Blocks, vectors
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py"}
@@ -177,11 +179,11 @@ def ran(small, monkeypatch):
         if method == "max" and cases.count((name, method)) == 1:
             return {"error": "CUDA out of memory."}
         times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases)}
-        figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times}
+        figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times, **ENVIRONMENT}
         return figures if cap_gib is None else with_batch(figures)
 
     monkeypatch.setattr(rivals, "run_case", run_case)
-    monkeypatch.setattr(rivals, "require_gpu", lambda: None)
+    monkeypatch.setattr(rivals, "require_gpu_in_fork", lambda: None)
     return cases
 
 
@@ -306,3 +308,31 @@ def test_picture_of_the_frontier(tmp_path):
     assert bottom.get_yscale() == top.get_xscale() == "log"
     plots.save(figure, tmp_path / "frontier.png", colors=256)
     assert (tmp_path / "frontier.png").stat().st_size > 1000
+
+
+def test_a_case_runs_in_a_process_of_its_own():
+    kept = []
+
+    def case(number):
+        kept.append(number)
+        return {"number": number}
+
+    found = in_fork(30, case, 3)
+    assert found["number"] == 3
+    assert found["torch"] == torch.__version__
+    assert kept == []
+
+
+def test_errors_of_a_process_are_its_record():
+    def raises():
+        raise ValueError("made up\nby a test")
+
+    assert in_fork(30, raises)["error"] == "ValueError: made up"
+    assert in_fork(0.2, time.sleep, 30) == {"error": "took over 0.2 s"}
+    assert in_fork(30, os._exit, 3) == {"error": "exit status 3"}
+
+
+def test_without_a_gpu_the_program_ends_with_a_hint(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+        require_gpu_in_fork()
