@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.summaries import Record, Records, case_name, dense_of, groups
+from examples.benchmarks.summaries import BUDGET, Record, Records, case_name, dense_of, groups
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,8 +94,6 @@ def draw(records: Records, path: Path) -> None:
     save(figure, path)
 
 
-ALLOCATED = "allocate "
-"""Begins the names of methods that share out one budget after the other: the points of one line."""
 LEAST_ERROR = 1e-8
 """What a cosine is rounded to: a gradient that equals the dense one has no place on an axis of powers of ten."""
 
@@ -115,7 +113,7 @@ def frontier_figure(records: Records) -> Figure:
 
     measured = groups([r for r in records if "error" not in r], "model")
     models = {name: group for (name,), group in measured.items() if dense_of(group)}
-    alone = dict.fromkeys(r["method"] for r in records if not r["method"].startswith((ALLOCATED, "dense")))
+    alone = dict.fromkeys(r["method"] for r in records if not r["method"].startswith((BUDGET, "dense")))
     styles = {"dense": ("black", "o"), **dict(zip(alone, itertools.cycle(STYLES[1:])))}
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(max(4.5, 3 * len(models)), 5.4), layout="constrained")
@@ -131,7 +129,7 @@ def frontier_figure(records: Records) -> Figure:
             top.set_title(name)
         axes[0, 0].set_ylabel("step time, dense = 1")
         axes[1, 0].set_ylabel("1 - cosine of the gradient")
-        if any(r["method"].startswith(ALLOCATED) for r in records):
+        if any(r["method"].startswith(BUDGET) for r in records):
             handles, labels = axes[0, 0].get_legend_handles_labels()
             figure.legend(handles, labels, loc="outside lower center", frameon=False)
     return figure
@@ -140,12 +138,12 @@ def frontier_figure(records: Records) -> Figure:
 def draw_methods(
     axes: Axes, records: Records, dense: Record, styles: dict[str, Style], height: Callable[[Record], float]
 ) -> None:
-    """Draw a labelled dot per record, and a line through those that share out budgets."""
+    """Draw a labelled dot per record, and a line through those of budgets."""
     axes.set_xscale("log")
     axes.grid(alpha=0.25, linewidth=0.5)
     points = sorted((r["activations_mib"] / dense["activations_mib"], height(r), r["method"]) for r in records)
-    line = [point for point in points if point[2].startswith(ALLOCATED)]
-    axes.plot([x for x, *_ in line], [y for _, y, _ in line], color=STYLES[0][0], linewidth=1.2, label="allocate")
+    line = [point for point in points if point[2].startswith(BUDGET)]
+    axes.plot([x for x, *_ in line], [y for _, y, _ in line], color=STYLES[0][0], linewidth=1.2, label="memory_budget")
     for x, y, method in points:
         color, marker = styles.get(method, STYLES[0])
         axes.plot(x, y, marker, color=color, markersize=4)
@@ -153,7 +151,7 @@ def draw_methods(
         side = {"xytext": (3, 2), "ha": "left", "va": "bottom"}
         if (x, y, method) in line:
             side = {"xytext": (-3, -2), "ha": "right", "va": "top"}
-        text = method.removeprefix(ALLOCATED)
+        text = method.removeprefix(BUDGET)
         axes.annotate(text, (x, y), textcoords="offset points", fontsize=5.5, color=color, **side)
     axes.margins(x=0.2, y=0.15)
 

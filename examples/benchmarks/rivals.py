@@ -63,7 +63,7 @@ from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import Case, Training, search, train
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, write_records
 from examples.benchmarks.models import described
-from examples.benchmarks.summaries import Record, Records, Summary, beside, groups
+from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
 from lightning_actprune.analysis.allocation import check_memory_budget
@@ -78,7 +78,6 @@ MODELS = (
 )
 OTHERS = ("dense", "checkpoint", "offload")
 METHODS = (*OTHERS, "balanced", "max", "recompute")
-BUDGET = "budget:"
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
 STEPS, WARM_UP = 18, 6

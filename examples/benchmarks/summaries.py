@@ -41,6 +41,10 @@ def are_figures(cells: Sequence[str], longest: int = 40) -> bool:
     return all(re.match(r"(\*\*)?[-+]?\d", cell) and len(cell) <= longest for cell in filled)
 
 
+BUDGET = "budget:"
+"""Begins the names of methods that are a memory budget."""
+
+
 def percent(ratio: float) -> str:
     """Return by how many percent something is more or less, if it is ``ratio`` times what it is compared with."""
     change = round(100 * (ratio - 1))
@@ -178,6 +182,21 @@ def frontier(records: Records) -> Summary:
             rows.append([model, r["method"], *cells])
     header = ("model", "method", "activations MiB", "peak MiB", "ms a step", "1 - cosine")
     return Summary("Memory, time and gradients; in brackets, how much more or less than dense", header, rows)
+
+
+def budgets(records: Records) -> Summary:
+    """What was allowed, predicted and measured of each budget, in MiB, and what was chosen, or why nothing was."""
+    rows = []
+    for r in records:
+        label = [f"{r['model']}, batch {r['batch']}", r["method"].removeprefix(BUDGET)]
+        if "error" in r:
+            rows.append([*label, "-", r["error"].partition(": ")[2].partition(" HINT")[0], "-", "-", "-"])
+            continue
+        off = f"{100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %"
+        sizes = [f"{r[name]:.0f}" for name in ("budget_mib", "predicted_mib", "peak_mib")]
+        rows.append([*label, *sizes, off, f"{r['activations_mib']:.0f}"])
+    header = ("model", "budget", "MiB", "predicted peak", "measured peak", "off by", "activations MiB")
+    return Summary("Peaks of steps under a budget", header, rows)
 
 
 def dense_of(records: Records) -> Record | None:

@@ -334,9 +334,11 @@ def lightning_tests(records: Records) -> str:
     return "\n\n".join(parts) + f"\n\n<sub>`{first['command']}`</sub>"
 
 
+BUDGETS_TEXT = """\
+Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf16-mixed"`, eager, fused AdamW."""
 RIVALS_TEXT = """\
-Twelve steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was
-slow: where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
+Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was slow:
+where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
 LOGITS_TEXT = """\
 One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cross_entropy`."""
 
@@ -344,6 +346,11 @@ One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cros
 def rivals(records: Records) -> str:
     """Presets and checkpointing through a Trainer."""
     return RIVALS_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
+
+
+def budgets(records: Records) -> str:
+    """Peaks of fits with a budget beside what was predicted."""
+    return BUDGETS_TEXT + "\n\n" + summarised(grouped(summaries.budgets(records)), records)
 
 
 def logits(records: Records) -> str:
@@ -370,6 +377,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "zoo_causes": (("zoo_causes",), zoo_causes),
     "lightning_tests": (("lightning_tests",), lightning_tests),
     "rivals": (("rivals",), rivals),
+    "budgets": (("budgets",), budgets),
     "logits": (("logits",), logits),
 }
 """Tables by the name of their markers: the result files, and what is made of their records."""

@@ -24,7 +24,8 @@ and autograd sees to it that nobody writes to it before backward. What is quanti
 itself or by whoever comes later. A tensor that several blocks get, as the output of an encoder, is stored once.
 
 Buffers that the first run has changed, such as running statistics, are as they were after the second one: they move
-once a step, by what the exact input says.
+once a step, by what the exact input says. So are the generators of Python and NumPy, from which the second run draws
+what the first one did; generators of a module's own are not known.
 
 The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
 are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
@@ -36,6 +37,9 @@ In compiled code, what a module gets is kept as it is.
 from __future__ import annotations
 
 import pkgutil
+import random
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,16 +166,18 @@ def recomputed(
     del args, kwargs
     written: list[_Buffer] = []
 
+    drawn: list[_Generators] = []
+
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-            with _noting_buffers(module, written):
+            with _noting_buffers(module, written), _noting_generators(module, drawn):
                 return forward(*own, **by_name)
         read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
         own, by_name = _mapped(_Place, lambda place: read[place.number], *given)
-        if not written:
+        if not written and not drawn:
             return forward(*own, **by_name)
-        with _left_as_they_are(written):
+        with _left_as_they_are(written), _as_before(drawn):
             return forward(*own, **by_name)
 
     return checkpoint(run, *kept, use_reentrant=False)
@@ -237,6 +243,52 @@ def _left_as_they_are(written: list[_Buffer]) -> Iterator[None]:
                 buffers[name] = buffer
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
+
+
+_Generators = tuple[Any, Any]
+"""The states of the random generators of Python and of NumPy."""
+_draws: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
+"""Whether a module has drawn from these when it first ran, in training or not."""
+
+
+@contextmanager
+def _noting_generators(module: nn.Module, drawn: list[_Generators]) -> Iterator[None]:
+    """Note the states before a run that draws from generators which torch does not know."""
+    draws = _draws.setdefault(module, {})
+    if draws.get(module.training) is False:  # asking takes as long as a launch
+        yield
+        return
+    before = _states()
+    yield
+    if module.training not in draws:
+        draws[module.training] = repr(before) != repr(_states())
+    if draws[module.training]:
+        drawn.append(before)
+
+
+@contextmanager
+def _as_before(drawn: list[_Generators]) -> Iterator[None]:
+    """Let a run draw the numbers that it has drawn before."""
+    now = _states() if drawn else None
+    for states in drawn:
+        _set_states(states)
+    try:
+        yield
+    finally:
+        if now is not None:
+            _set_states(now)
+
+
+def _states() -> _Generators:
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _set_states(states: _Generators) -> None:
+    own, other = states
+    random.setstate(own)
+    if other is not None:
+        sys.modules["numpy.random"].set_state(other)
 
 
 class _Place:

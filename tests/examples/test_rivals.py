@@ -279,8 +279,8 @@ def frontier_record(method, activations, milliseconds, cosine=None, model="net")
 FRONTIER = [
     frontier_record("dense", 400.0, 10.0),
     frontier_record("max", 100.0, 11.0, 0.99),
-    frontier_record("allocate 0.1", 40.0, 12.0, 0.9),
-    frontier_record("allocate 0.3", 120.0, 10.0, 1.0),
+    frontier_record("budget:0.1", 40.0, 12.0, 0.9),
+    frontier_record("budget:0.3", 120.0, 10.0, 1.0),
     {"model": "net", "method": "offload", "error": "took over 120 s"},
     frontier_record("max", 50.0, 5.0, 0.5, model="without dense"),
 ]
@@ -336,3 +336,12 @@ def test_without_a_gpu_the_program_ends_with_a_hint(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         require_gpu_in_fork()
+
+
+def test_table_of_budgets():
+    head = {"model": "net", "batch": 4, "method": "budget:0.3"}
+    sizes = {"budget_mib": 300.0, "predicted_mib": 200.0, "peak_mib": 195.0, "activations_mib": 50.0}
+    error = "MisconfigurationException: `memory_budget` (90 MiB) is less than a step takes. HINT: raise it."
+    rows = summaries.budgets([{**head, **sizes}, {**head, "method": "budget:0.1", "error": error}]).rows
+    assert rows[0] == ["net, batch 4", "0.3", "300", "200", "195", "-2.5 %", "50"]
+    assert rows[1] == ["net, batch 4", "0.1", "-", "`memory_budget` (90 MiB) is less than a step takes.", "-", "-", "-"]

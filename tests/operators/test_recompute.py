@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -508,3 +510,41 @@ def test_attention_that_runs_again_can_be_converted_otherwise():
         model["attn"](x, x, x)[0].sum().backward()
     revert(model)
     assert type(model["attn"]) is nn.MultiheadAttention
+
+
+class Draws(nn.Module):
+    """A block that scales by random numbers of a generator that torch does not know."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, x):
+        return x + self.linear(x).sin() * (self.draw() if self.training else 1.0)
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: random.random() * numpy.random.rand()])
+def test_generators_of_python_and_numpy_draw_the_same_again(draw):
+    """Also in later steps, after a forward without gradients, and go on from where the first run has left them."""
+
+    def gradients(model):
+        random.seed(3), numpy.random.seed(3)
+        found = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x = torch.randn(256, 8, requires_grad=True)
+            model(x).square().sum().backward()
+            found += [x.grad, *(p.grad.clone() for p in model.parameters())]
+            model.eval()(x)
+            model.train()
+        return found, random.random(), numpy.random.rand()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Draws(draw) for _ in range(3)])
+    exact, *after = gradients(model)
+    model.zero_grad()
+    convert(model, "recompute", rules={"*": Recompute(bits=None)})
+    ours, *ours_after = gradients(model)
+    assert ours_after == after
+    for x, y in zip(ours, exact, strict=True):
+        assert torch.equal(x, y)
