@@ -36,7 +36,7 @@ layers, attention's inputs above all, is nearly exact in any case, and becomes d
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak
 grows, as far as can be said without looking: where two layers share a tensor and one of them is dense, the other one
 packs what is there anyway. So the last setting whose peak fits is found by bisection, of which each look is a simulated
-step (``analysis.simulated``): some nine of them for the 180 settings of a ViT-B/16. What is chosen has itself been
+step (``analysis.simulated``): some ten of them for the 279 settings of a ViT-B/16. What is chosen has itself been
 looked at, so it fits whether or not peaks grow all along the path.
 
 A simulation knows no fragments, workspaces of convolutions and buckets of a strategy. Whoever has measured a step of a
@@ -70,10 +70,10 @@ Rules: TypeAlias = dict[str, Rule]
 BITS = 8
 """Of the inputs of blocks that run again."""
 WAYS = "run again", "in few bits", "in four bits", "dense"
-"""In which a block is kept, from the fewest bytes to the most."""
+"""How a block may be kept, from the fewest bytes to the most."""
 AGAIN, FEW, BALANCED, DENSE = range(len(WAYS))
 ORDER: tuple[Operator, ...] = "convolution", "linear", "activation", "scale", "affine", "norm"
-"""In which the layers of a block change (see the module)."""
+"""The order in which the layers of a block change (see the module)."""
 _AROUND = "type:value", "type:attended", "*"
 """Patterns of what belongs to no block; what attention saves is of whatever block, and a matter of its type."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -212,7 +212,7 @@ class Allocation:
     """A setting of the path.
 
     Args:
-        number: Its number on the path, 0 for that with all blocks run again.
+        number: Its number on the path (``Settings``), 0 for that with all blocks run again.
         rules: What rules it is made of, beside the preset and behind those of the user.
         step: The simulated step.
         dense: The simulated step of the dense model.
@@ -288,19 +288,20 @@ class Allocator:
         rules = self._that_count(self._others(number))
         return Allocation(number, rules, self.step(number), self.step(len(self.path) - 1), off)
 
-    def fit(self, budget: float, off: int = 0) -> Allocation:
-        """Return the last setting that fits.
+    def fit(self, budget: float, off: int = 0, cap: float = inf) -> Allocation:
+        """Return the last setting that fits, or that of the fewest bytes if it fits into the budget alone.
 
         Args:
             budget: Bytes, or a fraction of the peak of the dense model.
             off: By how many bytes a measured step had more than the simulated one.
+            cap: Bytes that are there in any case.
 
         Raises:
-            ValueError: If none fits.
+            ValueError: If none fits into the budget.
         """
         dense = self.step(len(self.path) - 1)
         limit = budget if isinstance(budget, int) else budget * (dense.peak_bytes + off)
-        number = self.last_within(limit - off)
+        number = self.last_within(min(limit, cap) - off)
         if self.step(number).peak_bytes + off > limit:
             raise ValueError(_too_small(budget, limit, self.step(number), off))
         return self.allocation(number, off)
@@ -372,7 +373,7 @@ def allocate(
 ) -> Allocation:
     """Return how each block of a model is to be kept so that the peak of a training step fits into a budget.
 
-    Nothing of the model changes, and no GPU is needed. For a ViT-B/16 it takes some 20 s on two CPU cores. Use it with
+    Nothing of the model changes, and no GPU is needed. For a ViT-B/16 it takes some 25 s on two CPU cores. Use it with
     ``convert(model, preset, rules={**own_rules, **allocation.rules})``; of a dense one, convert nothing.
 
     Args:

@@ -138,7 +138,7 @@ class MemoryBudget:
         found: int | MisconfigurationException = 0
         if trainer.is_global_zero:
             try:
-                found = checked(allocator.fit, self._budget, self._off).number
+                found = checked(allocator.fit, self._budget, self._off, _cap(model.device)).number
             except MisconfigurationException as error:  # which the other ranks wait for, too
                 found = error
         found = trainer.strategy.broadcast(found)
@@ -146,7 +146,8 @@ class MemoryBudget:
             raise found
         chosen = allocator.allocation(found, self._off)
         dense = chosen.dense.peak_bytes + self._off
-        self._limit = self._budget if isinstance(self._budget, int) else self._budget * dense
+        limit = self._budget if isinstance(self._budget, int) else self._budget * dense
+        self._limit = min(limit, _cap(model.device))
         return chosen
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
@@ -173,6 +174,18 @@ class MemoryBudget:
         number = trainer.strategy.broadcast(below)
         self._checked = number == found.number  # the one of the fewest bytes, above the budget as it is
         return self._allocator.allocation(number, self._off)
+
+
+def _cap(device: torch.device) -> float:
+    """Return the bytes that torch may take of a device for tensors, infinity if it may take all.
+
+    What lay idle between tensors in the step that was measured counts as taken.
+    """
+    share = torch.cuda.get_per_process_memory_fraction(device) if device.type == "cuda" else 1.0
+    if share >= 1:
+        return inf
+    idle = torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return share * torch.cuda.get_device_properties(device).total_memory - idle
 
 
 class _Simulated:

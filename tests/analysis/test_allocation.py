@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,13 +17,14 @@ from torch import Tensor, nn
 from lightning_actprune import Keep, Recompute, convert, revert
 from lightning_actprune.analysis import simulated
 from lightning_actprune.analysis.allocation import (
+    BALANCED,
+    DENSE,
+    FEW,
     Allocator,
-    Setting,
+    Settings,
     allocate,
     check_memory_budget,
-    described,
     prepared,
-    settings,
 )
 from lightning_actprune.analysis.memory import MemoryMoment, StepMemory
 from lightning_actprune.analysis.simulated import simulate
@@ -31,8 +35,12 @@ from tests.support.helpers import assert_plain
 from tests.support.stack import DEPTH, WIDTH, layers
 
 MIB = 2**20
-LAST = 3 * DEPTH + 2
-"""Number of the dense setting: there is one for each step of a block, and one for what is around them."""
+PARTS = 4
+"""Layers of a block."""
+FOUR = DEPTH + DEPTH * PARTS + 1
+"""Number of the setting with all in four bits: one for each block, for each layer, and for what is around them."""
+LAST = FOUR + DEPTH * PARTS + 1
+"""Number of the dense setting."""
 
 
 # Sizes.
@@ -91,50 +99,100 @@ def test_what_is_no_size(given: Any, error: type[Exception], match: str):
 # The path.
 
 
-def converted(model: nn.Module, setting: Setting) -> ConversionReport:
-    return convert_layers(model, Config("max", rules=setting.rules), "test")
+def converted(model: nn.Module, path: Settings, number: int) -> ConversionReport:
+    return convert_layers(model, Config("max", rules=path.rules(number)), "test")
 
 
 def test_the_path_begins_with_all_blocks_run_again_and_ends_dense():
     model = layers()
-    path = settings(model)
+    path = Settings(model)
     assert len(path) == LAST + 1
     names = [f"{number}" for number in range(1, DEPTH + 1)]
-    first = converted(model, path[0])
+    first = converted(model, path, 0)
     assert [block.fqn for block in first.recomputed] == names
     assert all(block.recompute == Recompute(8) for block in first.recomputed)
     assert [layer.fqn for layer in first.converted] == ["0", str(DEPTH + 1)]  # nothing that is in them
-    last = converted(model, path[-1])
+    last = converted(model, path, LAST)
     assert last.converted == last.recomputed == []
-    assert path[-1].rules == {"*": None}
+    assert path.rules(LAST) == {"*": None}
     revert(model)
     assert_plain(model)
 
 
 def test_along_the_path_one_block_after_the_other_changes_from_the_last_one_on():
     model = layers()
-    path = settings(model)
-    ways = [tuple(setting)[1:] for setting in path]
-    assert ways[: DEPTH + 1] == [(DEPTH - done, done, 0, 0) for done in range(DEPTH + 1)]
-    assert ways[DEPTH + 1 : 2 * DEPTH + 1] == [(0, DEPTH - done, done, 0) for done in range(1, DEPTH + 1)]
-    assert ways[-1] == ways[-2] == (0, 0, 0, DEPTH)
-    again = [len(converted(model, setting).recomputed) for setting in path]
-    assert again == [setting.again for setting in path] == sorted(again, reverse=True)
-    half = converted(model, path[2])
+    path = Settings(model)
+    assert list(path)[: DEPTH + 1] == [(0, done, 0) for done in range(DEPTH + 1)]
+    whole = [(setting.way, setting.changed) for setting in list(path)[DEPTH + 1 :] if not setting.layers]
+    again = [len(converted(model, path, number).recomputed) for number in range(len(path))]
+    assert again == [DEPTH - done for done in range(DEPTH)] + [0] * (LAST + 1 - DEPTH)
+    assert whole == [
+        *[(FEW, done) for done in range(1, DEPTH + 1)], *[(BALANCED, done) for done in range(DEPTH + 1)], (DENSE, 0)
+    ]  # fmt: skip
+    half = converted(model, path, 2)
     assert [block.fqn for block in half.recomputed] == ["1", "2"]
     bits = {layer.fqn: layer.keep.bits for layer in half.converted if layer.operator == "linear"}
     assert bits == dict.fromkeys(["0", "3.first", "3.second", "4.first", "4.second", "5"], 2)
-    four = converted(model, path[2 * DEPTH + 1])
-    assert {layer.keep.bits for layer in four.converted} == {4}
-    mixed = converted(model, path[2 * DEPTH + 3])
+    assert {layer.keep.bits for layer in converted(model, path, FOUR).converted} == {4}
+    mixed = converted(model, path, FOUR + 2 * PARTS)
     assert {layer.fqn.split(".")[0] for layer in mixed.converted} == {"0", "1", "2", "5"}
 
 
+def test_in_a_block_one_layer_after_the_other_changes():
+    model = layers()
+    path = Settings(model)
+    order = [f"{DEPTH}.{name}" for name in ("first", "second", "act", "norm")]
+    assert path.rules(FOUR + 2) == {
+        **{f"{number}.*": "balanced" for number in range(1, DEPTH)},
+        **dict.fromkeys(order[:2]),
+        **dict.fromkeys([f"{DEPTH}.*", "type:value", "type:attended", "*"], "balanced"),
+    }  # fmt: skip
+    for done in range(1, PARTS + 1):
+        kept = {layer.fqn: layer.keep for layer in converted(model, path, DEPTH + done).converted}
+        four = {name for name in kept if name != "0" and kept[name] in Config("balanced").keeps}
+        assert four == {*order[:done], *(f"{number}.norm" for number in range(1, DEPTH + 1))}  # have four in both
+        dense = {layer.fqn for layer in converted(model, path, FOUR + done).layers if layer.keep is None}
+        assert dense == set(order[:done])
+
+
+def conv_net() -> nn.Sequential:
+    """Return a net of three blocks that share their norm."""
+    norm, of = nn.BatchNorm2d(64), partial(nn.Conv2d, 64, 64)
+    blocks = (nn.Sequential(of(3), norm, nn.ReLU(), of(1), nn.Dropout(0.1)) for _ in range(3))
+    return nn.Sequential(nn.Conv2d(3, 64, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("make", [layers, transformer, conv_net, lambda: torch.compile(layers(), backend="eager")])
+def test_convert_takes_the_rules_of_every_setting(make: Callable[[], nn.Module]):
+    model = make()
+    made = Allocator(model, lambda config: step(1))
+    blocks = len(made.path.blocks)
+    dense = []
+    for number in range(len(made.path) - 1):
+        report = convert(model, "max", rules=made.allocation(number).rules)
+        revert(model)
+        expected = convert_layers(model, made.config(number), new_owner("test"))
+        revert(model)
+        assert [(layer.fqn, layer.keep) for layer in report.layers] == [(own.fqn, own.keep) for own in expected.layers]
+        assert len(report.recomputed) == len(expected.recomputed) == max(0, blocks - number)
+        dense.append(sum(layer.keep is None for layer in expected.layers))
+    assert blocks >= 3
+    assert {after - before for before, after in pairwise(dense[blocks:])} == {0, 1}
+    inside = sum(len(block.layers) for block in made.path.blocks)
+    assert dense[-1] == inside
+    assert len(dense) == blocks + 2 * inside + 2
+
+
 def test_what_attention_saves_goes_with_what_is_in_no_block():
-    path = settings(layers())
-    config = Config("max", rules=path[2 * DEPTH + 1].rules)
+    path = Settings(layers())
+    config = Config("max", rules=path.rules(FOUR))
     assert config.attention == Config("balanced").attention
-    assert Config("max", rules=path[2 * DEPTH].rules).attention == Config("max").attention
+    assert Config("max", rules=path.rules(FOUR - 1)).attention == Config("max").attention
 
 
 class Named(nn.Module):
@@ -152,28 +210,59 @@ class Named(nn.Module):
 
 def test_names_may_have_the_characters_of_patterns():
     model = Named()
-    path = settings(model)
+    path = Settings(model)
     assert len(path) == LAST + 1
-    report = converted(model, path[2])
+    report = converted(model, path, 2)
     assert [block.fqn for block in report.recomputed] == ["parts.a[1]", "parts.a1"]
     assert {layer.fqn.rsplit(".", 1)[0] for layer in report.converted} == {"parts.*", "parts.?"}
+    dense = {layer.fqn for layer in converted(model, path, FOUR + PARTS + 2).layers if layer.keep is None}
+    assert dense == {
+        "parts.*.first",
+        "parts.*.second",
+        *(f"parts.?.{name}" for name in ("norm", "first", "act", "second")),
+    }
 
 
 def test_a_model_without_blocks_has_three_settings():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4))
-    path = settings(model)
-    assert [described(setting) for setting in path] == [
+    path = Settings(model)
+    assert [path.described(number) for number in range(len(path))] == [
         "no blocks, all in few bits", "no blocks, all in four bits", "all of it dense"
     ]  # fmt: skip
-    assert [{layer.keep.bits for layer in converted(model, s).converted} for s in path] == [{2, 3}, {4}, set()]
+    assert [{layer.keep.bits for layer in converted(model, path, n).converted} for n in range(3)] == [
+        {2, 3},
+        {4},
+        set(),
+    ]
 
 
-def test_settings_in_words():
-    path = settings(layers())
-    assert described(path[0]) == "of 4 blocks 4 run again"
-    assert described(path[1]) == "of 4 blocks 3 run again, 1 in few bits"
-    assert described(path[2 * DEPTH + 3]) == "of 4 blocks 2 in four bits, 2 dense"
-    assert described(path[-1]) == "all of it dense"
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "of 4 blocks 4 run again"),
+        (1, "of 4 blocks 3 run again, 1 in few bits"),
+        (DEPTH, "of 4 blocks 4 in few bits"),
+        (DEPTH + 3, "of 4 blocks 3 in few bits, 1 with 3 of 4 layers in four bits"),
+        (FOUR, "of 4 blocks 4 in four bits"),
+        (FOUR + 2 * PARTS, "of 4 blocks 2 in four bits, 2 dense"),
+        (FOUR + 2 * PARTS + 1, "of 4 blocks 1 in four bits, 1 with 1 of 4 layers dense, 2 dense"),
+        (LAST - 2, "of 4 blocks 1 with 3 of 4 layers dense, 3 dense"),
+        (LAST - 1, "of 4 blocks 4 dense"),
+        (LAST, "all of it dense"),
+    ],
+)
+def test_settings_in_words(number: int, words: str):
+    assert Settings(layers()).described(number) == words
+
+
+def test_the_path_is_made_quickly_and_each_time_the_same():
+    model = nn.Sequential(*[layers()[1] for _ in range(40)])
+    made, began = Settings(model), perf_counter()
+    again = Settings(model)
+    again.rules(len(again) // 2)
+    assert perf_counter() - began < 0.2
+    assert len(again) == 40 + 2 * 40 * PARTS + 3
+    assert all(list(again.rules(n).items()) == list(made.rules(n).items()) for n in range(0, len(made), 7))
 
 
 # The search, with steps that are made up.
@@ -203,7 +292,7 @@ def allocator(peaks: list[float], looked_at: list[int] | None = None) -> Allocat
 RISING = [20.0 + 2 * number for number in range(LAST + 1)]
 
 
-@pytest.mark.parametrize("budget", [20, 21, 22, 33, 46.5, 47, 48, 100])
+@pytest.mark.parametrize("budget", [20, 21, 22, 33, 46.5, 47, 72, 95, 96, 100])
 def test_the_last_setting_that_fits_is_found(budget: float):
     looked_at: list[int] = []
     found = allocator(RISING, looked_at).fit(int(budget * MIB))
@@ -211,19 +300,19 @@ def test_the_last_setting_that_fits_is_found(budget: float):
     assert found.peak_bytes == RISING[found.number] * MIB
     assert found.is_dense == (budget >= RISING[-1])
     assert found.dense.peak_bytes == RISING[-1] * MIB
-    assert len(looked_at) == len(set(looked_at)) <= 6
+    assert len(looked_at) == len(set(looked_at)) <= 2 + math.ceil(math.log2(LAST + 1))
 
 
 def test_fractions_are_of_the_dense_peak():
     assert allocator(RISING).fit(1.0).is_dense
-    assert allocator(RISING).fit(0.75).number == 8  # 36 of 48
+    assert allocator(RISING).fit(0.75).number == 26  # 72 of 96
 
 
 def test_what_was_measured_corrects_all_predictions():
     found = allocator(RISING).fit(30 * MIB, off=4 * MIB)
     assert (found.number, found.peak_bytes) == (3, 30 * MIB)
     assert allocator(RISING).fit(30 * MIB, off=-4 * MIB).number == 7
-    assert allocator(RISING).fit(0.6, off=12 * MIB).number == 2  # 36 of 60
+    assert allocator(RISING).fit(0.6, off=12 * MIB).number == 16  # 64.8 of 108
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -254,8 +343,8 @@ def test_what_cannot_be_met_is_an_error_that_says_what_is_there():
     )
     with pytest.raises(ValueError, match=match):
         allocator(RISING).fit(19 * MIB)
-    with pytest.raises(ValueError, match=r"\(12 MiB, 25% of the dense peak\) is less than.*HINT"):
-        allocator(RISING).fit(0.25)
+    with pytest.raises(ValueError, match=r"\(12 MiB, 12% of the dense peak\) is less than.*HINT"):
+        allocator(RISING).fit(0.125)
 
 
 # The search, with simulated steps.
@@ -298,7 +387,20 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
         made.fit(0.1)
 
 
-@pytest.mark.parametrize("number", [0, 2, DEPTH, DEPTH + 2, 2 * DEPTH + 1, 2 * DEPTH + 3])
+@pytest.mark.usefixtures("_small_workspaces")
+def test_a_budget_between_settings_of_whole_blocks_is_used_up_by_layers():
+    made = Allocator(layers(), lambda config: simulate(layers(), batch(), prepared_by(config), precision="32-true"))
+    for blocks in (0, 2):
+        before, after = (made.step(FOUR + PARTS * count).peak_bytes for count in (blocks, blocks + 1))
+        for share, used in ((0.3, 0.0), (0.9, 0.75)):
+            budget = int(before + share * (after - before))
+            found = made.fit(budget)
+            assert made.path[found.number][:2] == (BALANCED, blocks)
+            assert made.path[found.number].layers > 0
+            assert before + used * (after - before) < found.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("number", [0, 2, DEPTH, DEPTH + 2, DEPTH + 2 * PARTS, FOUR, FOUR + 1, FOUR + 2 * PARTS + 3])
 @pytest.mark.parametrize(
     "own",
     [

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from PIL import Image
 from examples.benchmarks import accuracy
 from examples.benchmarks.study import results, settings, tasks, training
 from examples.benchmarks.study.images import Images
-from examples.benchmarks.study.settings import Setting, parse_setting, prune
+from examples.benchmarks.study.settings import Setting, bits_of_all, parse_setting, prune
 from examples.benchmarks.vocabulary import OTHERS, PRESETS
 from examples.models import build_model
 from lightning_actprune import convert, revert
+from lightning_actprune.operators.base import Converted
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
@@ -214,11 +216,23 @@ def test_spread_layers_keep_their_blocks():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "0.5", "0.5:16", "1:16:same", "-0.5:16:same", "0.5:0:same", "0.5:16:int5", "s:b:same", "0.5:16:same:mean"],
+    [
+        "",
+        "0.5",
+        "0.5:16",
+        "1:16:same",
+        "-0.5:16:same",
+        "0.5:0:same",
+        "0.5:16:int5",
+        "s:b:same",
+        "0.5:16:same:mean",
+        "preset:big",
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(text):
     with pytest.raises(
-        argparse.ArgumentTypeError, match=r"must be `dense`, a preset \(paper, .*\) or `sparsity:block_size"
+        argparse.ArgumentTypeError,
+        match=r"must be `dense`, a preset \(paper, .*\), `preset:` and .*, or `sparsity:block_size",
     ):
         parse_setting(text)
 
@@ -331,3 +345,15 @@ def test_a_setting_says_how_other_operators_are_stored(text: str, others: str | 
 def test_a_setting_that_names_other_operators_wrongly_is_an_error(text: str):
     with pytest.raises(argparse.ArgumentTypeError, match="must be `dense`"):
         settings.parse_setting(text)
+
+
+@pytest.mark.parametrize("preset", ["balanced", "max", "recompute"])
+def test_presets_of_the_package_convert_the_whole_model(preset):
+    model = build_model("gpt_6x384", context=32, dim=64, depth=2).train()
+    batch = torch.randint(256, (64, 32)), torch.randint(256, (64, 32))
+    setting = parse_setting(f"preset:{preset}")
+    assert prune(model, setting, batch, "fp32") == []
+    assert any(isinstance(layer, Converted) for layer in model.modules())
+    assert any(isinstance(layer, Converted) for name, layer in model.named_modules() if not name.startswith("blocks"))
+    assert 0 < bits_of_all(model, batch, "bf16") < 16
+    assert results.kept(asdict(setting)) == f"`{preset}`, every layer"
