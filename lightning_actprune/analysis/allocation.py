@@ -80,6 +80,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b\s*", re.IGNORECASE)
 _EXAMPLE = 'HINT: a size such as "20GiB", a number of bytes, or a fraction of the dense peak such as 0.25.'
 _MIB = 2**20
+MARGIN = 0.005
+"""Share of a budget that is left, since the peaks of steps differ by some MiB."""
 
 
 def check_memory_budget(value: Any) -> int | float:
@@ -294,24 +296,33 @@ class Allocator:
         Args:
             budget: Bytes, or a fraction of the peak of the dense model.
             off: By how many bytes a measured step had more than the simulated one.
-            cap: Bytes that are there in any case.
+            cap: Bytes that are there, whatever the budget is.
 
         Raises:
             ValueError: If none fits into the budget.
         """
-        dense = self.step(len(self.path) - 1)
-        limit = budget if isinstance(budget, int) else budget * (dense.peak_bytes + off)
+        limit = self.limit(budget, off)
         number = self.last_within(min(limit, cap) - off)
         if self.step(number).peak_bytes + off > limit:
             raise ValueError(_too_small(budget, limit, self.step(number), off))
         return self.allocation(number, off)
 
+    def limit(self, budget: float, off: int) -> float:
+        """Return a budget in bytes."""
+        return budget if isinstance(budget, int) else budget * (self.step(len(self.path) - 1).peak_bytes + off)
+
     def last_within(self, limit: float) -> int:
-        """Return the last setting whose simulated peak is within ``limit``, that of the fewest bytes if none is."""
-        fits, too_large = self._least(limit), len(self.path)
+        """Return the last setting whose simulated peak is within ``limit``, that of the fewest bytes if none is.
+
+        Of a setting that is not dense, a margin is left.
+        """
+        fits, last = self._least(limit), len(self.path) - 1
         if self.step(fits).peak_bytes > limit:
             return fits
-        number = too_large - 1  # which is looked at first: whatever fits then is dense
+        if self.step(last).peak_bytes <= limit:
+            return last
+        too_large, limit = last, (1 - MARGIN) * limit
+        number = (fits + too_large) // 2
         while too_large - fits > 1:
             if self.step(number).peak_bytes <= limit:
                 fits = number

@@ -39,6 +39,9 @@ from lightning_actprune.report import ConversionReport
 
 OFF = 0.05
 """Share of the predicted peak by which a measured one may be off without a warning."""
+FILLED = 0.85
+"""Share of the memory that torch may take which tensors can fill for sure: at the largest batch that fits they take 86
+to 97 % (``examples/benchmarks/results/batch_size.json``), and what lies between them the rest."""
 _MIB = 2**20
 
 
@@ -60,7 +63,7 @@ class MemoryBudget:
         self.number: int | None = None
         """Of the setting that was chosen, ``None`` before that."""
         self._off = 0
-        self._limit = inf
+        self._cap = inf
         self._ends_at: int | None = None
         self._waits: int | None = None
         self._checked = False
@@ -135,20 +138,17 @@ class MemoryBudget:
         allocator = self._allocator = self._allocator_of(model, _Simulated(trainer, model, batch))
         if measured is not None:
             self._off = measured - allocator.step(0).peak_bytes
+        self._cap = _cap(self._budget, model.device)
         found: int | MisconfigurationException = 0
         if trainer.is_global_zero:
             try:
-                found = checked(allocator.fit, self._budget, self._off, _cap(model.device)).number
+                found = checked(allocator.fit, self._budget, self._off, self._cap).number
             except MisconfigurationException as error:  # which the other ranks wait for, too
                 found = error
         found = trainer.strategy.broadcast(found)
         if isinstance(found, MisconfigurationException):
             raise found
-        chosen = allocator.allocation(found, self._off)
-        dense = chosen.dense.peak_bytes + self._off
-        limit = self._budget if isinstance(self._budget, int) else self._budget * dense
-        self._limit = min(limit, _cap(model.device))
-        return chosen
+        return allocator.allocation(found, self._off)
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
@@ -167,25 +167,25 @@ class MemoryBudget:
                 f"and {measured / _MIB:,.0f} MiB were measured. HINT: batches of several sizes, or what else runs in "
                 "a step and is no part of training_step, cannot be foreseen; leave a margin in the budget."
             )
-        if not trainer.strategy.broadcast(measured > self._limit):
+        off = self._off + measured - found.peak_bytes
+        limit = min(self._allocator.limit(self._budget, off), self._cap)
+        if not trainer.strategy.broadcast(measured > limit):
             return found
-        self._off += measured - found.peak_bytes
-        below = self._allocator.last_within(self._limit - self._off) if trainer.is_global_zero else 0
+        self._off = off
+        below = self._allocator.last_within(limit - off) if trainer.is_global_zero else 0
         number = trainer.strategy.broadcast(below)
         self._checked = number == found.number  # the one of the fewest bytes, above the budget as it is
         return self._allocator.allocation(number, self._off)
 
 
-def _cap(device: torch.device) -> float:
-    """Return the bytes that torch may take of a device for tensors, infinity if it may take all.
-
-    What lay idle between tensors in the step that was measured counts as taken.
-    """
-    share = torch.cuda.get_per_process_memory_fraction(device) if device.type == "cuda" else 1.0
-    if share >= 1:
+def _cap(budget: float, device: torch.device) -> float:
+    """Return the bytes that tensors may take of a device, infinity where the user has said it all in bytes."""
+    if device.type != "cuda":
         return inf
-    idle = torch.cuda.max_memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return share * torch.cuda.get_device_properties(device).total_memory - idle
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    if share >= 1 and isinstance(budget, int):
+        return inf
+    return FILLED * share * torch.cuda.get_device_properties(device).total_memory
 
 
 class _Simulated:

@@ -26,7 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.analysis import simulated
-from lightning_actprune.analysis.allocation import BALANCED, Allocator, Settings
+from lightning_actprune.analysis.allocation import BALANCED, MARGIN, Allocator, Settings
 from lightning_actprune.callbacks import budget as module
 from lightning_actprune.callbacks import pruning as pruning_module
 from lightning_actprune.callbacks.budget import _check_surroundings
@@ -41,9 +41,9 @@ AGAIN = [("RecomputedResidual", "Linear")] * DEPTH
 DENSE = [("Residual", "Linear")] * DEPTH
 PARTS = 4
 """Layers of a block."""
-HALF = 0.444
+HALF = 0.4463
 """A budget that lets all blocks keep four bits, and none be dense."""
-FEW = 0.415
+FEW = 0.4171
 """A budget that lets most blocks keep few bits, and the last one four: less than running them again takes."""
 
 
@@ -107,7 +107,7 @@ def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
     if found.is_dense:
         assert pruning.report.layers == []
     else:
-        assert allocator.step(number + 1).peak_bytes > budget * found.dense.peak_bytes
+        assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * found.dense.peak_bytes
 
 
 def test_a_size_is_a_budget_too():
@@ -536,14 +536,13 @@ def measured_fit(
 ) -> tuple[Any, list[int]]:
     """Fit on a device of 100 MiB whose most bytes in use are ``measure(allocator, setting)``; return settings by step.
 
-    ``share`` is what torch may take of it, of which one MiB lies idle.
+    ``share`` is what torch may take of it.
     """
     pruning, model, numbers = ActivationPruning(memory_budget=budget, verbose=0), OnDevice(), list[int]()
     monkeypatch.setattr(pruning_module, "warn_of_surroundings", lambda *_: None)  # which asks the GPU
     own = pruning._budget
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: measure(own._allocator, own.number))
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: measure(own._allocator, own.number) + MIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * MIB))
     note = LambdaCallback(on_train_batch_end=lambda *_: numbers.append(own.number))
@@ -608,7 +607,7 @@ def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkey
 
 @pytest.mark.parametrize("budget", [1.0, "12MiB"])
 def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: float | str):
-    """Less what lay idle between tensors; the setting of the fewest bytes is taken even if that is above it."""
+    """Less what lies idle between tensors; the setting of the fewest bytes is taken even if that is above it."""
 
     def measure(allocator: Allocator | None, number: int | None) -> int:
         if number is None:
@@ -616,13 +615,13 @@ def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: floa
         return allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
 
     taken = []
-    for share in (1.0, 0.11, 0.02):
+    for share in (1.0, 0.12, 0.02):
         with monkeypatch.context() as context:
             pruning, numbers = measured_fit(context, measure, budget, share)
         assert len(set(numbers[1:])) == 1
         taken.append((numbers[-1], pruning.allocation.peak_bytes))
     (all_of_it, _), (some, peak), (least, _) = taken
-    assert 9 * MIB < peak <= 10 * MIB
+    assert 9 * MIB < peak <= 0.85 * 12 * MIB
     assert all_of_it > some > least == DEPTH
 
 
@@ -824,7 +823,7 @@ def test_a_fit_ends_where_torch_may_take_less_than_the_budget(monkeypatch):
     options = {"accelerator": "gpu", "precision": "bf16-mixed", "num_sanity_val_steps": 0}
     whole = torch.cuda.get_device_properties(0).total_memory
     settings = []
-    for mib in (1000, 400):
+    for mib in (1000, 520):
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(mib * MIB / whole)
         pruning = ActivationPruning(memory_budget=1.0, verbose=0)
