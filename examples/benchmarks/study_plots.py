@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.plots import SETTINGS, STYLES, save
 from examples.benchmarks.study import results
+from examples.benchmarks.study.settings import PRUNED
 from examples.benchmarks.summaries import Records, groups
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def split(records: Records) -> tuple[Records, Records]:
     """Return the dense runs and those that keep values as they are and drop the others to zero."""
     dense = [r for r in records if r["method"] == "dense"]
-    pruned = [r for r in records if r["method"] == "pruned"]
+    pruned = [r for r in records if r["method"] == PRUNED]
     paper = [r for r in pruned if r["value_format"] == "same" and results.selection(r) == "largest"]
     return dense, [r for r in paper if r.get("max_dropped_energy") is None]
 
@@ -108,7 +109,7 @@ def tradeoff(records: Records) -> Figure:
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
     # Bits are those of linear layers alone: what other layers keep in few bits is not on this axis.
-    alone = [r for r in records if not r.get("others")]
+    alone = [r for r in records if not r.get("others") and r["method"] in ("dense", PRUNED)]
     settings = results.by_setting(sorted(alone, key=lambda r: r["bits_per_value"]))
     dense = settings.pop("dense")
     score = results.score_of(records[0])

@@ -190,7 +190,8 @@ def budgets(records: Records) -> Summary:
     for r in records:
         label = [f"{r['model']}, batch {r['batch']}", r["method"].removeprefix(BUDGET)]
         if "error" in r:
-            rows.append([*label, "-", r["error"].partition(": ")[2].partition(" HINT")[0], "-", "-", "-"])
+            least = re.search(r"at the least, ([\d,]+ MiB)", r["error"])
+            rows.append([*label, "-", f"refused: a step takes {least[1]}" if least else r["error"], "-", "-", "-"])
             continue
         off = f"{100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %"
         sizes = [f"{r[name]:.0f}" for name in ("budget_mib", "predicted_mib", "peak_mib")]

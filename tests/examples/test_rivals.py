@@ -341,7 +341,7 @@ def test_without_a_gpu_the_program_ends_with_a_hint(monkeypatch):
 def test_table_of_budgets():
     head = {"model": "net", "batch": 4, "method": "budget:0.3"}
     sizes = {"budget_mib": 300.0, "predicted_mib": 200.0, "peak_mib": 195.0, "activations_mib": 50.0}
-    error = "MisconfigurationException: `memory_budget` (90 MiB) is less than a step takes. HINT: raise it."
+    error = "MisconfigurationException: `memory_budget` is less than a step takes at the least, 95 MiB: parameters"
     rows = summaries.budgets([{**head, **sizes}, {**head, "method": "budget:0.1", "error": error}]).rows
     assert rows[0] == ["net, batch 4", "0.3", "300", "200", "195", "-2.5 %", "50"]
-    assert rows[1] == ["net, batch 4", "0.1", "-", "`memory_budget` (90 MiB) is less than a step takes.", "-", "-", "-"]
+    assert rows[1] == ["net, batch 4", "0.1", "-", "refused: a step takes 95 MiB", "-", "-", "-"]

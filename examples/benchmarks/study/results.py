@@ -182,7 +182,8 @@ def fewest_bits(records: Records) -> Records:
     One run says little, so it counts only beside a single dense one. The records are of one study; without such a
     setting nothing is returned.
     """
-    settings = by_setting(records)
+    # Presets of the package are of all layers, and so are their bits.
+    settings = by_setting([r for r in records if not r["method"].startswith(PRESET)])
     dense = settings.pop("dense", [])
     allowed = margin(dense) if dense else None
     if allowed is None:
