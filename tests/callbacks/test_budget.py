@@ -782,11 +782,11 @@ def test_no_process_waits_for_one_that_cannot_meet_the_budget(tmp_path):
 class Transformer(pl.LightningModule):
     """Classifies tokens; notes the most bytes in use in each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        made = (nn.TransformerEncoderLayer(256, 8, 1024, **options) for _ in range(6))
+        made = (nn.TransformerEncoderLayer(256, 8, 1024, **options) for _ in range(depth))
         self.stem, self.blocks, self.head = nn.Linear(WIDTH, 256), nn.Sequential(*made), nn.Linear(256, 4)
         self.peaks: list[int] = []
 
@@ -828,7 +828,7 @@ def test_a_fit_ends_where_torch_may_take_less_than_the_budget(monkeypatch):
         torch.cuda.set_per_process_memory_fraction(mib * MIB / whole)
         pruning = ActivationPruning(memory_budget=1.0, verbose=0)
         try:
-            trainer(pruning, **options).fit(Transformer(), batches(10, 512))
+            trainer(pruning, **options).fit(Transformer(16), batches(10, 128))
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         assert pruning.allocation.peak_bytes <= mib * MIB
