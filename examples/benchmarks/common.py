@@ -22,12 +22,16 @@ MIB = 2**20
 
 def environment() -> dict[str, Any]:
     """Return hardware, versions and command: part of every record."""
+    return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", **software()}
+
+
+def software() -> dict[str, Any]:
+    """Return versions and command."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton, "command": command()}
+    return {"torch": torch.__version__, "triton": triton, "command": command()}
 
 
 def command() -> str:
@@ -91,23 +95,28 @@ def in_fork(seconds: float, case: Callable[..., dict[str, Any]], *args: Any) -> 
     process.start()
     theirs.close()
     try:
-        found: dict[str, Any] = ours.recv() if ours.poll(seconds) else {"error": f"took over {seconds} s"}
+        found: dict[str, Any] = ours.recv() if ours.poll(seconds) else _without_gpu(f"took over {seconds} s")
     except EOFError:
         process.join()
-        found = {"error": f"exit status {process.exitcode}"}
+        found = _without_gpu(f"exit status {process.exitcode}")
     if process.is_alive():
         process.kill()
     process.join()
     return found
 
 
+def _without_gpu(error: str) -> dict[str, Any]:
+    """Return the record of a case that failed; which GPU it had is not asked for, since that may fail, too."""
+    return {"error": error, "gpu": "not known", **software()}
+
+
 def _send(connection: Connection, case: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
     """Send what a case returns in a process of its own, or its error, and where it ran."""
     try:
-        found = case(*args)
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-    connection.send({**found, **environment()})
+        found = {**case(*args), **environment()}
+    except (Exception, SystemExit) as error:
+        found = _without_gpu(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    connection.send(found)
     connection.close()
 
 

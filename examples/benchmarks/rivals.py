@@ -61,7 +61,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import Case, Training, search, train
-from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, write_records
+from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, software, write_records
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
@@ -166,6 +166,7 @@ class StepFigures(pl.Callback):
         self.steps: list[float] = []
         self.issued: list[float] = []
         self.number, self.before, self.ended = 0, 0, 0.0
+        self.allocation: Any = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -189,6 +190,8 @@ class StepFigures(pl.Callback):
         began, self.ended = self.ended, time.perf_counter()
         if batch_idx == WARM_UP:
             self.memory["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 2)
+            for callback in trainer.callbacks:
+                self.allocation = getattr(callback, "allocation", self.allocation)
         elif batch_idx > WARM_UP:
             self.steps.append((self.ended - began) * 1e3)
             self.issued.append((issued - began) * 1e3)
@@ -249,12 +252,14 @@ def measure(name: str, method: str, offload_file: Path | None, accelerator: str 
     callbacks = [*callbacks_of(method, offload_file), *([] if method in OTHERS else [error]), figures]
     train(training, callbacks, STEPS, accelerator)
     found = figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
-    return found | (predicted(callbacks[0]) if method.startswith(BUDGET) else {})
+    return found | (predicted(callbacks[0], figures) if method.startswith(BUDGET) else {})
 
 
-def predicted(pruning: ActivationPruning) -> dict[str, Any]:
+def predicted(pruning: ActivationPruning, figures: StepFigures) -> dict[str, Any]:
     """Return what a budget was taken for and what was chosen: the number of the setting on the path, and its peak."""
     found, budget = pruning.allocation, pruning.memory_budget
+    if found != figures.allocation:
+        raise RuntimeError("another setting was chosen after the step that was measured")
     dense = found.dense.peak_bytes + found.off
     limit = budget * dense if isinstance(budget, float) else check_memory_budget(budget)
     sizes = {"budget_mib": limit, "predicted_mib": found.peak_bytes, "predicted_dense_mib": dense}
@@ -284,7 +289,7 @@ def with_speed(record: Record) -> Record:
 def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float | None) -> dict[str, Any]:
     """Measure one case in a fresh process; return its figures, or its error."""
     if method == "offload" and offload_file is None:
-        return {"error": "without --offload-file nothing can be offloaded"}
+        return {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
     if cap_gib is not None:
         return in_fork(LARGEST_SECONDS, measure_largest, name, method, offload_file, cap_gib)
     return in_fork(CASE_SECONDS, measure, name, method, offload_file)

@@ -59,7 +59,7 @@ from torch import nn
 
 from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
-from lightning_actprune.config import TYPE, Config, Operator, PresetName, Recompute, Rule, check_model, matches
+from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.operators.registry import ROOT, layers, operator_of, plain_name
@@ -314,7 +314,7 @@ class Allocator:
     def last_within(self, limit: float) -> int:
         """Return the last setting whose simulated peak is within ``limit``, that of the fewest bytes if none is.
 
-        Of a setting that is not dense, a margin is left.
+        A margin is left of it, but for the dense model and the setting of the fewest bytes.
         """
         fits, last = self._least(limit), len(self.path) - 1
         if self.step(fits).peak_bytes > limit:
@@ -334,12 +334,25 @@ class Allocator:
     def _least(self, limit: float) -> int:
         """Return a setting that fits, or the one that takes least.
 
-        If blocks are few, or hold much beside what they keep in few bits, running them again takes more than that.
+        If blocks are few, or hold much beside what they keep in few bits, running the last ones again takes more than
+        that: peaks fall at first where these no longer do, and rise again then.
         """
-        if self.step(0).peak_bytes <= limit:
-            return 0
-        few = len(self.path.blocks)
-        return min((0, few), key=lambda number: self.step(number).peak_bytes)
+
+        def peak(number: int) -> int:
+            return self.step(number).peak_bytes
+
+        first, last = 0, len(self.path.blocks)
+        if peak(first) <= limit:
+            return first
+        while first < last:
+            middle = (first + last) // 2
+            if peak(middle) <= limit:
+                return middle
+            if peak(middle) <= peak(middle + 1):
+                last = middle
+            else:
+                first = middle + 1
+        return min((0, first, len(self.path.blocks)), key=peak)
 
     def _others(self, number: int) -> Rules:
         """Return the rules of a setting whose patterns are none of the user's."""
@@ -349,7 +362,8 @@ class Allocator:
         """Return those of ``rules`` that count for something behind the user's, since ``convert`` takes no others."""
         config = self._config({**self._own, **rules})
         counting = {config.rule_of(fqns, operator) for fqns, operator in self._layers}
-        counting |= {name for name in rules if name.startswith(TYPE) and config.keep_of([ROOT], "saved") is not None}
+        if config.keep_of([ROOT], "saved") is not None:
+            counting |= {config.rule_of([ROOT], operator) for operator in SAVED}
 
         def counts(name: str, rule: Rule) -> bool:
             if name in counting or name == "*" or isinstance(rule, Recompute):

@@ -1,12 +1,11 @@
 """``memory_budget``: the setting whose step fits, found after the first two steps of a fit.
 
-A fit begins with the setting of the fewest bytes (``analysis.allocation``), so it fits if anything does. Its first step
-makes the optimizer's state; the second one, or as many batches as gradients are accumulated over, is measured, where
-there is an allocator to ask. Then steps of this model with this batch are simulated, corrected by what was measured,
-and the fit goes on with the setting that was found. Two steps later, when its own first batch was probed, a step is
-measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the budget,
-predictions are corrected by that step, and the fit goes on with what fits by these. Each such correction is larger than
-the one before, so that no setting comes twice.
+A fit begins with all blocks run again (``analysis.allocation``), which takes as little as any setting or nearly so. Its
+first step makes the optimizer's state; the second one, or as many batches as gradients are accumulated over, is
+measured, where there is an allocator to ask. Then steps of this model with this batch are simulated, corrected by what
+was measured, and the fit goes on with the setting that was found. Two steps later, when its own first batch was probed,
+a step is measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the
+budget, predictions are corrected by that step, and the fit goes on with what fits by these and takes less.
 
 Rank zero decides for all. A resumed fit goes on with what was decided before; trials of tuners, such as those of
 ``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after them decides with the batch that was found.
@@ -139,16 +138,15 @@ class MemoryBudget:
         if measured is not None:
             self._off = measured - allocator.step(0).peak_bytes
         self._cap = _cap(self._budget, model.device)
-        found: int | MisconfigurationException = 0
-        if trainer.is_global_zero:
-            try:
-                found = checked(allocator.fit, self._budget, self._off, self._cap).number
-            except MisconfigurationException as error:  # which the other ranks wait for, too
-                found = error
-        found = trainer.strategy.broadcast(found)
-        if isinstance(found, MisconfigurationException):
-            raise found
-        return allocator.allocation(found, self._off)
+        number = _by_rank_zero(trainer, lambda: checked(allocator.fit, self._budget, self._off, self._cap).number)
+        found = allocator.allocation(number, self._off)
+        if found.peak_bytes > self._cap:
+            rank_zero_warn(
+                f"ActivationPruning(memory_budget=...) finds no setting that takes at most {FILLED:.0%} of what torch "
+                f"may take of the device, {self._cap / _MIB:,.0f} MiB: the least is {found.peak_bytes / _MIB:,.0f} "
+                "MiB. HINT: the fit may run out of memory; take a smaller batch."
+            )
+        return found
 
     def _allocator_of(self, model: nn.Module, simulated: Callable[[Config | None], StepMemory]) -> Allocator:
         base = self._base
@@ -172,10 +170,34 @@ class MemoryBudget:
         if not trainer.strategy.broadcast(measured > limit):
             return found
         self._off = off
-        below = self._allocator.last_within(limit - off) if trainer.is_global_zero else 0
-        number = trainer.strategy.broadcast(below)
-        self._checked = number == found.number  # the one of the fewest bytes, above the budget as it is
+        number = _by_rank_zero(trainer, lambda: self._below(found, limit - off))
+        self._checked = number == found.number
+        if self._checked:
+            rank_zero_warn(
+                f"ActivationPruning(memory_budget=...): no setting takes less, and a step takes {measured / _MIB:,.0f} "
+                f"MiB, where {limit / _MIB:,.0f} MiB are allowed. HINT: raise the budget, or take a smaller batch."
+            )
         return self._allocator.allocation(number, self._off)
+
+    def _below(self, found: Allocation, limit: float) -> int:
+        """Return the last setting within a limit, that of ``found`` if none takes less."""
+        assert self._allocator is not None
+        number = self._allocator.last_within(limit)
+        return number if self._allocator.step(number).peak_bytes < found.step.peak_bytes else found.number
+
+
+def _by_rank_zero(trainer: pl.Trainer, decide: Callable[[], int]) -> int:
+    """Return what rank zero decides; an error of its own is one of all ranks, which wait for it."""
+    found: int | MisconfigurationException = 0
+    if trainer.is_global_zero:
+        try:
+            found = decide()
+        except MisconfigurationException as error:
+            found = error
+    found = trainer.strategy.broadcast(found)
+    if isinstance(found, MisconfigurationException):
+        raise found
+    return found
 
 
 def _cap(budget: float, device: torch.device) -> float:

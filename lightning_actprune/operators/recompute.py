@@ -25,7 +25,8 @@ itself or by whoever comes later. A tensor that several blocks get, as the outpu
 
 Buffers that the first run has changed, such as running statistics, are as they were after the second one: they move
 once a step, by what the exact input says. So are the generators of Python and NumPy, from which the second run draws
-what the first one did; generators of a module's own are not known.
+what the first one did. Whether a module draws from these is looked for in its first, second, fourth, ... run and in
+every 128th one; generators of a module's own are not known.
 
 The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
 are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
@@ -36,9 +37,11 @@ In compiled code, what a module gets is kept as it is.
 
 from __future__ import annotations
 
+import pickle
 import pkgutil
 import random
 import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -165,7 +168,6 @@ def recomputed(
     exact = [(args, kwargs)]
     del args, kwargs
     written: list[_Buffer] = []
-
     drawn: list[_Generators] = []
 
     def run(*values: Tensor) -> Any:
@@ -247,22 +249,47 @@ def _left_as_they_are(written: list[_Buffer]) -> Iterator[None]:
 
 _Generators = tuple[Any, Any]
 """The states of the random generators of Python and of NumPy."""
-_draws: weakref.WeakKeyDictionary[nn.Module, dict[bool, bool]] = weakref.WeakKeyDictionary()
-"""Whether a module has drawn from these when it first ran, in training or not."""
+
+
+class _Drawing:
+    """Whether a module draws from these, as far as runs have shown that were looked at.
+
+    Looking takes as long as some launches. It is done in the first, second, fourth, ... run and in every 128th one.
+    """
+
+    def __init__(self) -> None:
+        self.draws, self.runs = False, 0
+
+    def looks(self) -> bool:
+        """Count a run, and return whether it is looked at."""
+        self.runs += 1
+        return self.draws or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
+
+
+EVERY = 128
+_drawing: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Drawing]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def _noting_generators(module: nn.Module, drawn: list[_Generators]) -> Iterator[None]:
     """Note the states before a run that draws from generators which torch does not know."""
-    draws = _draws.setdefault(module, {})
-    if draws.get(module.training) is False:  # asking takes as long as a launch
+    known = _drawing.setdefault(module, {}).setdefault(module.training, _Drawing())
+    if not known.looks():
         yield
         return
     before = _states()
     yield
-    if module.training not in draws:
-        draws[module.training] = repr(before) != repr(_states())
-    if draws[module.training]:
+    if not known.draws and pickle.dumps(before) != pickle.dumps(_states()):
+        known.draws = True
+        if known.runs > 1:
+            warnings.warn(
+                f"{type(module).__name__} draws random numbers from a generator of Python or NumPy in its run "
+                f"{known.runs}, and did not in those before that were looked at. Where it did in between, its second "
+                "run in backward drew others, and gradients were off. HINT: draw in torch, or keep it from running "
+                "again by a rule of `None`.",
+                stacklevel=2,
+            )
+    if known.draws:
         drawn.append(before)
 
 

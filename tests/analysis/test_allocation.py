@@ -323,12 +323,24 @@ def test_what_is_found_fits_also_where_peaks_do_not_rise(seed: int):
     peaks = [rng.uniform(20, 60) for _ in range(LAST + 1)]
     for budget in (22, 30, 40, 50, 61):
         made = allocator(peaks)
-        if min(peaks[0], peaks[DEPTH]) > budget:
+        least = made.last_within(0)
+        assert peaks[least] <= min(peaks[0], peaks[DEPTH])
+        if peaks[least] > budget:
             with pytest.raises(ValueError, match="`memory_budget`"):
                 made.fit(budget * MIB)
         else:
             assert made.fit(budget * MIB).peak_bytes <= budget * MIB
-            assert allocator(peaks).fit(budget * MIB) == made.fit(budget * MIB)
+            assert allocator(peaks).fit(budget * MIB) == allocator(peaks).fit(budget * MIB)
+
+
+@pytest.mark.parametrize("least", range(DEPTH + 1))
+def test_peaks_may_fall_at_first_where_fewer_blocks_run_again(least: int):
+    """What runs again there adds its own activations to what all others keep."""
+    peaks = [40.0 + abs(number - least) for number in range(DEPTH + 1)] + [60.0] * (LAST - DEPTH)
+    assert allocator(peaks).fit(int(40.5 * MIB)).number == least
+    assert allocator(peaks).last_within(39 * MIB) == least
+    with pytest.raises(ValueError, match="at the least, 40 MiB"):
+        allocator(peaks).fit(39 * MIB)
 
 
 def test_few_bits_are_looked_at_before_an_error_since_they_may_take_less_than_running_again():
@@ -410,6 +422,7 @@ def test_a_budget_between_settings_of_whole_blocks_is_used_up_by_layers():
         {"2.*": None},
         {"*.first": Keep(bits=8), "type:norm": None},
         {"type:saved": None},
+        {"type:saved": Keep(bits=8)},
         {"1": Recompute(4)},
         {"0": None, "4.act": "balanced", "4": None},
     ],

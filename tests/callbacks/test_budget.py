@@ -7,6 +7,7 @@ import json
 import random
 import warnings
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -599,10 +600,43 @@ def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_take
 
 
 def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkeypatch):
-    with pytest.warns(UserWarning, match="and 40 MiB were measured"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         _, numbers = measured_fit(monkeypatch, lambda _, number: FIRST if number is None else 40 * MIB, 12 * MIB)
+    said = [str(w.message) for w in caught]
+    assert any("and 40 MiB were measured" in text for text in said)
+    assert any("no setting takes less, and a step takes 40 MiB, where 12 MiB are allowed" in text for text in said)
     assert numbers[1] > DEPTH
     assert numbers[3:] == [DEPTH] * (2 * STEPS - 3)  # all in few bits
+
+
+@pytest.mark.parametrize(("peak", "number"), [(9, 1), (7, 1), (6, 0)])
+def test_a_correction_takes_what_takes_less_or_nothing_else(peak: int, number: int):
+    own, found = ActivationPruning(memory_budget=0.5)._budget, SimpleNamespace(number=1, step=step_of(7))
+    own._allocator = SimpleNamespace(last_within=lambda limit: 0, step=lambda number: step_of(peak))
+    assert own._below(found, 5.0) == number
+
+
+def step_of(peak: int) -> Any:
+    return SimpleNamespace(peak_bytes=peak)
+
+
+def test_an_error_of_rank_zero_is_one_of_all_ranks():
+    """The others do not wait for a number that never comes."""
+    sent: list[Any] = []
+
+    def decide() -> int:
+        raise MisconfigurationException("made up")
+
+    def rank(zero: bool) -> Any:
+        strategy = SimpleNamespace(broadcast=lambda found: sent.append(found) or sent[0])
+        return SimpleNamespace(is_global_zero=zero, strategy=strategy)
+
+    for zero in (True, False):
+        with pytest.raises(MisconfigurationException, match="made up"):
+            module._by_rank_zero(rank(zero), decide)
+    sent.clear()
+    assert [module._by_rank_zero(rank(zero), lambda: 3) for zero in (True, False)] == [3, 3]
 
 
 @pytest.mark.parametrize("budget", [1.0, "12MiB"])
@@ -616,7 +650,10 @@ def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: floa
 
     taken = []
     for share in (1.0, 0.12, 0.02):
-        with monkeypatch.context() as context:
+        told = (
+            nullcontext() if share > 0.1 else pytest.warns(UserWarning, match="finds no setting that takes at most 85%")
+        )
+        with monkeypatch.context() as context, told:
             pruning, numbers = measured_fit(context, measure, budget, share)
         assert len(set(numbers[1:])) == 1
         taken.append((numbers[-1], pruning.allocation.peak_bytes))

@@ -17,6 +17,7 @@ from examples.benchmarks.study.settings import Setting, bits_of_all, parse_setti
 from examples.benchmarks.vocabulary import OTHERS, PRESETS
 from examples.models import build_model
 from lightning_actprune import convert, revert
+from lightning_actprune.operators import recompute
 from lightning_actprune.operators.base import Converted
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
@@ -348,7 +349,8 @@ def test_a_setting_that_names_other_operators_wrongly_is_an_error(text: str):
 
 
 @pytest.mark.parametrize("preset", ["balanced", "max", "recompute"])
-def test_presets_of_the_package_convert_the_whole_model(preset):
+def test_presets_of_the_package_convert_the_whole_model(preset, monkeypatch):
+    monkeypatch.setattr(recompute, "checkpoint", recompute.checkpoint)  # which is replaced
     model = build_model("gpt_6x384", context=32, dim=64, depth=2).train()
     batch = torch.randint(256, (64, 32)), torch.randint(256, (64, 32))
     setting = parse_setting(f"preset:{preset}")

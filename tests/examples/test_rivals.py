@@ -327,9 +327,15 @@ def test_errors_of_a_process_are_its_record():
     def raises():
         raise ValueError("made up\nby a test")
 
-    assert in_fork(30, raises)["error"] == "ValueError: made up"
-    assert in_fork(0.2, time.sleep, 30) == {"error": "took over 0.2 s"}
-    assert in_fork(30, os._exit, 3) == {"error": "exit status 3"}
+    def ends():
+        raise SystemExit("made up")
+
+    errors = "ValueError: made up", "SystemExit: made up", "took over 0.2 s", "exit status 3"
+    cases = (30, raises), (30, ends), (0.2, time.sleep, 30), (30, os._exit, 3)
+    for case, error in zip(cases, errors, strict=True):
+        found = in_fork(*case)
+        assert found["error"] == error
+        assert {"gpu", "torch", "triton", "command"} < found.keys()
 
 
 def test_without_a_gpu_the_program_ends_with_a_hint(monkeypatch):

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -513,38 +514,51 @@ def test_attention_that_runs_again_can_be_converted_otherwise():
 
 
 class Draws(nn.Module):
-    """A block that scales by random numbers of a generator that torch does not know."""
+    """A block that scales its input by random numbers of a generator that torch does not know, from some run on."""
 
-    def __init__(self, draw):
+    def __init__(self, draw, since=0):
         super().__init__()
-        self.linear, self.draw = nn.Linear(8, 8), draw
+        self.linear, self.draw, self.since, self.runs = nn.Linear(8, 8), draw, since, 0
 
     def forward(self, x):
-        return x + self.linear(x).sin() * (self.draw() if self.training else 1.0)
+        self.runs += torch.is_grad_enabled() and x.grad_fn is not None
+        draws = self.training and self.runs > self.since
+        return x + self.linear(x * (self.draw() if draws else 1.0)).sin()
+
+
+def drawn_gradients(model, steps):
+    random.seed(3)
+    numpy.random.seed(3)
+    found = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        x = torch.randn(256, 8, requires_grad=True)
+        model(x * 1).square().sum().backward()
+        found.append([x.grad, *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+        model.eval()(x)
+        model.train()
+    return found, random.random(), numpy.random.rand()
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy.random.rand, lambda: random.random() * numpy.random.rand()])
 def test_generators_of_python_and_numpy_draw_the_same_again(draw):
     """Also in later steps, after a forward without gradients, and go on from where the first run has left them."""
-
-    def gradients(model):
-        random.seed(3), numpy.random.seed(3)
-        found = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = torch.randn(256, 8, requires_grad=True)
-            model(x).square().sum().backward()
-            found += [x.grad, *(p.grad.clone() for p in model.parameters())]
-            model.eval()(x)
-            model.train()
-        return found, random.random(), numpy.random.rand()
-
     torch.manual_seed(0)
     model = nn.Sequential(*[Draws(draw) for _ in range(3)])
-    exact, *after = gradients(model)
-    model.zero_grad()
-    convert(model, "recompute", rules={"*": Recompute(bits=None)})
-    ours, *ours_after = gradients(model)
+    exact, *after = drawn_gradients(model, 3)
+    report = convert(model, "recompute", rules={"?": Recompute(bits=None)})
+    assert len(report.recomputed) == 3
+    ours, *ours_after = drawn_gradients(model, 3)
     assert ours_after == after
-    for x, y in zip(ours, exact, strict=True):
+    for x, y in zip(chain(*ours), chain(*exact), strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_module_that_draws_later_on_is_found_and_warned_of():
+    """In its fourth run here, of which the first without draws are counted twice by the block: both runs are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Draws(random.random, since=4) for _ in range(2)])
+    convert(model, "recompute", rules={"?": Recompute(bits=None)})
+    with pytest.warns(UserWarning, match=r"Draws draws random numbers .* in its run 4, .*HINT"):
+        drawn_gradients(model, 4)

@@ -137,9 +137,11 @@ def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> l
 def converted(model: nn.Module, setting: Setting) -> ConversionReport:
     """Convert the layers of `model` that the setting says."""
     if setting.method.startswith(PRESET):
-        # A capture forbids to ask for the state of random generators, and these models draw nothing.
-        recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
-        return convert(model, setting.method.removeprefix(PRESET))  # type: ignore[arg-type]
+        preset = setting.method.removeprefix(PRESET)
+        if preset == "recompute":
+            # For good: a capture forbids to ask for the state of random generators, and no model here draws from them.
+            recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
+        return convert(model, preset)  # type: ignore[arg-type]
     names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
     preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
     return convert(model, rules=rules_of(preset, other_formats(model, setting), model))
