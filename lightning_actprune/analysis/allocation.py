@@ -5,8 +5,8 @@ to the most. In brackets: what a ViT-B/16 keeps of its dense bytes if all blocks
 gradient's relative error::
 
     recompute    run again in backward, from its input in eight bits         (3 %, 1e-5)
-    max          in few bits, as preset "max"                                (20 %, .03)
-    balanced     in four bits, as preset "balanced"                          (28 %, .008)
+    max          in few bits, as preset "max"                                (22 %, .03)
+    balanced     in four bits, as preset "balanced"                          (31 %, .005)
     dense        as it is                                                    (100 %, 0)
 
 What a byte buys is the largest for ``recompute -> max``, a second forward for a sixth of the block's bytes, and error
