@@ -191,6 +191,8 @@ class ChannelNormFunction(torch.autograd.Function):
         ctx.save_for_backward(values, statistics, weight)
         if x.device.type == "cpu":
             y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
+        elif x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous() and not setting.groups:
+            y = torch.empty_like(x, dtype=y.dtype).copy_(y)  # as torch's own kernels of two dimensions leave it
         if eager:
             return y
         ctx.mark_non_differentiable(statistics)

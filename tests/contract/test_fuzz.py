@@ -96,6 +96,8 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
         right, found = (Outcome(model, x.clone(memory_format=torch.preserve_format), given) for model in (dense, ours))
     if given.dtype == torch.float64 and isinstance(found.error, TypeError) and "HINT" in str(found.error):
         return  # kernels and codes are of fp32, which is said
+    # Autocast to bf16 refuses fp16 where it takes the wider type of two, which layers do not ask it to that see both.
+    assume("autocast::prioritize" not in str(right.error))
     assert type(found.error) is type(right.error), (found.error, right.error)
     if right.error is not None:
         return

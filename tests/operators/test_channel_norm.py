@@ -491,6 +491,18 @@ def test_one_compiled_graph_keeps_no_more_bytes(name, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_output_of_two_dimensions_lies_as_torch_leaves_it(dtype, affine):
+    dense = nn.BatchNorm1d(24, affine=affine, device="cuda", dtype=dtype)
+    ours = compressed(dense, "norm", bits=8)
+    for x in (torch.randn(24, 16, device="cuda", dtype=dtype).t(), torch.randn(16, 24, device="cuda", dtype=dtype)):
+        right, found = dense(x), ours(x.requires_grad_())
+        assert found.stride() == right.stride()
+        torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
 def test_a_cuda_graph_replays_the_same_gradient_and_moves_the_statistics():
     layer = converted(made("2d", "cuda"), 4)
     x, grad = input_of("2d", device="cuda"), torch.randn(MADE["2d"][1], device="cuda")
