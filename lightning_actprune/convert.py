@@ -263,16 +263,17 @@ def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Mod
         keep = None if module in inside else config.recompute_of(fqns, blocks)
         if keep is None:
             continue
+        reason = _recompute_refusal(model, module)
         within = set(module.modules())
-        inside |= within
-        for other in claimed:
+        if module is not model and type(module).forward is not nn.Module.forward:
+            inside |= within  # of the model itself, and of a list, what is in it can run again all the same
+        for other in claimed if reason is None else ():
             if other in within or module in set(other.modules()):
                 raise LayerClaimedError(
                     f"Module {names[other][0]!r} already runs again in backward for {other._recompute.owner}, and "
                     f"{owner} claims {fqns[0]!r} too. HINT: name it once in `rules`, or do without one: take a "
                     "callback out, or `revert` the first call."
                 )
-        reason = _recompute_refusal(model, module)
         kind = torch_class(type(module)).__name__
         planned[module] = BlockReport(fqns[0], kind, keep if reason is None else None, reason)
     return planned

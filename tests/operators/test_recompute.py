@@ -340,7 +340,7 @@ def test_what_cannot_run_again_is_listed_with_the_reason():
 
     model, _ = made(Checkpoints)
     model.own = nn.ModuleList([Block()])
-    report = convert(model, rules={"blocks.*": Recompute(8), "own*": Recompute(8), "head": Recompute(8)})
+    report = convert(model, rules={"blocks.*": Recompute(8), "own": Recompute(8), "head": Recompute(8)})
     reasons = {block.fqn: block.reason for block in report.blocks}
     assert "checkpoints itself" in reasons["blocks.0"]
     assert "runs no modules" in reasons["own"]
@@ -348,6 +348,15 @@ def test_what_cannot_run_again_is_listed_with_the_reason():
     assert report.recomputed == []
     with pytest.raises(ValueError, match=r"blocks\.0 .*checkpoints itself"):
         convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+
+
+def test_what_is_in_the_model_itself_or_in_a_list_runs_again_though_these_cannot():
+    model, _ = made()
+    report = convert(model, rules={"*": Recompute(8)})
+    reasons = {block.fqn: block.reason for block in report.blocks if block.recompute is None}
+    assert "the model itself" in reasons["(root)"]
+    assert "runs no modules" in reasons["blocks"]
+    assert [block.fqn for block in report.recomputed] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_a_module_runs_again_for_one_owner():
