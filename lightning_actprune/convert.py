@@ -15,7 +15,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from lightning_actprune.compiled.marks import Mark, Model, general_name
 from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, PresetName, Rule, check_model
 from lightning_actprune.operators import convolution
 from lightning_actprune.operators.activation import CompressedActivation, ExactActivation
@@ -193,6 +194,37 @@ def convert_layers(model: nn.Module, config: Config, owner: str) -> ConversionRe
     _attach_saved(model, config, owner)  # last, since modules that run again have no hooks
     report.blocks = list(blocks.values())
     return report
+
+
+def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False) -> None:
+    """Let compilers see the layers of ``owner`` as dense ones that say how their input is kept (``compiled``).
+
+    To be called again whenever layers or their rules have changed. What rules leave alone is left alone: of what no
+    layer is known for, in all of the model, since a compiler does not say in which module it is.
+
+    Args:
+        model: The converted model.
+        owner: Who converted it.
+        weight_gradients: Whether layers that are not converted may get what their weight gradient needs as what no
+            layer is known for: not where a rule leaves one dense.
+    """
+    found = attached_saved(model, owner)
+    of_model = Model() if found is None else replace(found.for_compilers(), weight_gradients=weight_gradients)
+    for fqns, layer in layers(model):
+        if is_converted(layer) and layer.owner == owner:
+            layer._state = replace(layer._state, marks=_marks_of(layer, general_name(fqns[0]), of_model))
+
+
+def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> tuple[str, str] | None:
+    """Return what a compiler is told of a layer's inputs, and of those of few rows."""
+    if layer.traced == "own":
+        return None
+    if layer.traced == "dense":
+        return "", ""
+    keep = layer.keep
+    kept = keep.stored_bits, keep.block_size, keep.scope, keep.selection
+    mark = Mark(layer.operator_of(layer), name, *kept, of_model)
+    return mark.text, replace(mark, bits=8).text
 
 
 @contextmanager

@@ -22,6 +22,7 @@ LAYERS = (
     {"codec.formats", "codec.blocks", "codec.private"},
     {"kernels"},
     {"codec"},
+    {"compiled"},
     {"operators"},
     {"functional", "convert", "report"},
     {"analysis"},
@@ -101,7 +102,7 @@ def test_other_packages_stay_in_their_part():
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
-    ("callbacks.memory", "_batches_that_stepped"),  # Lightning's
+    ("callbacks.memory", "_batches_that_stepped"),
     ("callbacks.memory", "_prefix"),
     ("operators.saved", "_getframe"),  # Python's
     ("operators.saved", "_orig_mod"),  # of a compiled module, if there is one

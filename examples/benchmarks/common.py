@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,21 @@ def in_fork(seconds: float, case: Callable[..., dict[str, Any]], *args: Any) -> 
 
     This process must not have asked for a GPU: CUDA does not work in what is forked from one that has.
     """
+    return finish_in_fork(seconds, *start_in_fork(case, *args))
+
+
+def start_in_fork(case: Callable[..., dict[str, Any]], *args: Any) -> tuple[BaseProcess, Connection]:
+    """Begin a case as ``in_fork`` does, not in a thread; return what ``finish_in_fork`` needs."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(theirs, case, args), daemon=True)
     process.start()
     theirs.close()
+    return process, ours
+
+
+def finish_in_fork(seconds: float, process: BaseProcess, ours: Connection) -> dict[str, Any]:
+    """Return the figures of a case that has begun, or its error."""
     try:
         found: dict[str, Any] = ours.recv() if ours.poll(seconds) else _without_gpu(f"took over {seconds} s")
     except EOFError:

@@ -43,6 +43,8 @@ Name                                   Says                              Without
   ``_scoped_library``, both kinds of
   ``_scaled_dot_product_...`` attention
 ``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
+``_inductor``'s and ``_functorch``'s   lets a pass see the joint graph   compiled layers keep what they do without it
+  ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
 ====================================== ================================= ==============================================
 
 Private attributes of tensors, storages and modules (``ATTRIBUTES``) are used where they are. Too much rests on those of
@@ -65,11 +67,12 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -319,6 +322,47 @@ def has_kernel(operator: str, key: str) -> bool:
 
 FOR_SIMULATION = (_MODE, _LIBRARY, _FLASH, _EFFICIENT, *FOR_FAKES, *FOR_NODES)
 """What simulating a step rests on."""
+
+# Passes over the joint graph of a compiled region.
+
+
+class JointPasses(NamedTuple):
+    """Where passes over joint graphs are installed.
+
+    Args:
+        inductor: The configuration with ``joint_custom_post_pass``.
+        functorch: That with ``joint_custom_pass``, for all backends, before inductor's own.
+        base: The class of passes that inductor's caches know by their ``uuid``.
+    """
+
+    inductor: Any
+    functorch: Any
+    base: Any
+
+
+_VIRTUALIZED = "torch._inductor.virtualized.V"
+FOR_JOINT_PASSES = (
+    "torch._inductor.config.joint_custom_post_pass",
+    "torch._functorch.config.joint_custom_pass",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    _VIRTUALIZED,
+)
+"""What a pass over joint graphs rests on; looked up when it is asked for, since importing inductor takes seconds."""
+
+
+@functools.cache
+def joint_passes() -> JointPasses:
+    """Return where passes over joint graphs are installed; ``refusal("...", FOR_JOINT_PASSES)`` says if they cannot."""
+    base = [found(name, object) for name in FOR_JOINT_PASSES][2]
+    inductor, functorch = (found(name.rpartition(".")[0]) for name in FOR_JOINT_PASSES[:2])
+    return JointPasses(inductor, functorch, base)
+
+
+def inductor_runs() -> bool:
+    """Return whether it is inductor that is compiling."""
+    virtualized = found(_VIRTUALIZED)
+    return virtualized is not None and isinstance(virtualized.fake_mode, FakeTensorMode)
+
 
 # Modules.
 

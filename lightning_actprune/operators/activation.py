@@ -62,7 +62,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
 )
 from lightning_actprune.config import check_bits
-from lightning_actprune.operators.base import CompressedLayer, torch_class
+from lightning_actprune.operators.base import CompressedLayer, Traced, torch_class
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
@@ -584,6 +584,11 @@ class CompressedActivation(CompressedLayer):
         """Return ``widens`` of ``module``, which may be dense."""
         return cls.widens
 
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: what works in place writes to its input, and not to a mark of it."""
+        return "dense" if self.inplace else "marked"
+
     def forward(self, input: Tensor) -> Tensor:
         """Return ``f(input)``."""
         if not keeps_derivative(input):
@@ -598,6 +603,11 @@ class CompressedActivation(CompressedLayer):
 
 class ExactActivation(CompressedActivation):
     """Mixin of those whose derivative takes two values: one bit, whatever the bits."""
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: which of the two values it is must not depend on an input in few bits."""
+        return "dense"
 
     def describe(self) -> str:
         """Return nothing: there is only one way."""

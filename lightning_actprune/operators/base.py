@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
-from lightning_actprune.codec.private import any_global_hook
+from lightning_actprune.codec.private import any_global_hook, is_exporting
+from lightning_actprune.compiled.marks import marked
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
@@ -36,6 +38,8 @@ class LayerState:
         highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
         features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
             later.
+        marks: What a compiler is told of the input, and what of one of few rows (``compiled.marks``), empty where that
+            is nothing. With ``None`` it sees the layer's own operators in place of the dense ones.
     """
 
     keep: Keep
@@ -43,6 +47,7 @@ class LayerState:
     owner: str | None = None
     highest: float = 0.0
     features: tuple[int, int] | None = None
+    marks: tuple[str, str] | None = None
     parts: Tensor = field(init=False, repr=False)
     blocks: Blocks = field(init=False, repr=False)
     """How inputs are cut into blocks and stored."""
@@ -69,6 +74,22 @@ class LayerState:
         if self.keep.fine_rows and x.dim() and self.is_fine(x):
             return 0, blocks._replace(bits=8)
         return self.parts.size(0), blocks
+
+    def marked(self, x: Any, trained: bool) -> Any:
+        """Return an argument with what a compiler is to know of it, if it is a tensor that backward may need.
+
+        ``trained``: Whether a parameter of the layer needs a gradient.
+        """
+        assert self.marks is not None
+        if not isinstance(x, Tensor) or not (trained or x.requires_grad):
+            return x
+        fine = self.keep.fine_rows > 0 and x.dim() > 0 and self.is_fine(x)
+        text = self.marks[fine]
+        return marked(x, text, 0 if fine else self.parts.size(0)) if text else x
+
+
+Traced = Literal["marked", "dense", "own"]
+"""The dense layer with a marked input, the dense layer, or the layer's own operators."""
 
 
 class Converted:
@@ -109,12 +130,28 @@ class CompressedLayer(Converted):
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, cls):
+                if is_compiling() and self._state.marks is not None and not is_exporting():
+                    return self._dense_forward(*args, **kwargs)
                 return compressed(self, *args, **kwargs)
             return type(self).forward(self, *args, **kwargs)
 
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
         forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
         cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
+
+    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the dense layer does, with its inputs marked for the compiler that traces this."""
+        state: LayerState = self._state
+        if torch.is_grad_enabled():  # without, nobody runs the pass that takes marks out
+            trained = any(parameter.requires_grad for parameter in self.parameters(recurse=False))  # type: ignore[attr-defined]
+            args = tuple(state.marked(x, trained) for x in args)
+            kwargs = {name: state.marked(x, trained) for name, x in kwargs.items()}
+        return self.dense_class.forward(self, *args, **kwargs)
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees of the layer that packs by itself what is kept."""
+        return "marked" if self.stores else "dense"
 
     @classmethod
     def operator_of(cls, layer: Any) -> Operator:

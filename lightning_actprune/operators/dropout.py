@@ -32,7 +32,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
 )
 from lightning_actprune.operators.activation import ROW, StoredMask, activation_grad, encode_mask
-from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.base import CompressedLayer, Traced
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
@@ -103,6 +103,11 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
 
     operator = "activation"
     dense_class = nn.Dropout
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: it keeps a seed, and no mask."""
+        return "dense"
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input without the values that are dropped, the others scaled up."""

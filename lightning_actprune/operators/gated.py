@@ -67,7 +67,7 @@ from lightning_actprune.operators.activation import (
     keeps_derivative,
     memory_order,
 )
-from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.operators.base import CompressedLayer, Traced
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
@@ -417,6 +417,11 @@ class CompressedGated(CompressedLayer):
     """
 
     operator = "activation"
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: its two inputs are no arguments of it."""
+        return "own"
 
 
 class CompressedGatedMLP(CompressedGated):

@@ -75,7 +75,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
@@ -103,6 +103,7 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
 )
 from lightning_actprune.codec.sharing import place_of
+from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.readers import (
@@ -117,7 +118,7 @@ from lightning_actprune.operators.readers import (
     nodes_since,
     operator_name,
 )
-from lightning_actprune.operators.registry import ROOT, plain_name
+from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
 
 Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """A pair of pack and unpack hook."""
@@ -924,6 +925,15 @@ class SavedTensorCompression:
         self.on_unchanged: Callable[[Tensor, bool], None] | None = None
         """Told of each tensor that stays as it is in forwards from now on, and whether for its few values alone."""
         self.reset()
+
+    def for_compilers(self) -> Model:
+        """Return how a compiler is to keep what no layer is known for, of which it does not know the module."""
+        inside = bool(self._left_alone_itself) or any(next(m.children(), None) is not None for m in self._left_alone)
+        unknown = inside or any(operator_of(module) is None for module in self._left_alone)
+        attention = dict.fromkeys(self._attention, 0) if inside else self._attention
+        of_attention = {name: attention[name] for name in (*_ATTENTION_INPUTS, "attended")}
+        saved = 0 if unknown else self._bits
+        return replace(Model(saved, block_size=self._block_size, min_values=self.min_values), **of_attention)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self.attach()

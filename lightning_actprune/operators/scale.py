@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.config import Operator
-from lightning_actprune.operators.base import CompressedLayer, hooked
+from lightning_actprune.operators.base import CompressedLayer, Traced, hooked
 from lightning_actprune.operators.norm import scaled
 
 
@@ -135,6 +135,11 @@ class CompressedTimmResBlock(CompressedScale):
     drop_path: nn.Module
     ls1: nn.Parameter
     ls2: nn.Parameter
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: its branches are marked by the layers in it."""
+        return "dense"
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum of ``x`` and its scaled branches: ``[B, T, features]``."""

@@ -1,0 +1,178 @@
+"""Compiled models through a Trainer: memory and time of a step, dense and with each preset.
+
+    python examples/benchmarks/compiled.py --out compiled.json
+    python examples/benchmarks/compiled.py --mode reduce-overhead --models resmlp_12_224 --out compiled.json
+
+Models as their libraries build them, given to ``torch.compile`` as a whole, on one GPU,
+``Trainer(precision="bf16-mixed")``, fused AdamW, the same batch over and over. All cases of a model run in processes of
+their own at the same time as far as the steps are concerned in which they compile; then one after the other measures,
+while the rest waits: first memory in one step, then the times of the others, as ``rivals.py`` does.
+
+``balanced`` and ``max`` are the presets as they are, whose layers pack by operators of their own. ``joint:balanced``
+and ``joint:max`` have the same rules, but the layers are dense ones with marks, and a pass over the joint graph packs
+what backward reads (``lightning_actprune.compiled``).
+
+``warm_up_s`` is what the steps before took, with compilation and the callback's probes in them, several processes at
+a time. ``packed_mib`` is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a
+cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import multiprocessing
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing.synchronize import Barrier, Lock
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks import summaries
+from examples.benchmarks.batch_size import train
+from examples.benchmarks.common import MIB, finish_in_fork, require_gpu_in_fork, start_in_fork, write_records
+from examples.benchmarks.models import described
+from examples.benchmarks.rivals import BATCHES, STEPS, WARM_UP, Rival, StepFigures, with_speed
+from examples.benchmarks.third_party import WORKLOADS
+from lightning_actprune import ActivationPruning
+from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.convert import layers, mark_layers
+from lightning_actprune.operators.base import CompressedLayer
+
+MODELS = "vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel"
+JOINT = "joint:"
+METHODS = "dense", "balanced", "max", "joint:balanced", "joint:max"
+CASE_SECONDS = 400
+
+
+class Alone(StepFigures):
+    """Measures when all others have compiled, and nobody else does.
+
+    Args:
+        ready: Passed by all of them when they have.
+        turn: Held while measuring.
+    """
+
+    def __init__(self, ready: Barrier, turn: Lock) -> None:
+        super().__init__()
+        self.ready, self.turn, self.began, self.held = ready, turn, time.perf_counter(), False
+        self.warm_up_s = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == WARM_UP:
+            torch.cuda.synchronize()
+            self.warm_up_s = round(time.perf_counter() - self.began, 1)
+            with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
+                self.ready.wait(CASE_SECONDS)
+            self.held = self.turn.acquire()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.release()
+
+    def on_exception(self, *_: Any) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let another one measure."""
+        torch.cuda.synchronize()
+        if self.held:
+            self.held = False
+            self.turn.release()
+
+
+class Marking(pl.Callback):
+    """Lets a pass over the joint graph pack, by the rules of the callback, which has probed the first, eager step."""
+
+    def __init__(self) -> None:
+        self.packing = CompiledPacking()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.packing.open()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            owners = {layer.owner for _, layer in layers(pl_module) if isinstance(layer, CompressedLayer)}
+            for owner in owners - {None}:
+                mark_layers(pl_module, owner, weight_gradients=True)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.packing.close()
+
+
+def measure(name: str, method: str, mode: str, ready: Barrier, turn: Lock, accelerator: str = "gpu") -> dict[str, Any]:
+    """Return the figures of one case; the others do not wait for one that fails."""
+    try:
+        return figures_of(name, method, mode, ready, turn, accelerator)
+    except BaseException:
+        ready.abort()
+        raise
+
+
+def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, accelerator: str) -> dict[str, Any]:
+    """Compile and train a model, and return the figures of its steps."""
+    batch = BATCHES * WORKLOADS[name].batch
+    training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu", samples=batch)
+    training.batch_size = batch
+    training.model = torch.compile(training.model, mode=mode)
+    figures = Alone(ready, turn)
+    pruning = [] if method == "dense" else [ActivationPruning(method.removeprefix(JOINT), verbose=0)]
+    marking = [Marking()] if method.startswith(JOINT) else []
+    train(training, [*pruning, *marking, figures], STEPS, accelerator)
+    found = {**figures.found(), "warm_up_s": figures.warm_up_s}
+    for callback in marking:
+        for key, part in (("packed_mib", "stored_bytes"), ("packable_mib", "dense_bytes")):
+            found[key] = round(sum(getattr(row, part) for row in callback.packing.rows) / MIB, 2)
+    return with_speed({**described(name, BATCHES), "method": method, "mode": mode, **found})
+
+
+def run_models(names: Sequence[str], methods: Sequence[str], mode: str) -> list[dict[str, Any]]:
+    """Run all cases, and return their records."""
+    context = multiprocessing.get_context("fork")
+    cases = [(name, method) for name in names for method in methods]
+    ready, turn = context.Barrier(len(cases)), context.Lock()
+    running = [start_in_fork(measure, *case, mode, ready, turn) for case in cases]
+    found = [finish_in_fork(CASE_SECONDS, *each) for each in running]
+    head = [{**described(name, BATCHES), "method": method, "mode": mode} for name, method in cases]
+    return [{**before, **record} for before, record in zip(head, found, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases, write the records and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--mode", default="default", help="of torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("compiled.json"))
+    args = parser.parse_args(argv)
+    require_gpu_in_fork()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    before = json.loads(args.out.read_text()) if args.out.is_file() else []
+    found = run_models(args.models, args.methods, args.mode)
+    keys = {(record["model"], record["mode"]) for record in found}
+    records = [record for record in before if (record["model"], record["mode"]) not in keys] + found
+    write_records(args.out, records)
+    for record in found:
+        print({key: value for key, value in record.items() if key not in ("source", "version", "command")}, flush=True)
+    Console(width=None if sys.stdout.isatty() else 160).print(summaries.frontier(found).rich())
+    return int(any("error" in record for record in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

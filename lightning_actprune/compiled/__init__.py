@@ -1,0 +1,1 @@
+"""Compiled training that keeps as little as eager: one pass over the joint graph of forward and backward."""

@@ -1,0 +1,227 @@
+"""How each value that backward reads is kept: which reads belong together, and what is decided about them.
+
+What it comes to is in ``compiled.joint``; what a single read needs, in ``compiled.readers``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from lightning_actprune.codec.dispatch import KERNEL_DTYPES
+from lightning_actprune.compiled.graphs import (
+    CASTS,
+    GETITEM,
+    Joint,
+    Read,
+    count_of,
+    first_input,
+    memory_of,
+    name_of,
+    passes_on,
+    path,
+    runs_again,
+    same_place,
+    source_of,
+    tensor_of,
+    value_of,
+)
+from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
+from lightning_actprune.compiled.marks import Model
+from lightning_actprune.compiled.readers import Refused, Values, Way, most_careful, way_of
+
+_STATISTICS = frozenset(
+    f"aten.{name}" for name in ("mean", "sum", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "max")
+)
+_SMOOTH = frozenset(
+    f"aten.{name}"
+    for name in ("add", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus")
+)
+"""Operations that are computed again, each value from values at the same place."""
+_FEWER = 16
+"""A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
+NORM = "aten.native_layer_norm"
+_WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
+"""Operations with a weight, and its place."""
+
+
+@dataclass
+class Source:
+    """A forward value that backward reads, and what was decided about it.
+
+    Args:
+        node: The value.
+        reads: All reads of it.
+        how: See ``compiled.joint``; ``"as it is"`` until something else is decided.
+        way: How its values are packed.
+        layout: How they are read for that.
+        base: The packed value that it is computed again from.
+        reason: Why it stays as it is.
+        ways: What each read needs.
+    """
+
+    node: Node
+    reads: list[Read]
+    how: str = "as it is"
+    way: Values | None = None
+    layout: Layout | None = None
+    base: Source | None = None
+    reason: str = ""
+    ways: dict[Read, Way] = field(default_factory=dict)
+
+    def reads_of(self, kind: str) -> list[Read]:
+        """Return the reads that need signs, shape or values."""
+        return [r for r, way in self.ways.items() if (way if isinstance(way, str) else "values") == kind]
+
+    @property
+    def packed(self) -> Node:
+        """What is packed: the value, or a cast of it to a type of fewer bytes."""
+        narrow = self.node
+        for read in self.reads:
+            for node in path(read.node, self.node):
+                if name_of(node) in CASTS and same_place(node, self.node) and _is_narrower(node, narrow):
+                    narrow = node
+        return narrow
+
+
+def _is_narrower(node: Node, than: Node) -> bool:
+    return value_of(node).dtype.itemsize < value_of(than).dtype.itemsize and value_of(node).dtype in KERNEL_DTYPES
+
+
+def sources_of(joint: Joint) -> list[Source]:
+    """Return the floating-point values that backward reads and no input of the graph holds, in their order."""
+    reads = defaultdict[Node, list[Read]](list)
+    for node in joint.graph.nodes:
+        value = tensor_of(node)
+        if node in joint.forward and node.op == "call_function" and value is not None and value.is_floating_point():
+            reads[source_of(node)] += joint.reads(node)
+    sources = [Source(node, of) for node, of in reads.items() if of and memory_of(node).op != "placeholder"]
+    return sorted(sources, key=lambda source: joint.order[source.node])
+
+
+def weights_of(joint: Joint) -> list[Source]:
+    """Return the inputs of the graph that forward multiplies with as weights, cast, and backward too."""
+    reads, others = defaultdict[Node, list[Read]](list), set[Node]()
+    for node in joint.graph.nodes:
+        if node not in joint.forward or not passes_on(node) or source_of(node).op != "placeholder":
+            continue
+        source = source_of(node)
+        if any(name_of(on) in CASTS for on in path(node, source)):
+            reads[source] += joint.reads(node)
+            if not all(_is_weight_of(user, node) for user in node.users if user in joint.forward):
+                others.add(source)
+    return [Source(node, of) for node, of in reads.items() if of and node not in others]
+
+
+def _is_weight_of(reader: Node, node: Node) -> bool:
+    """Return whether a reader multiplies with a value as its weight, or passes it on to one that may."""
+    place = _WEIGHTS.get(name_of(reader))
+    return passes_on(reader) if place is None else reader.args[place] is node
+
+
+def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Source]:
+    """Decide how each source is kept, and return what may be computed again, each with what from."""
+    by_node = {source.node: source for source in sources}
+    base: dict[Node, Source] = {}
+    for node in joint.graph.nodes:
+        if node not in joint.forward or node.op != "call_function" or tensor_of(node) is None:
+            continue
+        found = _base_of(node, base, model)
+        source = by_node.get(node)
+        if source is not None:
+            try:
+                _decide_one(joint, model, source, found)
+            except Refused as why:
+                source.how, source.reason = "as it is", str(why)
+        if source is not None and source.how == "packed" and source.way is not None and not source.way.drops:
+            base[node] = source
+        elif found is not None:
+            base[node] = found
+    return base
+
+
+def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
+    _check(joint, model, source)
+    source.ways = {read: way_of(joint, model, read) for read in source.reads}
+    ways = [way for way in source.ways.values() if isinstance(way, Values)]
+    if source.reads_of("signs"):
+        memory_order(value_of(source.node))  # which there must be
+    if not ways:
+        source.how = "signs" if source.reads_of("signs") else "shape"
+        return
+    source.way = most_careful(ways)
+    if base is not None and base.way is not None and 0 < source.way.bits <= base.way.bits:
+        source.how, source.base = "again", base
+        return
+    _lay_out(source)
+    source.how = "packed"
+
+
+def _check(joint: Joint, model: Model, source: Source) -> None:
+    """Raise ``Refused`` of what is never packed."""
+    value = value_of(source.node)
+    if count_of(value) < model.min_values:
+        raise Refused("it has few values")
+    if value.dtype not in KERNEL_DTYPES:
+        raise Refused(f"{value.dtype} values are not packed")
+    if memory_of(source.node) in joint.retained:
+        raise Refused("it is an output, or shares the memory of one, which is retained anyway")
+    if runs_again(source.node):
+        raise Refused("a checkpoint computes it again")
+    of = first_input(source.node) if name_of(source.node) == GETITEM else source.node
+    if name_of(of) in _STATISTICS or (name_of(of) == NORM and source.node.args[1] != 0):
+        raise Refused("it is a statistic")
+    if name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
+        raise Refused("it is a softmax, whose gradient is not linear in it")
+
+
+def _lay_out(source: Source) -> None:
+    """Decide how a source is read, all of it if the blocks that are to be dropped are not those of its readers."""
+    assert source.way is not None
+    packed = value_of(source.packed)
+    if source.way.drops:
+        mark = source.reads_of("values")[0].mark  # all drop the same blocks of the same values
+        assert mark is not None
+        try:
+            source.layout = dropped_layout(packed, value_of(mark), source.way)
+            return
+        except Refused:
+            if not source.way.bits:
+                raise
+        source.way = Values(source.way.bits, source.way.block_size)
+    source.layout = layout_of(packed, source.way)
+
+
+def _base_of(node: Node, base: dict[Node, Source], model: Model) -> Source | None:
+    """Return the one packed source that a node is smooth and pointwise in, ``None`` if there is none."""
+    if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
+        return base.get(first_input(first_input(node)))
+    if not (passes_on(node) or name_of(node) in _SMOOTH or _is_quotient(node)):
+        return None
+    found = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
+    if len(found) != 1:
+        return None
+    (source,) = found.values()
+    most = max(count_of(value_of(source.node)) // _FEWER, model.min_values)
+    for other in node.all_input_nodes:
+        value = tensor_of(other)
+        large = value is not None and count_of(value) > most
+        if other not in base and (large or "val" not in other.meta):
+            return None
+    return source
+
+
+def _is_quotient(node: Node) -> bool:
+    """Return whether a node divides by a number, or is a part of ``x / (1 + exp(-x))``, as a SiLU is decomposed."""
+    if name_of(node) == "aten.exp":
+        return name_of(first_input(node)) == "aten.neg" and all(_adds_one(user) for user in node.users)
+    if name_of(node) != "aten.div":
+        return False
+    below = node.args[1]
+    return not isinstance(below, Node) or (_adds_one(below) and name_of(first_input(below)) == "aten.exp")
+
+
+def _adds_one(node: Node) -> bool:
+    return name_of(node) == "aten.add" and node.args[1:] == (1,)

@@ -1,0 +1,291 @@
+"""What is asked of a joint graph, and how nodes are added to it.
+
+A joint graph holds forward and backward of a compiled region. *Forward* is what the user's outputs, and what is written
+to inputs, are computed from. What depends on a gradient (``tangents``) is backward, and all the rest is computed for
+backward alone. A value that forward computes and anything else reads has to be kept from forward to backward: the
+partitioner, which comes later, decides how, by the graph that it is given.
+
+Operations are known by names such as ``"aten.view"``, so that one that a torch does not have is only never met.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_actprune.compiled.marks import Mark
+
+Size: TypeAlias = "int | torch.SymInt"
+
+GETITEM = "getitem"
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("alias", "detach", "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t"),
+        *("unsqueeze", "squeeze", "expand"),
+    )
+)
+"""Operations that hold all values of their input, in its memory."""
+CASTS = frozenset({"aten._to_copy", "prims.convert_element_type"})
+COPIES = CASTS | {"aten.clone", "aten.contiguous"}
+"""Operations that hold all values of their input in memory of their own."""
+PARTS = frozenset({"aten.slice", "aten.select", "aten.narrow", "aten.as_strided", GETITEM})
+"""Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
+SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"})
+MARK = "actprune.mark"
+
+
+def name_of(node: Node) -> str:
+    """Return the name of an operation, ``"aten.view"``, empty for what is none."""
+    if node.op != "call_function":
+        return ""
+    if node.target is operator.getitem:
+        return GETITEM
+    return str(getattr(node.target, "overloadpacket", ""))
+
+
+def tensor_of(node: Node) -> Tensor | None:
+    """Return the fake tensor that a node stands for, ``None`` if it stands for something else."""
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def value_of(node: Node) -> Tensor:
+    """Return the fake tensor that a node stands for."""
+    value = tensor_of(node)
+    assert value is not None
+    return value
+
+
+def same_place(node: Node, other: Node) -> bool:
+    """Return whether two values have the same shape and strides, as a cast has."""
+    a, b = value_of(node), value_of(other)
+    return a.dim() == b.dim() and hints(a.shape) == hints(b.shape) and hints(a.stride()) == hints(b.stride())
+
+
+def hint(size: Size) -> int:
+    """Return a size, for a symbol the one that was seen when the graph was traced; asking makes it no constant.
+
+    What depends on values, such as the count of a ``nonzero``, is taken to be 0.
+    """
+    if isinstance(size, int):
+        return size
+    return int(cast(int, size.node.hint)) if size.node.has_hint() else 0
+
+
+def hints(sizes: Any) -> list[int]:
+    """Return all of ``sizes`` as they were when the graph was traced."""
+    return [hint(size) for size in sizes]
+
+
+def count_of(x: Tensor) -> int:
+    """Return how many values a tensor has."""
+    return hint(x.numel())
+
+
+def bytes_of(x: Tensor) -> int:
+    """Return how many bytes the values of a tensor take."""
+    return count_of(x) * x.dtype.itemsize
+
+
+def passes_on(node: Node) -> bool:
+    """Return whether a node holds the values of its first input, all of them, and nothing else."""
+    return name_of(node) in VIEWS or name_of(node) in COPIES or name_of(node) == MARK
+
+
+def first_input(node: Node) -> Node:
+    """Return the input of a node that passes it on."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def source_of(node: Node) -> Node:
+    """Return what a node holds the values of, behind views, casts, copies and marks."""
+    while passes_on(node):
+        node = first_input(node)
+    return node
+
+
+def path(node: Node, source: Node) -> list[Node]:
+    """Return the nodes by which a source is passed on to ``node``, both included."""
+    found = [node]
+    while found[-1] is not source:
+        found.append(first_input(found[-1]))
+    return found
+
+
+def memory_of(node: Node) -> Node:
+    """Return the node in whose memory a node lies."""
+    while True:
+        name = name_of(node)
+        if name == GETITEM and name_of(first_input(node)) not in SPLITS:
+            return node
+        if name not in VIEWS and name not in PARTS and name not in SPLITS and name != MARK:
+            return node
+        node = first_input(node)
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of a forward value in backward.
+
+    Args:
+        node: The value as it is read, behind views and casts.
+        reader: What reads it.
+        mark: The mark behind which it does, ``None`` without one.
+    """
+
+    node: Node
+    reader: Node
+    mark: Node | None
+
+    @property
+    def layer(self) -> Mark | None:
+        """The mark's content."""
+        return None if self.mark is None else Mark.read(str(self.mark.args[1]))
+
+
+def mark_of(node: Node) -> Node | None:
+    """Return the mark that is nearest to a value, ``None`` if there is none between it and its source."""
+    while passes_on(node):
+        if name_of(node) == MARK:
+            return node
+        node = first_input(node)
+    return None
+
+
+class Joint:
+    """A joint graph, seen as forward and backward.
+
+    Args:
+        graph: The graph.
+
+    Attributes:
+        forward: Nodes that forward needs.
+        tangent: Nodes that depend on a gradient.
+        marked: Nodes that depend on a mark.
+        retained: Nodes in whose memory outputs lie.
+        order: Places of the nodes.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        nodes = list(graph.nodes)
+        self.order = {node: place for place, node in enumerate(nodes)}
+        self.tangent = _closure(nodes, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
+        self.marked = _closure(nodes, lambda node: name_of(node) == MARK)
+        outputs = [node for node in graph.output_node().all_input_nodes if node not in self.tangent]
+        written = [node for node in nodes if name_of(node) == "aten.copy_" and node not in self.tangent]
+        self.forward = set[Node]()
+        waiting = outputs + written
+        while waiting:
+            node = waiting.pop()
+            if node not in self.forward:
+                self.forward.add(node)
+                waiting += node.all_input_nodes
+        self.retained = {memory_of(node) for node in outputs}
+
+    def readers(self, node: Node) -> list[Node]:
+        """Return what reads a forward node and is no part of forward, in the order of the graph."""
+        readers = [user for user in node.users if user not in self.forward and user.op != "output"]
+        return sorted(readers, key=self.order.__getitem__)
+
+    def reads(self, node: Node) -> list[Read]:
+        """Return all reads of a forward node in backward."""
+        endings = (ending for reader in self.readers(node) for ending in self.endings(node, reader))
+        return [Read(given, reader, mark_of(given)) for given, reader in endings]
+
+    def endings(self, node: Node, reader: Node) -> Iterator[tuple[Node, Node]]:
+        """Yield what computes something of a node that ``reader`` reads, and as which node it is given that."""
+        waiting = [(node, reader)]
+        while waiting:
+            given, user = waiting.pop()
+            if user.op == "output":
+                continue
+            if passes_on(user) and user not in self.tangent:
+                waiting += [(user, further) for further in user.users]
+            else:
+                yield given, user
+
+
+def _closure(nodes: list[Node], chosen: Callable[[Node], bool]) -> set[Node]:
+    """Return the nodes that are chosen, and all that depend on them."""
+    found = set[Node]()
+    for node in nodes:
+        if chosen(node) or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+class Writer:
+    """Adds nodes to a graph, each with the value that it stands for.
+
+    Args:
+        graph: The graph.
+        fake_mode: The mode of the fake tensors in it.
+    """
+
+    def __init__(self, graph: Graph, fake_mode: Any) -> None:
+        self.graph, self._fake_mode = graph, fake_mode
+        self._tag: str | None = None
+
+    @contextmanager
+    def before(self, node: Node, tag: str) -> Iterator[None]:
+        """Add nodes before ``node``; ``tag`` says to the partitioner where they belong."""
+        self._tag = tag
+        with self.graph.inserting_before(node):
+            yield
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Add a call of an operation."""
+        node = self.graph.call_function(target, args, kwargs)
+        values, options = torch.fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+        with self._fake_mode, torch.no_grad():
+            node.meta["val"] = target(*values, **options)
+        if self._tag is not None:
+            node.meta["partitioner_tag"] = self._tag
+        return node
+
+    def copy(self, node: Node, inputs: dict[Node, Node]) -> Node:
+        """Add a copy of a node that reads others in place of its inputs."""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: inputs.get(source, source))
+        assert callable(node.target)
+        return self.call(node.target, *args, **kwargs)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """Return a node as ``dtype``, itself if it is that."""
+        value = node.meta["val"]
+        return node if value.dtype == dtype else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+    def size(self, node: Node, dim: int) -> int | Node:
+        """Return the size of a dimension: a number if it is known, or a node."""
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, node, dim)
+
+    def compute(self, function: Callable[[Any, Any], Any], a: int | Node, b: int | Node) -> int | Node:
+        """Return what ``function`` makes of two integers: a number if both are, or a node."""
+        if isinstance(a, Node) or isinstance(b, Node):
+            return self.call(function, a, b)
+        result: int = function(a, b)
+        return result
+
+
+def must_be_saved(node: Node) -> None:
+    """Let the partitioner save what a node stands for, and not compute it again."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = 0
+
+
+def runs_again(node: Node) -> bool:
+    """Return whether a checkpoint computes a node again in backward anyway."""
+    policy = node.meta.get("recompute")
+    return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -1,0 +1,123 @@
+r"""Packing what backward reads, in the joint graph of a compiled region.
+
+Converted layers run their dense forward while a compiler traces them, so the joint graph is that of the dense model,
+with marks (``compiled.marks``). This pass, before the partitioner, looks at every value that forward computes and
+backward reads. Reads that differ by views, casts and copies alone are reads of one *source*, and get one answer:
+
+``packed``
+    The source, or its cast to fewer bytes, is packed right behind what computes it, and unpacked right before its first
+    reader (``torch.ops.actprune.pack`` and ``unpack``, opaque to the compiler). Each read gets a copy of its views
+    and casts of the unpacked value. The same bytes as in eager mode, by the layer's rule; of several readers the one
+    that asks for the most bits counts (``readers.most_careful``).
+``again``
+    What is smooth and pointwise in ONE packed value, and in tensors that are far smaller, is computed again from the
+    unpacked value, and nothing is stored: the output of a GELU or a norm that the next linear layer reads. Only where
+    the packed value has as many bits as the reader asks for. The statistics of a norm are the exact ones.
+``signs``
+    One bit a value, exact, for ``relu``, also beside packed values for another reader.
+``shape``
+    Nothing is stored for pooling, which is given memory that nobody has written to.
+``as it is``
+    Everything else, with the reason: if one reader needs all of a source, the others read the same.
+
+Copies of weights that autocast has made are made again in backward from the weights, which are there anyway.
+
+Forward is not touched: what packing reads is there anyway. The partitioner then saves what ``pack`` returns, since
+nothing in backward reads more: a value that somebody packs is materialized for backward, which it does not compute
+again, so pack is not either. Should a checkpoint in the graph compute a value again, it is left alone.
+
+Never packed are inputs of the graph, such as parameters, their casts and the batch; outputs and what shares their
+memory, which their reader retains; small tensors; what is no floating-point value; and results that say something about
+many values (``_STATISTICS``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_actprune.compiled.decide import Source, decide, sources_of
+from lightning_actprune.compiled.graphs import (
+    GETITEM,
+    MARK,
+    Joint,
+    bytes_of,
+    count_of,
+    first_input,
+    hints,
+    name_of,
+    path,
+    value_of,
+)
+from lightning_actprune.compiled.marks import Mark
+from lightning_actprune.compiled.rewrite import Rewriter
+
+
+class Row(NamedTuple):
+    """How one value that backward reads is kept.
+
+    Args:
+        name: The layer that reads it, or the operation that computes it where no layer does.
+        readers: What reads it in backward.
+        shape: Its shape, symbols as they were when it was traced.
+        dtype: Its type.
+        dense_bytes: Bytes of it as it is, or of its cast if nothing else of it is read.
+        stored_bytes: Bytes that are kept of it.
+        how: ``"packed"``, ``"again"``, ``"signs"``, ``"shape"`` or ``"as it is"``.
+        bits: Bits of a packed value.
+        reason: Why it stays as it is.
+    """
+
+    name: str
+    readers: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dense_bytes: int
+    stored_bytes: int
+    how: str
+    bits: int = 0
+    reason: str = ""
+
+
+def pack_joint_graph(graph: Graph) -> list[Row]:
+    """Pack what backward reads in a joint graph, and take all marks out of it.
+
+    A graph without marks is left as it is, and returns no rows.
+    """
+    marks = [node for node in graph.nodes if name_of(node) == MARK]
+    if not marks:
+        return []
+    joint = Joint(graph)
+    model = Mark.read(str(marks[0].args[1])).model
+    sources = sources_of(joint)
+    base = decide(joint, model, sources)
+    rows = [_row(source) for source in sources]
+    stored = Rewriter(joint, sources, base).run()
+    for mark in marks:
+        mark.replace_all_uses_with(first_input(mark))
+        graph.erase_node(mark)
+    graph.lint()
+    kept = [row if row.reason else row._replace(stored_bytes=of) for row, of in zip(rows, stored, strict=True)]
+    return [
+        row for row, source in zip(kept, sources, strict=True) if count_of(value_of(source.node)) >= model.min_values
+    ]
+
+
+def _row(source: Source) -> Row:
+    """Return what is said of a source before the graph is changed, with all its bytes stored."""
+    value = value_of(source.node)
+    layers = [read.layer.name for read in source.reads if read.layer is not None and read.layer.name]
+    name = layers[0] if layers else _computed_by(source.node)
+    narrow = source.packed
+    kept = narrow if all(narrow in path(read.node, source.node) for read in source.reads) else source.node
+    dense = bytes_of(value_of(kept))
+    readers = tuple(dict.fromkeys(name_of(read.reader) for read in source.reads))
+    bits = source.way.bits if source.way is not None and source.how == "packed" else 0
+    shape = tuple(hints(value.shape))
+    return Row(name, readers, shape, value.dtype, dense, dense, source.how, bits, source.reason)
+
+
+def _computed_by(node: Node) -> str:
+    return name_of(first_input(node)) if name_of(node) == GETITEM else name_of(node)

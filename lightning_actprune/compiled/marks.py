@@ -1,0 +1,180 @@
+r"""What a converted layer tells the compiler of the tensor that its backward reads.
+
+A compiled layer runs its dense forward. On the tensor that its backward reads, the input of a linear layer, say, it
+puts a *mark* while it is traced::
+
+    y = F.linear(marked(x, keep), weight, bias)
+
+``torch.ops.actprune.mark`` is the identity, and so is its gradient. Its text says how the layer is kept, and what goes
+for the whole model (``Mark``). The pass over the joint graph (``compiled.joint``) reads the marks and takes every one
+of them out: compiled code has none. Where nobody runs the pass, a mark is a copy.
+
+The text is a constant to the compiler, so it is part of what compilations are known by, in memory and in the caches on
+disk. It should be the same for layers that are the same: blocks that are compiled one by one share a compilation only
+then. ``general_name`` makes such a name of that of a layer.
+
+The sparsity is no part of the text but an argument, in the parts of ``codec.blocks.sparsity_parts``: a schedule changes
+it, and to the compiler it may be a symbol.
+
+Signs
+-----
+The gradient of ``relu`` asks of what it saved whether it is above zero, and nothing else::
+
+    dx = 0 where y <= 0, else g
+
+``torch.ops.actprune.signs`` stores that, eight values a byte, the first in the lowest bit, and ``signs_read`` returns 1
+and 0 in their place. A NaN is not below zero, as for torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_actprune.codec.packed import LIBRARY, TAGS
+
+PER_BYTE = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """How what no layer is known for is kept, the same for all marks of a model.
+
+    Args:
+        saved: Bits of what operations save, 0 for values as they are.
+        query: Bits of the query of fused attention.
+        key: Bits of its key.
+        value: Bits of its value.
+        attended: Bits of its result.
+        block_size: Values per block of all these.
+        min_values: Tensors of fewer values are left alone, whoever reads them.
+        weight_gradients: Whether ``saved`` goes for what the weight gradients of layers without a mark read, too.
+    """
+
+    saved: int = 0
+    query: int = 0
+    key: int = 0
+    value: int = 0
+    attended: int = 0
+    block_size: int = 32
+    min_values: int = 2**16
+    weight_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a layer keeps the tensor that it marks.
+
+    Args:
+        operator: What the layer is (``config.Operator``).
+        name: What reports call it, the same for layers that are to share a compilation.
+        bits: Bits of a stored value, 0 for values as they are.
+        block_size: Values per block.
+        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
+        selection: Which blocks are kept.
+        model: What goes for the whole model.
+
+    Example:
+        >>> mark = Mark("linear", "blocks.*.fc1", 4, model=Model(saved=8))
+        >>> Mark.read(mark.text) == mark
+        True
+    """
+
+    operator: str
+    name: str
+    bits: int
+    block_size: int = 32
+    scope: str = "sample"
+    selection: str = "largest"
+    model: Model = Model()
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The mark as the operator takes it."""
+        return json.dumps(astuple(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def read(text: str) -> Mark:
+        """Return the mark with that text."""
+        operator, name, bits, block_size, scope, selection, model = json.loads(text)
+        return Mark(operator, name, bits, block_size, scope, selection, Model(*model))
+
+
+def general_name(fqn: str) -> str:
+    """Return the name of a layer without its numbers.
+
+    Example:
+        >>> general_name("blocks.11.mlp.fc1")
+        'blocks.*.mlp.fc1'
+    """
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def marked(x: Tensor, text: str, parts: int = 0) -> Tensor:
+    """Return ``x``, of which a compiler knows how it is to be kept for the layer that reads it.
+
+    To be called while a compiler traces, where backward reads ``x``. What has no memory of its own for each value, as
+    an expanded tensor has not, is returned without a mark, as is what has no fractions.
+
+    Args:
+        x: What the layer reads.
+        text: That of its ``Mark``.
+        parts: Its sparsity, see ``codec.blocks.sparsity_parts``.
+    """
+    if not x.is_floating_point() or 0 in x.stride():
+        return x
+    read: Tensor = torch.ops.actprune.mark(x, text, parts)
+    return read
+
+
+def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
+    # With the strides of x, whatever they are: operations that follow are traced on these, and will get x itself.
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _signs(x: Tensor) -> Tensor:
+    above = F.pad(~(x <= 0), (0, -x.shape[0] % PER_BYTE)).to(torch.uint8).view(-1, PER_BYTE)
+    places = torch.arange(PER_BYTE, dtype=torch.uint8, device=x.device)
+    return (above << places).sum(1, dtype=torch.uint8)
+
+
+def _signs_read(stored: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    places = torch.arange(PER_BYTE, dtype=torch.uint8, device=stored.device)
+    return ((stored[:, None] >> places) & 1).view(-1)[:count].to(dtype)
+
+
+LIBRARY.define("mark(Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
+LIBRARY.define("signs(Tensor x) -> Tensor", tags=TAGS)
+LIBRARY.define("signs_read(Tensor stored, SymInt count, ScalarType dtype) -> Tensor", tags=TAGS)
+LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
+LIBRARY.impl("signs", _signs, "CompositeExplicitAutograd")
+LIBRARY.impl("signs_read", _signs_read, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("actprune::mark", lib=LIBRARY)
+def _mark_fake(x: Tensor, keep: str, parts: int = 0) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake("actprune::signs", lib=LIBRARY)
+def _signs_fake(x: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0] + PER_BYTE - 1) // PER_BYTE, dtype=torch.uint8)
+
+
+@torch.library.register_fake("actprune::signs_read", lib=LIBRARY)
+def _signs_read_fake(stored: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return stored.new_empty(count, dtype=dtype)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+torch.library.register_autograd("actprune::mark", _gradient, lib=LIBRARY)

@@ -1,0 +1,188 @@
+r"""How a tensor may be kept for what reads it in backward.
+
+A reader behind a mark belongs to the layer that has put it there, and gets what the layer's rule says. All others are
+judged by themselves, as ``operators.readers`` judges what eager operations save: a gradient may be computed from values
+in few bits where it is *linear* in them, or off by a bound that is known. In a joint graph such readers are
+
+    product          ``g * x`` and ``bmm`` with a factor that depends on the gradient; that of a layer scale
+                     ``x * gamma`` is one of them
+    attention        ``_scaled_dot_product_..._backward``, of query, key, value and result; what it saves of its sums
+                     stays as it is
+
+Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
+dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
+
+Two kinds of readers need less than values, whoever they belong to. ``relu`` asks for *signs*, exactly one bit
+(``compiled.marks``), and pooling for the *shape* of its input.
+
+Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
+so that gradients of inputs stay exact. And they are not taken if a mask has put values into them, which may be as large
+as it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch.fx import Node
+
+from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on
+from lightning_actprune.compiled.marks import Model
+
+_PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
+_WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
+"""Operations that compute a weight gradient, and the place of what it is a product with."""
+_SHAPE_OF = {
+    f"aten.{name}_backward": 1
+    for name in (
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+        "avg_pool2d",
+        "avg_pool3d",
+        "_adaptive_avg_pool2d",
+    )
+}
+"""Backward operations with an input of which they read the shape, and its place."""
+_ATTENDED = {
+    f"aten._scaled_dot_product_{kind}_backward": place
+    for kind, place in (
+        ("flash_attention", 4),
+        ("flash_attention_for_cpu", 4),
+        ("cudnn_attention", 4),
+        ("efficient_attention", 5),
+        ("fused_attention_overrideable", 6),
+    )
+}
+"""Backward of fused attention, and the place of the result; query, key and value are at 1, 2 and 3."""
+_MASKS = frozenset({"aten.where", "aten.masked_fill", "aten.masked_scatter", "aten.index_fill"})
+_KEEP_MASKS = frozenset({"aten.add", "aten.div", "aten.mul", "aten.neg", "aten.sub"})
+_MOST_NODES = 16
+"""Nodes among which a mask is looked for."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Values in few bits, or as they are but not all of them.
+
+    Args:
+        bits: Bits of a stored value, 0 for values as they are.
+        block_size: Values per block.
+        parts: The sparsity, a number or the node that stands for it.
+        scope: Within what blocks compete.
+        selection: Which blocks are kept.
+        operator: Of the layer that asks, empty if none does.
+    """
+
+    bits: int
+    block_size: int
+    parts: int | Node = 0
+    scope: str = "sample"
+    selection: str = "largest"
+    operator: str = ""
+
+    @property
+    def drops(self) -> bool:
+        """Whether blocks are dropped."""
+        return isinstance(self.parts, Node) or self.parts > 0
+
+
+Way: TypeAlias = "Values | Literal['signs', 'shape']"
+
+
+class Refused(Exception):  # noqa: N818 - it is no error of anybody's
+    """Says why a value stays as it is."""
+
+
+def way_of(joint: Joint, model: Model, read: Read) -> Way:
+    """Return what a read needs.
+
+    Raises:
+        Refused: If it needs all values as they are.
+    """
+    given, reader = read.node, read.reader
+    name = name_of(reader)
+    if _asks_for_signs(name, given, reader):
+        return "signs"
+    if _is_only(reader, given, _SHAPE_OF.get(name)):
+        return "shape"
+    layer = read.layer
+    if layer is not None:
+        assert read.mark is not None
+        parts = read.mark.args[2] if len(read.mark.args) > 2 else 0
+        assert isinstance(parts, int | Node)
+        if not layer.bits and parts == 0:
+            raise Refused("the layer's rule keeps values as they are")
+        return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
+    bits = _unmarked_bits(joint, model, name, given, reader)
+    if not bits:
+        raise Refused("the rule for what operations save keeps it as it is")
+    if given not in joint.marked:
+        raise Refused("it does not depend on what a layer has marked, so that it may be a weight")
+    if not name.startswith("aten._scaled_dot_product") and is_masked(given):
+        raise Refused("a mask has put values into it, which may be as large as it likes")
+    return Values(bits, model.block_size)
+
+
+def _unmarked_bits(joint: Joint, model: Model, name: str, given: Node, reader: Node) -> int:
+    """Return the bits in which a reader that belongs to no layer may be given a value."""
+    if name in _ATTENDED:
+        places = {1: model.query, 2: model.key, 3: model.value, _ATTENDED[name]: model.attended}
+        found = [bits for place, bits in places.items() if _is_only(reader, given, place)]
+        if not found:
+            raise Refused("it is a bias, which may mask, or a statistic of attention")
+        return found[0]
+    if name in _PRODUCTS:
+        others = [node for node in reader.all_input_nodes if node is not given]
+        if len(others) == 1 and others[0] in joint.tangent:
+            return model.saved
+    if model.weight_gradients and _is_only(reader, given, _WEIGHT_GRADIENTS.get(name)):
+        return model.saved
+    raise Refused(f"{name or reader.target} is not known to be right for values in few bits")
+
+
+def _asks_for_signs(name: str, given: Node, reader: Node) -> bool:
+    if name == "aten.threshold_backward":
+        return reader.args[1:] == (given, 0)
+    return name == "aten.le" and reader.args == (given, 0)
+
+
+def _is_only(reader: Node, given: Node, place: int | None) -> bool:
+    """Return whether a reader is given a value as its argument at a place, and as no other one."""
+    return place is not None and [at for at, value in enumerate(reader.args) if value is given] == [place]
+
+
+def is_masked(node: Node) -> bool:
+    """Return whether values were put where a mask says, and nothing but views, sums and products came after that."""
+    waiting, seen = [node], 0
+    while waiting and seen < _MOST_NODES:
+        node, seen = waiting.pop(0), seen + 1
+        if name_of(node) in _MASKS:
+            return True
+        if passes_on(node):
+            waiting.append(first_input(node))
+        elif name_of(node) in _KEEP_MASKS:
+            waiting += node.all_input_nodes
+    return False
+
+
+def most_careful(ways: list[Values]) -> Values:
+    """Return one way for all: blocks are dropped only if everybody drops the same ones, and the most bits count.
+
+    Raises:
+        Refused: If somebody wants all values as they are.
+    """
+    first = ways[0]
+    alike = all(
+        (way.parts, way.scope, way.selection, way.block_size)
+        == (first.parts, first.scope, first.selection, first.block_size)
+        for way in ways
+    )
+    if any(way.bits == 0 for way in ways):
+        if alike and all(way.bits == 0 for way in ways):
+            return first
+        raise Refused("what reads it besides needs all blocks, and its values are kept as they are")
+    most = max(ways, key=lambda way: way.bits)
+    if alike:
+        return most
+    return Values(most.bits, most.block_size, operator=most.operator)

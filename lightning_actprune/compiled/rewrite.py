@@ -1,0 +1,285 @@
+"""Putting into a joint graph what was decided about its values."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from lightning_actprune.codec.blocks import ALL_BLOCKS, SPARSITY_PARTS, ceil_div
+from lightning_actprune.compiled.decide import Source, weights_of
+from lightning_actprune.compiled.graphs import (
+    CASTS,
+    GETITEM,
+    MARK,
+    Joint,
+    Read,
+    Size,
+    Writer,
+    bytes_of,
+    first_input,
+    must_be_saved,
+    name_of,
+    passes_on,
+    same_place,
+    tensor_of,
+    value_of,
+)
+from lightning_actprune.compiled.layout import Layout, memory_order
+
+FORWARD, BACKWARD = "is_forward", "is_backward"
+_TURNS = frozenset({"aten.permute", "aten.transpose", "aten.t"})
+_RESHAPES = frozenset({"aten.view", "aten._unsafe_view", "aten._reshape_alias"})
+_aten, _own = torch.ops.aten, torch.ops.actprune
+
+
+class Rewriter:
+    """Puts what was decided into a graph.
+
+    Args:
+        joint: The graph.
+        sources: What was decided.
+        base: What may be computed again, each with what from.
+    """
+
+    def __init__(self, joint: Joint, sources: list[Source], base: dict[Node, Source]) -> None:
+        self._joint, self._sources, self._base = joint, sources, base
+        fake_mode = next(tensor for node in joint.graph.nodes if (tensor := tensor_of(node)) is not None).fake_mode  # type: ignore[attr-defined]
+        self._writer = Writer(joint.graph, fake_mode)
+        self._none: dict[torch.device, Node] = {}
+        self._restored: dict[Node, Node] = {}
+
+    def run(self) -> list[int]:
+        """Put everything into the graph, and return the bytes that are stored of each source."""
+        for source in weights_of(self._joint):
+            with self._writer.before(self._first([read.reader for read in source.reads]), BACKWARD):
+                # Of a view, or the partitioner takes the cast for that of forward, which it would then keep.
+                weight = self._writer.call(_aten.view.default, source.node, list(value_of(source.node).shape))
+            self._give(source, weight, source.reads)
+        first = self._first_readers()
+        return [self._put(source, first) for source in self._sources]
+
+    def _put(self, source: Source, first: dict[Node, Node]) -> int:
+        """Let backward read what is kept of a source in place of it, and return the bytes of that."""
+        if source.how == "as it is":
+            return 0
+        stored = self._pack(source, first[source.node]) if source.how == "packed" else 0
+        if source.reads_of("signs"):
+            stored += self._signs(source)
+        if source.reads_of("shape"):
+            self._shape(source)
+        if source.reads_of("values"):
+            self._values(source)
+        return stored
+
+    def _first_readers(self) -> dict[Node, Node]:
+        """Return by packed source the first node in backward that its unpacked value is needed for."""
+        readers = defaultdict[Node, list[Node]](list)
+        for source in self._sources:
+            unpacked = source if source.base is None else source.base
+            readers[unpacked.node] += [read.reader for read in source.reads_of("values")]
+        return {node: self._first(of) for node, of in readers.items() if of}
+
+    def _pack(self, source: Source, reader: Node) -> int:
+        """Pack a source behind it, and unpack it before ``reader``; return the bytes that are kept."""
+        way, layout, node = source.way, source.layout, source.packed
+        assert way is not None
+        assert layout is not None
+        writer, value = self._writer, value_of(node)
+        with writer.before(_after(node), FORWARD):
+            read = self._in_memory_order(node, layout)
+            keep: Any = ALL_BLOCKS
+            if way.drops:
+                blocks = writer.compute(operator.mul, writer.size(read, 1), ceil_div(layout.shape[2], layout.block))
+                keep = self._kept(blocks, way.parts)
+            packed = writer.call(_own.pack.default, read, layout.block, keep, way.bits, way.selection)
+            places = range(3) if way.drops else range(1)
+            kept = [writer.call(operator.getitem, packed, place) for place in places]
+        for saved in (packed, *kept):
+            must_be_saved(saved)
+        with writer.before(reader, BACKWARD):
+            self._restored[source.node] = self._unpack(source, kept, read, value)
+        return sum(bytes_of(value_of(saved)) for saved in kept)
+
+    def _in_memory_order(self, node: Node, layout: Layout) -> Node:
+        writer = self._writer
+        if layout.order != tuple(range(len(layout.order))):
+            node = writer.call(_aten.permute.default, node, list(layout.order))
+        if layout.copied:
+            node = writer.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+        return writer.call(_aten.view.default, node, list(layout.shape))
+
+    def _kept(self, blocks: int | Node, parts: int | Node) -> int | Node:
+        """Return ``codec.blocks.keep_count``, which may be a symbol."""
+        compute = self._writer.compute
+        dropped = compute(operator.floordiv, compute(operator.mul, blocks, parts), SPARSITY_PARTS)
+        return compute(operator.sub, blocks, dropped)
+
+    def _unpack(self, source: Source, kept: list[Node], read: Node, value: Tensor) -> Node:
+        """Return the unpacked value of a source, in its shape and the order of its memory, in the type of ``value``."""
+        way, layout, writer = source.way, source.layout, self._writer
+        assert way is not None
+        assert layout is not None
+        if way.drops:
+            rows = writer.compute(operator.mul, writer.size(read, 0), writer.size(read, 1))
+            values, bitmap, offsets = kept
+        else:
+            (values,) = kept
+            bitmap = offsets = self._nothing(value.device)
+            columns = ceil_div(layout.shape[2], layout.block)
+            rows = writer.compute(operator.floordiv, writer.size(values, 0), columns)
+        flat = writer.call(
+            _own.unpack.default, values, bitmap, offsets, rows, layout.shape[2], layout.block, way.bits, value.dtype
+        )
+        sizes = self._sizes(source.node, layout.order)
+        dense = writer.call(_aten.view.default, flat, sizes)
+        if layout.order == tuple(range(len(layout.order))):
+            return dense
+        return writer.call(_aten.permute.default, dense, [layout.order.index(dim) for dim in range(len(sizes))])
+
+    def _nothing(self, device: torch.device) -> Node:
+        """Return positions of no blocks, the same for all that are unpacked on a device."""
+        known = self._none.get(device)
+        if known is not None:
+            return known
+        first = next(node for node in self._joint.graph.nodes if node.op != "placeholder")
+        with self._writer.before(first, BACKWARD):
+            made = self._writer.call(_aten.empty.memory_format, [0, 0], dtype=torch.int32, device=device)
+        self._none[device] = made
+        return made
+
+    def _sizes(self, node: Node, order: tuple[int, ...]) -> list[int | Node]:
+        """Return the sizes of a forward node, -1 for the first that is a symbol."""
+        sizes, inferred = list[int | Node](), False
+        for dim in order:
+            size: Size = value_of(node).shape[dim]
+            if not isinstance(size, int) and not inferred:
+                inferred = True
+                sizes.append(-1)
+            else:
+                sizes.append(size if isinstance(size, int) else self._writer.size(node, dim))
+        return sizes
+
+    def _signs(self, source: Source) -> int:
+        """Store the signs of a source and let those read them who ask for no more; return their bytes."""
+        writer, node, order = self._writer, source.node, memory_order(value_of(source.node))
+        permuted = order != tuple(range(len(order)))
+        with writer.before(_after(node), FORWARD):
+            turned = writer.call(_aten.permute.default, node, list(order)) if permuted else node
+            flat = writer.call(_aten.reshape.default, turned, [-1])
+            stored = writer.call(_own.signs.default, flat)
+        must_be_saved(stored)
+        reads = source.reads_of("signs")
+        with writer.before(self._first([read.reader for read in reads]), BACKWARD):
+            signs = writer.call(_own.signs_read.default, stored, writer.size(flat, 0), value_of(node).dtype)
+            dense = writer.call(_aten.view.default, signs, self._sizes(node, order))
+            if permuted:
+                dense = writer.call(_aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+        self._give(source, dense, reads)
+        return bytes_of(value_of(stored))
+
+    def _shape(self, source: Source) -> None:
+        """Let those read memory that nobody has written to who ask for no more than its shape."""
+        writer, value, reads = self._writer, value_of(source.node), source.reads_of("shape")
+        with writer.before(self._first([read.reader for read in reads]), BACKWARD):
+            sizes = [writer.size(source.node, dim) for dim in range(value.dim())]
+            options = {"dtype": value.dtype, "device": value.device}
+            made = writer.call(_aten.empty_strided.default, sizes, list(value.stride()), **options)
+        self._give(source, made, reads)
+
+    def _values(self, source: Source) -> None:
+        """Let backward read the unpacked value of a source, or what is computed again from another one's."""
+        reads, base = source.reads_of("values"), source.base
+        if base is None:
+            self._give(source, self._restored[source.node], reads)
+            return
+        with self._writer.before(self._first([read.reader for read in reads]), BACKWARD):
+            made = self._again(source.node, {base.node: self._restored[base.node]})
+        self._give(source, made, reads)
+
+    def _give(self, source: Source, made: Node, reads: list[Read]) -> None:
+        """Replace reads of a source by reads of ``made``, through copies of their views and casts."""
+        by_node = defaultdict[Node, list[Node]](list)
+        for read in reads:
+            by_node[read.node].append(read.reader)
+        for node, readers in by_node.items():
+            with self._writer.before(self._first(readers), BACKWARD):
+                given = self._passed_on(node, {source.node: made})
+                given = self._writer.cast(given, value_of(node).dtype)
+            for reader in readers:
+                reader.replace_input_with(node, given)
+            self._drop(node)
+
+    def _first(self, nodes: list[Node]) -> Node:
+        return min(nodes, key=self._joint.order.__getitem__)
+
+    def _drop(self, node: Node) -> None:
+        """Take out a view that backward reads no more."""
+        while not node.users and node not in self._joint.forward:
+            before = first_input(node)
+            self._joint.graph.erase_node(node)
+            node = before
+
+    def _passed_on(self, node: Node, made: dict[Node, Node]) -> Node:
+        """Return what stands for ``node`` in backward, a value that one in ``made`` is passed on to."""
+        if node in made:
+            return made[node]
+        source, name = first_input(node), name_of(node)
+        if name in _TURNS and name_of(source) in _TURNS and same_place(node, first_input(source)):
+            return self._passed_on(first_input(source), made)
+        before = self._passed_on(source, made)
+        if name == MARK:
+            return before
+        if name in CASTS and same_place(node, source):
+            return self._writer.cast(before, value_of(node).dtype)
+        if name in _RESHAPES and not same_place(before, source):  # which may be no view of what is made again
+            before = self._writer.call(_aten.clone.default, before, memory_format=torch.contiguous_format)
+        return self._writer.copy(node, {source: before})
+
+    def _again(self, node: Node, made: dict[Node, Node]) -> Node:
+        """Return what ``node`` computes, computed again from values in ``made``, or itself if it depends on none."""
+        if node in made:
+            return made[node]
+        if node not in self._base:
+            return node
+        if name_of(node) == GETITEM:
+            made[node] = self._normalised(node, made)
+        elif passes_on(node):
+            made[node] = self._passed_on(node, {first_input(node): self._again(first_input(node), made)})
+        else:
+            tensors = (source for source in node.all_input_nodes if tensor_of(source) is not None)
+            inputs = {
+                source: self._writer.cast(self._again(source, made), value_of(source).dtype) for source in tensors
+            }
+            made[node] = self._writer.copy(node, inputs)
+        return made[node]
+
+    def _normalised(self, node: Node, made: dict[Node, Node]) -> Node:
+        """Return the output of a layer norm, by the mean and the deviation that forward has found."""
+        writer, norm = self._writer, first_input(node)
+        x = writer.cast(self._again(first_input(norm), made), torch.float32)
+        mean, rstd = (self._item(norm, place) for place in (1, 2))
+        y = writer.call(_aten.mul.Tensor, writer.call(_aten.sub.Tensor, x, mean), rstd)
+        weight, bias = norm.args[2:4]
+        y = y if weight is None else writer.call(_aten.mul.Tensor, y, weight)
+        y = y if bias is None else writer.call(_aten.add.Tensor, y, bias)
+        return writer.cast(y, value_of(node).dtype)
+
+    def _item(self, node: Node, place: int) -> Node:
+        """Return one of several results."""
+        for user in node.users:
+            if name_of(user) == GETITEM and user.args[1] == place:
+                return user
+        return self._writer.call(operator.getitem, node, place)
+
+
+def _after(node: Node) -> Node:
+    """Return the node before which to add what reads ``node``."""
+    after = node.next
+    while after.op == "placeholder":
+        after = after.next
+    return after

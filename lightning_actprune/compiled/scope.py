@@ -1,0 +1,172 @@
+"""Installing the pass over joint graphs, and taking it out again.
+
+Inductor runs ``torch._inductor.config.joint_custom_post_pass`` on the joint graph of every region that it compiles,
+behind its own patterns, which may make fused attention of several operations. For other backends of AOTAutograd there
+is ``torch._functorch.config.joint_custom_pass``, in torch 2.10 and newer. That one is run before inductor's, too: there
+it does nothing. A pass that somebody has installed before runs first, and is put back.
+
+A graph without marks is left as it is, so whatever else is compiled meanwhile is not concerned. Inductor's caches know
+a compilation by its graph, marks included, and by the pass's ``uuid``, the version and the source of this package. What
+comes out of a cache is packed like when it went in, but is no part of the report: the pass does not run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+from typing_extensions import Self
+
+from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
+from lightning_actprune.compiled.joint import Row, pack_joint_graph
+
+_FEATURE = "Packing what compiled layers keep"
+
+
+def why_not() -> str | None:
+    """Return why this torch cannot pack what compiled layers keep, ``None`` if it can."""
+    joint_passes()
+    return refusal(_FEATURE, FOR_JOINT_PASSES)
+
+
+class CompiledPacking:
+    """Packs what marked layers keep in the graphs that are compiled while it is open.
+
+    As a context manager it is open inside. Several may be open, in whatever order they are closed.
+
+    Raises:
+        RuntimeError: If this torch has no passes over joint graphs; ``why_not`` says so before.
+
+    Example:
+        >>> with CompiledPacking() as packing:  # doctest: +SKIP
+        ...     torch.compile(model)(x).sum().backward()
+        >>> sum(row.stored_bytes for row in packing.rows)  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        """What was decided of every value of the graphs that were compiled."""
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it packs."""
+        return any(other is self for other in _open)
+
+    def open(self) -> Self:
+        """Pack from now on. Does nothing if it is open."""
+        reason = why_not()
+        if reason is not None:
+            raise RuntimeError(reason)
+        if not _open:
+            _installed.append(_Installed(_run))
+        if not self.is_open:
+            _open.append(self)
+        return self
+
+    def close(self) -> None:
+        """Pack no longer, and put back what was there before the first was opened. Does nothing if it is closed."""
+        if self.is_open:
+            _open.remove(self)
+            if not _open:
+                _installed.pop().remove()
+
+
+_open: list[CompiledPacking] = []
+_installed: list[_Installed] = []
+"""The passes, while any is open."""
+
+
+def _run(graph: Graph) -> None:
+    if _open:  # somebody may have wrapped the pass, and keep it
+        rows = pack_joint_graph(graph)
+        for packing in _open:
+            packing.rows += rows
+
+
+class _Installed:
+    """The two passes, and those that were there before.
+
+    Args:
+        run: What they do.
+    """
+
+    def __init__(self, run: Callable[[Graph], None]) -> None:
+        places = joint_passes()
+        self._inductor, self._functorch = places.inductor, places.functorch
+        self.removed = False
+        self._pass = _inductor_pass()(self, run, self._inductor.joint_custom_post_pass)
+        self._other = _FunctorchPass(self, run, self._functorch.joint_custom_pass)
+        self._inductor.joint_custom_post_pass, self._functorch.joint_custom_pass = self._pass, self._other
+
+    def remove(self) -> None:
+        """Put back those that were there before, unless others have been installed meanwhile."""
+        self.removed = True
+        if self._inductor.joint_custom_post_pass is self._pass:
+            self._inductor.joint_custom_post_pass = _remaining(self._pass)
+        if self._functorch.joint_custom_pass is self._other:
+            self._functorch.joint_custom_pass = _remaining(self._other)
+
+
+def _remaining(installed: Any) -> Any:
+    """Return a pass, or what was there before it if it is removed."""
+    while isinstance(getattr(installed, "owner", None), _Installed) and installed.owner.removed:
+        installed = installed.before
+    return installed
+
+
+@functools.cache
+def _inductor_pass() -> Any:
+    """Return the class of inductor's pass, whose base is there once inductor is imported."""
+    base: Any = joint_passes().base
+
+    class InductorPass(base):  # type: ignore[misc]
+        def __init__(self, owner: _Installed, run: Callable[[Graph], None], before: Any) -> None:
+            self.owner, self.before, self._run = owner, before, run
+            # Newer versions of torch take several.
+            self._others = before if isinstance(before, list | tuple) else [] if before is None else [before]
+
+        def __call__(self, graph: Graph) -> None:
+            for other in self._others:
+                other(graph)
+            self._run(graph)
+
+        def uuid(self) -> Any:
+            others = [other.uuid() if isinstance(other, base) else None for other in self._others]
+            return (source_hash(), *others) if all(others) else None
+
+    return InductorPass
+
+
+class _FunctorchPass:
+    def __init__(self, owner: _Installed, run: Callable[[Graph], None], before: Any) -> None:
+        self.owner, self.before, self._run = owner, before, run
+
+    def __call__(self, module: GraphModule, inputs: Any) -> GraphModule:
+        if callable(self.before):
+            module = self.before(module, inputs)
+        if not inductor_runs():
+            self._run(module.graph)
+            module.recompile()
+        return module
+
+
+@functools.cache
+def source_hash() -> bytes:
+    """Return a number of what the pass does: of the version of the package and of the files of this part of it."""
+    from lightning_actprune import __version__
+
+    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()

@@ -1,0 +1,104 @@
+"""Models whose layers mark what their backward reads, and what they do when they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.marks import Mark, Model, marked
+from lightning_actprune.compiled.scope import CompiledPacking
+
+MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
+
+
+class Marked(nn.Module):
+    """A layer whose input is marked, by the name of its mark; a dense one without a mark."""
+
+    def __init__(self, layer: nn.Module, mark: Mark | None, parts: int = 0) -> None:
+        super().__init__()
+        self.layer, self.parts = layer, parts
+        self.text = None if mark is None else mark.text
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x if self.text is None else marked(x, self.text, self.parts))
+
+
+def mark(operator: str, bits: int, model: Model = MODEL, **options: object) -> Mark:
+    return Mark(operator, operator, bits, model=model, **options)
+
+
+class Block(nn.Module):
+    """A transformer block with fused attention and a layer scale, which nobody marks."""
+
+    def __init__(self, width: int = 64, heads: int = 2, bits: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = Marked(nn.LayerNorm(width), mark("norm", bits))
+        self.qkv = Marked(nn.Linear(width, 3 * width), mark("linear", bits))
+        self.proj = Marked(nn.Linear(width, width), mark("linear", bits))
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+        self.norm2 = Marked(nn.LayerNorm(width), mark("norm", bits))
+        self.fc1 = Marked(nn.Linear(width, 4 * width), mark("linear", bits))
+        self.act = Marked(nn.GELU(), mark("activation", bits))
+        self.fc2 = Marked(nn.Linear(4 * width, width), mark("linear", bits))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        attended = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        x = x + self.scale * self.proj(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+
+
+class Result(NamedTuple):
+    """What a compiled step computes and keeps."""
+
+    output: Tensor
+    grads: dict[str, Tensor]
+    kept: list[Tensor]
+    rows: list[Row]
+
+
+def step(
+    model: nn.Module, x: Tensor, *, packs: bool = True, backend: Callable | str = "aot_eager", autocast: bool = False
+) -> Result:
+    """Compile a model afresh, and run forward and backward."""
+    torch._dynamo.reset()
+    with CompiledPacking() as packing:
+        if not packs:
+            packing.close()
+        return run(torch.compile(model, backend=backend, fullgraph=True), model, x, packing.rows, autocast)
+
+
+def run(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor, rows: list[Row], autocast: bool) -> Result:
+    """Run forward and backward of ``call``, a compiled ``model``."""
+    model.zero_grad(set_to_none=True)
+    kept: list[Tensor] = []
+    own = {p.data_ptr() for p in (*model.parameters(), *model.buffers())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own or tensor.numel() == 0:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            output = call(x)
+        loss = output.float().square().mean()
+    loss.backward()
+    grads = {name.replace(".layer.", "."): p.grad.clone() for name, p in model.named_parameters()}
+    return Result(output.detach(), grads, [t for t in kept if t.numel() > 0], rows)
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def worst_cosine(found: Result, expected: Result) -> float:
+    pairs = ((found.grads[name].flatten(), grad.flatten()) for name, grad in expected.grads.items())
+    return min(float(F.cosine_similarity(a.double(), b.double(), 0)) for a, b in pairs)

@@ -1,0 +1,284 @@
+"""What the pass over joint graphs makes of models: forward bit for bit, gradients, and bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_actprune.codec.blocks import ALL_BLOCKS, sparsity_parts
+from lightning_actprune.codec.packed import pack, unpack
+from lightning_actprune.compiled.marks import Model, marked
+from lightning_actprune.compiled.scope import CompiledPacking
+from tests.compiled.support import MODEL, Block, Marked, mark, nbytes, run, step, worst_cosine
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(Marked(nn.Linear(8, 64), None), Block()), torch.randn(4, 16, 8)
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    layers = [
+        Marked(nn.Linear(32, 64), mark("linear", 4)),
+        Marked(nn.LayerNorm(64), mark("norm", 4)),
+        Marked(nn.Linear(64, 96), mark("linear", 4)),
+        Marked(nn.GELU(), mark("activation", 4)),
+        Marked(nn.Linear(96, 8), mark("linear", 4)),
+    ]
+    return nn.Sequential(*layers), torch.randn(64, 32)
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    layers = [
+        Marked(nn.Conv2d(3, 16, 3, padding=1, bias=False), mark("convolution", 4)),
+        Marked(nn.BatchNorm2d(16), mark("norm", 4)),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        Marked(nn.Conv2d(16, 32, 3, padding=1, bias=False), mark("convolution", 4)),
+        Marked(nn.BatchNorm2d(32), mark("norm", 4)),
+        nn.ReLU(),
+        Marked(nn.Conv2d(32, 16, 3, padding=1), mark("convolution", 4)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
+    return nn.Sequential(*layers), torch.randn(4, 3, 16, 16)
+
+
+def recounted(rows) -> int:
+    return sum(row.stored_bytes for row in rows)
+
+
+def check_bytes(found, x: Tensor) -> None:
+    """What is kept is what the report says, and besides that small tensors, integers and the batch."""
+    reported = [tensor for tensor in found.kept if tensor.dtype == torch.uint8]
+    packed = [row for row in found.rows if row.how != "as it is"]
+    assert nbytes(reported) == recounted(packed)
+    dense = [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024 and t.numel() != x.numel()]
+    assert nbytes(dense) == recounted([row for row in found.rows if row.how == "as it is"])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [transformer, mlp, convolutions])
+def test_forward_is_dense_and_gradients_are_close(make, autocast):
+    model, x = make()
+    dense, found = step(model, x, packs=False, autocast=autocast), step(model, x, autocast=autocast)
+    assert torch.equal(found.output, dense.output)
+    assert worst_cosine(found, dense) > 0.98
+    assert all(torch.isfinite(grad).all() for grad in found.grads.values())
+    assert any(not torch.equal(found.grads[name], grad) for name, grad in dense.grads.items())
+    check_bytes(found, x)
+    assert nbytes(found.kept) < 0.5 * nbytes(dense.kept)
+
+
+@pytest.mark.parametrize("make", [mlp, pytest.param(transformer, marks=pytest.mark.slow)])
+def test_inductor_keeps_the_same(make):
+    model, x = make()
+    eager = step(model, x, autocast=True)
+    dense = step(model, x, packs=False, autocast=True, backend="inductor")
+    found = step(model, x, autocast=True, backend="inductor")
+    assert torch.equal(found.output, dense.output)
+    assert worst_cosine(found, dense) > 0.98
+    assert [(row.how, row.stored_bytes) for row in found.rows] == [(row.how, row.stored_bytes) for row in eager.rows]
+    check_bytes(found, x)
+
+
+def test_a_transformer_block_is_kept_as_its_rules_say():
+    model, x = transformer()
+    rows = step(model, x, autocast=True).rows
+    hows = {(row.name, row.readers[-1].removeprefix("aten."), row.how, row.bits) for row in rows}
+    assert hows == {
+        ("norm", "native_layer_norm_backward", "packed", 4),
+        ("linear", "mm", "again", 0),
+        ("linear", "mm", "packed", 8),  # of the projection, since attention asks for eight bits
+        ("activation", "gelu_backward", "packed", 4),
+        ("aten.unbind", "_scaled_dot_product_flash_attention_for_cpu_backward", "packed", 8),
+        ("aten.unbind", "_scaled_dot_product_flash_attention_for_cpu_backward", "packed", 4),
+        ("aten.addmm", "mul", "packed", 8),
+    }
+
+
+def test_relu_needs_signs_and_pooling_a_shape():
+    model, x = convolutions()
+    found = step(model, x)
+    assert [(row.how, row.readers) for row in found.rows if row.how in ("signs", "shape")] == [
+        ("signs", ("aten.threshold_backward", "aten.max_pool2d_with_indices_backward"))
+    ]
+    both = next(row for row in found.rows if "aten.threshold_backward" in row.readers and row.how == "packed")
+    values = both.dense_bytes // 4
+    assert both.stored_bytes == values // 32 * 18 + values // 8
+
+
+def gradient_of(layer: nn.Linear, x: Tensor, read: Tensor) -> Tensor:
+    y = F.linear(x, layer.weight, layer.bias).detach()
+    grad = 2 * y / y.numel()
+    return grad.flatten(0, -2).t() @ read.flatten(0, -2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_weight_gradient_is_that_of_the_packed_bytes(bits):
+    layer = nn.Linear(64, 96)
+    model = nn.Sequential(nn.Tanh(), Marked(layer, mark("linear", bits)))
+    found = step(model, x := torch.randn(4, 16, 64))
+    values, none, _ = pack(x.tanh().view(1, -1, 32), 32, ALL_BLOCKS, bits)
+    assert torch.equal(next(t for t in found.kept if t.dtype == torch.uint8), values)
+    read = unpack(values, none, none, 128, 32, 32, bits, x.dtype).view_as(x)
+    torch.testing.assert_close(found.grads["1.weight"], gradient_of(layer, x.tanh(), read), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "scope"), [(0, "sample"), (4, "sample"), (4, "token"), (2, "sample")])
+def test_dropped_blocks_are_those_of_eager(bits, scope):
+    layer, parts = nn.Linear(64, 96), sparsity_parts(0.5)
+    model = nn.Sequential(nn.Tanh(), Marked(layer, mark("linear", bits, scope=scope, block_size=16), parts))
+    found = step(model, x := torch.randn(4, 16, 64))
+    stored = x.tanh() if scope == "sample" else x.tanh().view(64, 1, 64)
+    packed = pack(stored, 16, stored.shape[1] * 4 // 2, bits)
+    read = unpack(*packed, 64, 64, 16, bits, x.dtype).view_as(x)
+    assert nbytes(list(packed)) == recounted(found.rows)
+    assert nbytes(found.kept) == recounted(found.rows)
+    torch.testing.assert_close(found.grads["1.weight"], gradient_of(layer, x.tanh(), read), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [transformer, mlp, convolutions])
+def test_another_batch_size_is_one_more_compilation(make):
+    model, x = make()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    with CompiledPacking():
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for batch in (2, 3, 4):
+            found = run(compiled, model, x[: len(x) * batch // 4], [], True)
+    fresh = step(model, x, autocast=True)
+    assert counter.frame_count == 2
+    assert nbytes(found.kept) == nbytes(fresh.kept)
+    assert worst_cosine(found, fresh) > 0.9999
+
+
+def test_tokens_may_be_a_symbol_too():
+    model, x = transformer()
+    torch._dynamo.reset()
+    with CompiledPacking() as packing:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        found = run(compiled, model, x, packing.rows, False)
+    fresh = step(model, x)
+    assert [row.how for row in found.rows] == [row.how for row in fresh.rows]
+    assert nbytes(found.kept) == recounted(fresh.rows) + nbytes([t for t in fresh.kept if t.dtype != torch.uint8])
+
+
+class Turned(nn.Module):
+    """Patches as tokens: what the norm reads lies with its tokens side by side, what it returns does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = Marked(nn.Conv2d(3, 64, 4, 4), mark("convolution", 4))
+        self.rest = nn.Sequential(
+            Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 8), mark("linear", 4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.patches(x).flatten(2).transpose(1, 2))
+
+
+def test_a_turned_input_is_read_as_it_lies():
+    model, x = Turned(), torch.randn(4, 3, 16, 16)
+    dense, found = step(model, x, packs=False), step(model, x)
+    assert torch.equal(found.output, dense.output)
+    assert worst_cosine(found, dense) > 0.98
+    assert [(row.how, row.stored_bytes) for row in found.rows] == [("packed", 4 * 64 * 16 // 32 * 18), ("again", 0)]
+
+
+class Scheduled(nn.Module):
+    """A linear layer whose sparsity a schedule changes, as the size of a tensor says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.text = nn.Linear(64, 96), mark("linear", 4, block_size=16).text
+        self.parts = torch.empty(0, 0, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(marked(x.tanh(), self.text, self.parts.size(0)))
+
+
+def test_a_schedule_compiles_twice():
+    model, x = Scheduled(), torch.randn(4, 16, 64)
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    with CompiledPacking():
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for sparsity in (0.25, 0.5, 0.75):
+            model.parts = torch.empty(sparsity_parts(sparsity), 0, device="meta")
+            found = run(compiled, model, x, [], False)
+            assert nbytes(found.kept) == nbytes(list(pack(x, 16, round(64 * (1 - sparsity)), 4)))
+    assert counter.frame_count == 2
+
+
+class Gated(nn.Module):
+    """What no layer is known for: a gate, a mask, an exponential, an output that is read in backward."""
+
+    def __init__(self, model: Model = MODEL) -> None:
+        super().__init__()
+        self.first = Marked(nn.Linear(64, 128), mark("linear", 4, model))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.first(x.tanh()).chunk(2, -1)
+        c = (a * b).masked_fill(a > 1, 0.0)
+        return self.last(c) * a.exp() * c
+
+
+def test_what_no_layer_is_known_for():
+    found = step(Gated(), torch.randn(4, 16, 64))
+    reasons = {(row.name, row.readers): row.reason for row in found.rows if row.how == "as it is"}
+    assert "mask" in next(why for (name, _), why in reasons.items() if name == "aten.masked_fill")
+    split = next(row for row in found.rows if row.readers == ("aten.mul",) and row.how == "packed")
+    assert split.bits == 8
+
+
+def test_an_unmarked_layer_keeps_its_input_for_its_weight_gradient():
+    model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
+    found = step(model, torch.randn(4, 16, 64))
+    assert any("aten.mm is not known" in row.reason or "tanh" in row.reason for row in found.rows)
+    assert all(row.how == "as it is" for row in found.rows if row.name != "linear")
+
+
+def test_without_bits_for_what_is_saved_it_stays():
+    found = step(Gated(Model(min_values=1024)), torch.randn(4, 16, 64))
+    assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
+    assert any("rule" in row.reason for row in found.rows)
+
+
+def test_an_output_stays():
+    model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh())
+    compiled_rows = step(model, torch.randn(4, 16, 64)).rows
+    assert [row.reason for row in compiled_rows] == [
+        "it is an output, or shares the memory of one, which is retained anyway"
+    ]
+
+
+class Unmarked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def test_a_graph_without_marks_is_left_alone():
+    codes: list[str] = []
+
+    def look(module: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        codes.append(module.code)
+        return module
+
+    model, x = Unmarked(), torch.randn(32, 64)
+    with torch._functorch.config.patch(joint_custom_pass=look):
+        step(model, x, packs=False)
+    with CompiledPacking() as packing:
+        packs = torch._functorch.config.joint_custom_pass
+        with torch._functorch.config.patch(joint_custom_pass=lambda *of: look(packs(*of), of[1])):
+            step(model, x, packs=False)
+    assert packing.rows == []
+    assert codes[0] == codes[1]

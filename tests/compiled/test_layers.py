@@ -1,0 +1,132 @@
+"""Converted layers under a compiler that packs by itself: dense ones with marks."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.scope import CompiledPacking, why_not
+from lightning_actprune.config import Config
+from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
+
+
+class Found(NamedTuple):
+    """What a step gave."""
+
+    output: Tensor
+    gradients: Tensor
+    rows: list[Row]
+
+
+class Net(nn.Module):
+    """Images to classes: convolutions with batch norm, a block with a norm, a GELU and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 2, 2)
+        )
+        self.norm, self.qkv, self.proj = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+        self.mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2).transpose(1, 2)
+        q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return self.head((x + self.mlp(x)).mean(1))
+
+
+def images(count: int = 4) -> Tensor:
+    return torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def step(model: nn.Module, x: Tensor) -> Found:
+    """Run a compiled step in which a pass packs what is marked."""
+    torch._dynamo.reset()
+    with CompiledPacking() as packing:
+        output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        output.square().sum().backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return Found(output.detach(), gradients, packing.rows)
+
+
+def marked(rules: dict | None = None, preset: str = "balanced", weight_gradients: bool = False) -> Net:
+    """Return a converted model whose layers compilers see as dense ones."""
+    model, owner = made(), new_owner("a test")
+    convert_layers(model, Config(preset, None, None, rules), owner)
+    compression = attached_saved(model, owner)
+    if compression is not None:
+        compression.min_values = 512
+    mark_layers(model, owner, weight_gradients=weight_gradients)
+    return model
+
+
+@pytest.mark.parametrize("preset", ["balanced", "max"])
+def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
+    x = images(16)  # of so many rows that nothing is kept in more bits for being small
+    dense, found, eager = step(made(), x), step(marked(preset=preset), x), marked(preset=preset)
+    eager(x).square().sum().backward()
+    of_eager = torch.cat([parameter.grad.flatten() for parameter in eager.parameters()])
+    assert torch.equal(found.output, dense.output)
+    error, allowed = ((g - dense.gradients).norm() for g in (found.gradients, of_eager))
+    assert error < 1.2 * allowed
+    assert not dense.rows
+    assert sum(row.stored_bytes for row in found.rows) < 0.3 * sum(row.dense_bytes for row in found.rows)
+    assert {"packed", "again"} <= {row.how for row in found.rows}
+
+
+def test_running_statistics_move_as_those_of_the_dense_model():
+    dense, ours = made(), marked()
+    step(dense, images())
+    step(ours, images())
+    for name, buffer in dense.named_buffers():
+        assert torch.equal(buffer, ours.get_buffer(name))
+
+
+def test_without_gradients_no_mark_is_left_in_the_graph():
+    model, seen = marked(), []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(images())
+    assert seen
+    assert not any("mark" in target for target in seen)
+
+
+@pytest.mark.parametrize("weight_gradients", [False, True])
+def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
+    found = step(marked({"proj": None}, weight_gradients=weight_gradients), images())
+    attended = [
+        row for row in found.rows if any("attention" in reader for reader in row.readers) and len(row.readers) > 1
+    ]
+    assert [row.how for row in attended] == ["packed" if weight_gradients else "as it is"]
+
+
+def test_a_reverted_model_has_no_marks():
+    model = marked()
+    revert(model)
+    assert step(model, images()).rows == []
+
+
+def test_a_copy_compiles_like_the_model():
+    model = marked()
+    first, second = step(copy.deepcopy(model), images()), step(model, images())
+    assert torch.equal(first.gradients, second.gradients)

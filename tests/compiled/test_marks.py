@@ -1,0 +1,53 @@
+"""Marks: the identity, by themselves and where nobody packs; signs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_actprune.compiled.marks import Mark, Model, general_name, marked
+
+TEXT = Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4)).text
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "turned", "with gaps"])
+def test_a_mark_is_the_identity(layout):
+    x = torch.randn(6, 8, requires_grad=True)
+    read = {"contiguous": x, "turned": x.t(), "with gaps": x[:, 2:6]}[layout]
+    y = marked(read, TEXT)
+    assert torch.equal(y, read)
+    assert y.stride() == read.stride()
+    (y * 3).sum().backward()
+    assert torch.equal(
+        x.grad,
+        torch.full_like(x, 3.0)
+        if layout != "with gaps"
+        else torch.where(torch.arange(8) // 2 % 3 > 0, 3.0, 0.0).expand(6, 8),
+    )
+
+
+def test_what_has_no_values_of_its_own_is_not_marked():
+    for x in (torch.ones(1, 4).expand(3, 4), torch.ones(3, dtype=torch.int64)):
+        assert marked(x, TEXT) is x
+
+
+def test_a_mark_says_what_it_was_told():
+    assert Mark.read(TEXT) == Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4))
+    assert general_name("model.layers.3.mlp") == general_name("model.layers.11.mlp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 8, 27])
+def test_signs(count, dtype):
+    x = torch.randn(count, dtype=dtype).relu()
+    x[0] = torch.nan
+    stored = torch.ops.actprune.signs(x)
+    assert stored.nbytes == (count + 7) // 8
+    assert torch.equal(torch.ops.actprune.signs_read(stored, count, dtype), (~(x <= 0)).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["mark", "signs", "signs_read"])
+def test_the_compiler_is_told_the_truth(name):
+    x = torch.randn(24)
+    arguments = {"mark": (x, TEXT), "signs": (x,), "signs_read": (torch.ops.actprune.signs(x), 24, torch.float32)}
+    torch.library.opcheck(getattr(torch.ops.actprune, name).default, arguments[name])

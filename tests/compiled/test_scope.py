@@ -1,0 +1,88 @@
+"""Installing the pass: what was there before runs too, and is put back on every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
+from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from lightning_actprune.codec import private
+from lightning_actprune.compiled import scope
+from lightning_actprune.compiled.scope import CompiledPacking
+from tests.compiled.support import Marked, mark, step
+
+
+class Own(CustomGraphPass):
+    def __init__(self, uuid: str | None) -> None:
+        self.graphs, self._uuid = [], uuid
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.graphs.append(graph)
+
+    def uuid(self) -> str | None:
+        return self._uuid
+
+
+def installed() -> tuple[object, object]:
+    return inductor.joint_custom_post_pass, functorch.joint_custom_pass
+
+
+def test_what_was_there_is_put_back():
+    own, other = Own("own"), lambda module, inputs: module
+    with inductor.patch(joint_custom_post_pass=own), functorch.patch(joint_custom_pass=other):
+        with CompiledPacking(), CompiledPacking():
+            assert own not in installed()
+        assert installed() == (own, other)
+        with pytest.raises(KeyError), CompiledPacking():
+            raise KeyError
+        assert installed() == (own, other)
+    assert installed() == (None, None)
+
+
+def test_a_pass_that_came_later_stays():
+    packing, own = CompiledPacking().open(), Own("own")
+    inductor.joint_custom_post_pass = own
+    packing.close()
+    assert installed() == (own, None)
+    inductor.joint_custom_post_pass = None
+
+
+def test_scopes_may_be_closed_in_any_order():
+    first, second = CompiledPacking().open(), CompiledPacking().open()
+    first.close()
+    model = nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4)))
+    x = torch.randn(32, 64)
+    step(model, x, packs=False)
+    assert (len(first.rows), len(second.rows)) == (0, 1)
+    second.close()
+
+
+def test_the_caches_know_all_passes():
+    def uuid() -> object:
+        with CompiledPacking():
+            return inductor.joint_custom_post_pass.uuid()
+
+    alone = uuid()
+    assert alone == uuid() == (scope.source_hash(),)
+    for own, expected in ((Own("own"), (scope.source_hash(), "own")), (Own(None), None), (print, None)):
+        with inductor.patch(joint_custom_post_pass=own):
+            assert uuid() == expected
+
+
+def test_a_pass_that_was_there_runs_once():
+    seen = []
+    with functorch.patch(joint_custom_pass=lambda module, inputs: seen.append(module) or module):
+        found = step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+    assert len(seen) == 1
+    assert [row.how for row in found.rows] == ["packed"]
+
+
+def test_a_torch_without_passes_says_so(monkeypatch):
+    assert scope.why_not() is None
+    monkeypatch.setattr(private, "MISSING", [private.FOR_JOINT_PASSES[1]])
+    assert "joint_custom_pass, which torch" in scope.why_not()
+    with pytest.raises(RuntimeError, match="HINT"):
+        CompiledPacking().open()
