@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ if not torch.cuda.is_available():
 
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import conv1d as conv1d_module
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    from tests.support.interpreter import make_faster
+
+    make_faster()
 
 # Two workers share two cores, and a pool of threads does not survive the fork of tests with several processes: the
 # children would wait for threads that they do not have.

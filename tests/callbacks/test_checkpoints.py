@@ -30,7 +30,7 @@ def watched(make=Net) -> Net:
     return model
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(tmp_path_factory) -> tuple[Path, list]:
     """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
     path = tmp_path_factory.mktemp("run")

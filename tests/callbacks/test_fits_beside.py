@@ -43,7 +43,7 @@ def fit(model: Everything, *callbacks: pl.Callback, **options: Any) -> dict[str,
     return model.state_dict()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone() -> list[tuple[Any, dict[str, Tensor]]]:
     """What a fit comes to, by the seed of its model."""
     results = []
@@ -93,8 +93,14 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
-@pytest.mark.parametrize(("hook", "step"), CALLS)
+@pytest.mark.parametrize(
+    ("hook", "step", "first"),
+    [
+        pytest.param(*call, first, marks=() if number % 2 == 1 - first else pytest.mark.slow)
+        for number, call in enumerate(CALLS)
+        for first in (True, False)
+    ],
+)
 def test_a_fit_inside_a_fit(alone, hook: str, step: int, first: bool):
     """Also while the outer one probes its first batch."""
     outer, inner, models = ours(), ours(), (Everything(0), Everything(1))

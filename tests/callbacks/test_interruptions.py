@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def ours() -> list[pl.Callback]:
 def fit(model: Model, callbacks: list[pl.Callback], folder: Path, trap: Trap | None = None) -> None:
     torch.manual_seed(1)
     save = ModelCheckpoint(folder, every_n_train_steps=2)
-    made = trainer(*callbacks, save, enable_checkpointing=True, default_root_dir=folder)
+    made = trainer(*callbacks, save, enable_checkpointing=True, default_root_dir=folder, limit_val_batches=1)
     if trap is not None:
         trap.trainer = made
     made.fit(model)
@@ -133,7 +133,7 @@ def outcome(model: Model, callbacks: list[pl.Callback]) -> Any:
     return rows, surroundings(model)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Any]:
     """What a fit that nothing ends comes to."""
     model, callbacks = Model(), ours()
@@ -212,6 +212,15 @@ STEPS = [(KeyboardInterrupt, 0), (torch.OutOfMemoryError, 1), (RuntimeError, 2)]
 """That is in the first, the second and the third batch (see ``ours``)."""
 
 
+def taking_turns(names: Iterable[str], others: list[Any]) -> list[Any]:
+    """Return all pairs for ``parametrize``: those in which each name has its turn of the others, and slow ones."""
+    return [
+        pytest.param(name, other, marks=() if number % len(others) == turn else pytest.mark.slow)
+        for number, name in enumerate(names)
+        for turn, other in enumerate(others)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND + OWN_AROUND)
 def test_in_a_hook_of_the_module_around_batches(whole, name: str, tmp_path: Path):
@@ -231,9 +240,9 @@ def test_in_another_callback_around_batches(whole, name: str, tmp_path: Path):
     assert_recovers(whole, in_callback(name), torch.OutOfMemoryError, None, tmp_path, False)
 
 
-@pytest.mark.parametrize("name", IN_BATCHES)
-@pytest.mark.parametrize(("error", "step"), STEPS)
-def test_in_another_callback_in_a_batch(whole, name: str, error: type[BaseException], step: int, tmp_path: Path):
+@pytest.mark.parametrize(("name", "at"), taking_turns(IN_BATCHES, STEPS))
+def test_in_another_callback_in_a_batch(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
+    error, step = at
     assert_recovers(whole, in_callback(name), error, step + (name == "on_train_batch_end"), tmp_path, step == 0)
 
 
@@ -308,11 +317,10 @@ INSIDE: dict[str, Lay] = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize(("error", "step"), STEPS)
+@pytest.mark.parametrize(("name", "at"), taking_turns(INSIDE, STEPS))
 @pytest.mark.filterwarnings("ignore:.*run only inside an activation checkpoint:UserWarning")  # as two of them do
-def test_inside_of_a_step(whole, name: str, error: type[BaseException], step: int, tmp_path: Path):
-    assert_recovers(whole, INSIDE[name], error, step, tmp_path, True)
+def test_inside_of_a_step(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
+    assert_recovers(whole, INSIDE[name], *at, tmp_path, True)
 
 
 OURS = {
@@ -349,8 +357,7 @@ OURS = {
 """Where code of this package may run out of memory or be interrupted, with a step in which it runs."""
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(("name", "error"), taking_turns(OURS, [torch.OutOfMemoryError, KeyboardInterrupt]))
 def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: Path):
     at, method, step = OURS[name]
     model, callbacks, trap = Model(), ours(), Trap(error, step)
@@ -380,8 +387,10 @@ def test_a_trial_of_a_tuner_that_runs_out_of_memory(whole, name: str, tmp_path: 
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["forward", "on_before_backward", "on_after_backward", "on_train_batch_end"])
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    taking_turns(["forward", "on_before_backward", "on_after_backward", "on_train_batch_end"], ERRORS),
+)
 def test_a_trial_of_a_tuner_that_fails(whole, name: str, error: type[BaseException], tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, callbacks, trap = Model(), ours(), Trap(error, int(name == "on_train_batch_end"))

@@ -92,7 +92,7 @@ class Wandb(WandbLogger):
     log_hyperparams = finalize
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A fit with four loggers, and what each of them got as (step, metrics)."""
     pytest.importorskip("matplotlib")

@@ -65,7 +65,7 @@ def cases(accelerator: str) -> list[Case]:
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory) -> Runs:
     """Return, for an accelerator, what two processes have seen of all cases, which they run when first asked."""
 

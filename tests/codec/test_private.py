@@ -81,7 +81,7 @@ def where(names: tuple[str, ...]) -> list[str]:
     return ["plain", "autocast"] if names else [*EVERYWHERE]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def outcomes():
     """What becomes of a converted model without these names, and with all of them."""
     gone = [(), *WITHOUT]

@@ -73,6 +73,7 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
     assert nbytes(found.kept) < 0.5 * nbytes(dense.kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp, pytest.param(transformer, marks=pytest.mark.slow)])
 def test_inductor_keeps_the_same(make):
     model, x = make()
@@ -141,6 +142,7 @@ def test_dropped_blocks_are_those_of_eager(bits, scope):
     torch.testing.assert_close(found.grads["1.weight"], gradient_of(layer, x.tanh(), read), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [transformer, mlp, convolutions])
 def test_another_batch_size_is_one_more_compilation(make):
     model, x = make()
@@ -156,6 +158,7 @@ def test_another_batch_size_is_one_more_compilation(make):
     assert worst_cosine(found, fresh) > 0.9999
 
 
+@pytest.mark.slow
 def test_tokens_may_be_a_symbol_too():
     model, x = transformer()
     torch._dynamo.reset()

@@ -75,7 +75,7 @@ def marked(rules: dict | None = None, preset: str = "balanced", weight_gradients
     return model
 
 
-@pytest.mark.parametrize("preset", ["balanced", "max"])
+@pytest.mark.parametrize("preset", ["balanced", pytest.param("max", marks=pytest.mark.slow)])
 def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
     x = images(16)  # of so many rows that nothing is kept in more bits for being small
     dense, found, eager = step(made(), x), step(marked(preset=preset), x), marked(preset=preset)

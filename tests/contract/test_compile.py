@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,9 +41,38 @@ def check(case: Case, model: Holder, backend: str, tolerance: float, device: tor
     assert counter.frame_count <= (2 if case.drops else 1)
 
 
+ALIKE = {
+    "conv1d": "conv2d conv3d",
+    "gelu": "gelu-tanh silu mish tanh elu hardswish",
+    "relu": "relu6 hardtanh leaky-relu hardsigmoid",
+    "layer-norm": "layer-norm-two",
+    "rms-norm": "rms-norm-plain",
+    "batch-norm-1d": "batch-norm-2d batch-norm-3d",
+    "timm-group-norm": "timm-group-norm-1",
+    "transformers-GELUActivation": "timm-GELU",
+    "transformers-NewGELUActivation": "transformers-AccurateGELUActivation",
+    "transformers-GELUTanh": "transformers-PytorchGELUTanh",
+    "transformers-FastGELUActivation": "timm-GELUTanh",
+    "transformers-QuickGELUActivation": "timm-QuickGELU",
+}
+"""Cases whose code the compiler sees in another one too; each activation function in ``test_activation`` besides."""
+
+
+def code_of(name: str) -> list[Any]:
+    """Return what the compiler traces of the layers of a case, which is all but what their settings choose."""
+    _, model = CASES[name].pair()
+    return [(type(layer).forward, type(layer).__mro__[1]) for _, layer in layers(model)]
+
+
+@pytest.mark.cases(lambda case: all(case is not CASES[name] for names in ALIKE.values() for name in names.split()))
 def test_one_graph(case: Case):
     _, model = case.pair()
     check(case, model, "aot_eager", 1e-6)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_not_compiled_has_the_code_of_what_is(name: str):
+    assert all(code_of(other) == code_of(name) for other in ALIKE[name].split())
 
 
 def written(y: Tensor) -> Tensor:

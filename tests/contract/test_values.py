@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.codec.dispatch import force_backend, forced_backend
 from lightning_actprune.config import Keep
 from tests.support.cases import Case, copies
 from tests.support.measured import bound, exact_gradients, grad_of, gradients, kept_bytes, relative_error, run, same
@@ -161,6 +161,7 @@ WRITES = {
 
 def check_writes(case: Case, device: torch.device, context: Callable[[], AbstractContextManager[Any]]) -> None:
     """Write to the output wherever that of the dense module may be written to: gradients are those of a copy."""
+    interpreted = forced_backend() == "triton" and device.type == "cpu"
     dense, ours = case.pair(device=device)
     x = case.input(device)
 
@@ -168,7 +169,9 @@ def check_writes(case: Case, device: torch.device, context: Callable[[], Abstrac
         with context():
             return gradients(model, x, lambda x: write(model(x).clone() if copied else model(x)))
 
-    for name, write in WRITES.items():
+    # Kernels only make the output: in the interpreter a view that is written to and a function in place will do.
+    for name in ("part", "rectified") if interpreted else WRITES:
+        write = WRITES[name]
         try:
             found = of(ours, write)
         except RuntimeError:  # something in it needs its own output, as ReLU does in torch

@@ -292,6 +292,7 @@ def test_a_bad_argument_ends_train_before_any_training(given, says, capsys, monk
     assert "Training" not in shown.out
 
 
+@pytest.mark.slow  # a process that imports everything: the same in this one is in test_cli
 def test_command_line_trains_from_yaml(tmp_path):
     script, config = ROOT / "examples" / "cli.py", ROOT / "examples" / "configs" / "digits.yaml"
     command = [sys.executable, str(script), "fit", "--config", str(config), "--trainer.fast_dev_run=true"]

@@ -17,10 +17,10 @@ class StandIn(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Linear(3, 512)
-        self.unused = nn.Linear(512, 512)
-        self.fc1, self.fc2 = nn.Linear(512, 2048), nn.Linear(2048, 512)
-        self.head = nn.Linear(512, 10)
+        self.embed = nn.Linear(3, 256)
+        self.unused = nn.Linear(256, 256)
+        self.fc1, self.fc2 = nn.Linear(256, 1024), nn.Linear(1024, 256)
+        self.head = nn.Linear(256, 10)
 
     def forward(self, x):
         x = nn.functional.linear(torch.sin(self.embed(x)), self.unused.weight)

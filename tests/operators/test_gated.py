@@ -266,8 +266,7 @@ def _net(a: Tensor, u: Tensor | None) -> Tensor:
     return gated(a * 2, u, "silu") * 3
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("joint", "transposed"), [(False, True), (True, False)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_in_one_graph_it_is_the_same(joint, transposed):
     torch._dynamo.reset()

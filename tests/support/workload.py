@@ -140,7 +140,8 @@ def check_packing(device: torch.device) -> None:
         x = oracle.integers(*shape, dtype=dtype, device=device)
         check_packed(x, block_size)
         check_weight_grad(x, block_size, 0)
-    for selection in SELECTIONS:
+    # The interpreter takes seconds for a sample as large, and the other ways of scaling are below.
+    for selection in SELECTIONS if device.type == "cuda" else SELECTIONS[-1:]:
         check_packed(oracle.integers(*STREAMED, device=device), 16, 0, selection)
     for (shape, block_size), bits, selection in itertools.product(SHAPES[:2], (0, 4), SELECTIONS[1:]):
         check_packed(oracle.integers(*shape, dtype=torch.float16, device=device), block_size, bits, selection)
