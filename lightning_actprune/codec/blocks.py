@@ -87,6 +87,8 @@ RUN_BLOCKS = 128
 """Blocks per entry of ``offsets``: those that one program of the gather and unpack kernels handles."""
 MAX_BLOCK_SIZE = 1024
 """Largest block that kernels take: its key is summed in one program's registers."""
+MIN_ROW_BLOCKS = 16
+"""Least blocks in a row that is no multiple of them: its short last block takes up to a sixteenth more."""
 ALL_BLOCKS = -1
 """Given as the blocks to keep per sample: all of them, whatever the shape, and no positions."""
 SPARSITY_PARTS = 10**9

@@ -18,14 +18,11 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.codec.blocks import MIN_ROW_BLOCKS, ceil_div
 from lightning_actprune.codec.dispatch import MAX_COLUMNS
 from lightning_actprune.compiled.graphs import Size, hint, hints
 from lightning_actprune.compiled.readers import Refused, Values
 from lightning_actprune.config import MIN_QUANTIZED_BLOCK
-
-MIN_ROW_BLOCKS = 16
-"""Least blocks in a row that is no multiple of them: its short last block takes up to a sixteenth more."""
 
 
 class Layout(NamedTuple):

@@ -34,9 +34,10 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.packed import LIBRARY, TAGS
 
 PER_BYTE = 8
@@ -140,14 +141,11 @@ def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
 
 
 def _signs(x: Tensor) -> Tensor:
-    above = F.pad(~(x <= 0), (0, -x.shape[0] % PER_BYTE)).to(torch.uint8).view(-1, PER_BYTE)
-    places = torch.arange(PER_BYTE, dtype=torch.uint8, device=x.device)
-    return (above << places).sum(1, dtype=torch.uint8)
+    return formats.join((~(x <= 0)).to(torch.uint8)[None], 1)[0]
 
 
 def _signs_read(stored: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    places = torch.arange(PER_BYTE, dtype=torch.uint8, device=stored.device)
-    return ((stored[:, None] >> places) & 1).view(-1)[:count].to(dtype)
+    return formats.split(stored[None], 1, count)[0].to(dtype)
 
 
 LIBRARY.define("mark(Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
@@ -165,7 +163,7 @@ def _mark_fake(x: Tensor, keep: str, parts: int = 0) -> Tensor:
 
 @torch.library.register_fake("actprune::signs", lib=LIBRARY)
 def _signs_fake(x: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0] + PER_BYTE - 1) // PER_BYTE, dtype=torch.uint8)
+    return x.new_empty(ceil_div(x.shape[0], PER_BYTE), dtype=torch.uint8)
 
 
 @torch.library.register_fake("actprune::signs_read", lib=LIBRARY)

@@ -130,7 +130,7 @@ class CompressedLayer(Converted):
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, cls):
-                if is_compiling() and self._state.marks is not None and not is_exporting():
+                if self._state.marks is not None and is_compiling() and not is_exporting():
                     return self._dense_forward(*args, **kwargs)
                 return compressed(self, *args, **kwargs)
             return type(self).forward(self, *args, **kwargs)

@@ -88,7 +88,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.autograd import close_hooks, open_hooks
-from lightning_actprune.codec.blocks import ALL_BLOCKS, ceil_div
+from lightning_actprune.codec.blocks import ALL_BLOCKS, MIN_ROW_BLOCKS, ceil_div
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, MAX_COLUMNS, in_plain_eager_mode
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
 from lightning_actprune.codec.private import (
@@ -294,8 +294,6 @@ def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
 
 Dims = tuple[tuple[int, int], ...]
 """Sizes and strides, the largest stride first."""
-MIN_ROW_BLOCKS = 16
-"""Least blocks in a row that is no multiple of them: its short last block takes up to a sixteenth more."""
 
 
 class Layout(NamedTuple):
