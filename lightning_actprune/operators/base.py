@@ -130,7 +130,7 @@ class CompressedLayer(Converted):
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if isinstance(self, cls):
-                if self._state.marks is not None and is_compiling() and not is_exporting():
+                if is_compiling() and self._is_marked:
                     return self._dense_forward(*args, **kwargs)
                 return compressed(self, *args, **kwargs)
             return type(self).forward(self, *args, **kwargs)
@@ -138,6 +138,11 @@ class CompressedLayer(Converted):
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
         forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
         cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
+
+    @property
+    def _is_marked(self) -> bool:
+        """Whether a compiler is to see the dense layer; one that only routes has no state."""
+        return self.traced != "own" and self._state.marks is not None and not is_exporting()
 
     def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the dense layer does, with its inputs marked for the compiler that traces this."""

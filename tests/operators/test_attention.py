@@ -186,6 +186,17 @@ def test_one_projection_alone(chosen: str):
     assert not torch.allclose(grads[changed], wanted[changed], rtol=1e-3)
 
 
+def test_one_that_only_routes_compiles():
+    """It has no state of its own for a compiler to ask."""
+    torch._dynamo.reset()
+    case = Case("cross")
+    dense, inputs = case.make(), case.tensors()
+    pruned = copy.deepcopy(dense)
+    convert(pruned, rules={"out_proj": Keep(sparsity=SPARSITY, block_size=BLOCK), "*": None})
+    expected, found = dense(*inputs)[0], torch.compile(pruned, backend="aot_eager")(*copies(inputs))[0]
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("frozen", [["in_proj_weight"], ["out_proj.weight"], ["in_proj_weight", "out_proj.weight"]])
 def test_a_frozen_projection_packs_nothing(frozen: list[str]):
     case = Case()
