@@ -28,7 +28,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class Alone(StepFigures):
     ) -> None:
         if batch_idx == WARM_UP:
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # for the others
             self.warm_up_s = round(time.perf_counter() - self.began, 1)
             with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
                 self.ready.wait(CASE_SECONDS)
@@ -141,15 +143,14 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
     return with_speed({**described(name, BATCHES), "method": method, "mode": mode, **found})
 
 
-def run_models(names: Sequence[str], methods: Sequence[str], mode: str) -> list[dict[str, Any]]:
-    """Run all cases, and return their records."""
+def run_models(names: Sequence[str], methods: Sequence[str], mode: str) -> Iterator[dict[str, Any]]:
+    """Run all cases, and yield their records."""
     context = multiprocessing.get_context("fork")
     cases = [(name, method) for name in names for method in methods]
     ready, turn = context.Barrier(len(cases)), context.Lock()
     running = [start_in_fork(measure, *case, mode, ready, turn) for case in cases]
-    found = [finish_in_fork(CASE_SECONDS, *each) for each in running]
-    head = [{**described(name, BATCHES), "method": method, "mode": mode} for name, method in cases]
-    return [{**before, **record} for before, record in zip(head, found, strict=True)]
+    for (name, method), each in zip(cases, running, strict=True):
+        yield {**described(name, BATCHES), "method": method, "mode": mode, **finish_in_fork(CASE_SECONDS, *each)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,11 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     before = json.loads(args.out.read_text()) if args.out.is_file() else []
-    found = run_models(args.models, args.methods, args.mode)
-    keys = {(record["model"], record["mode"]) for record in found}
-    records = [record for record in before if (record["model"], record["mode"]) not in keys] + found
-    write_records(args.out, records)
-    for record in found:
+    kept = [record for record in before if (record["model"], record["mode"]) not in product(args.models, [args.mode])]
+    found: list[dict[str, Any]] = []
+    for record in run_models(args.models, args.methods, args.mode):
+        found.append(record)
+        write_records(args.out, kept + found)
         print({key: value for key, value in record.items() if key not in ("source", "version", "command")}, flush=True)
     Console(width=None if sys.stdout.isatty() else 160).print(summaries.frontier(found).rich())
     return int(any("error" in record for record in found))

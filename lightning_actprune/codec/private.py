@@ -23,6 +23,8 @@ Name                                   Says                              Without
 ``_cuda_getCurrentRawStream``          the current stream's number       ``torch.cuda.current_stream``, slower
 ``torch.Tensor._fix_weakref``          revives what a reference found    nothing is shared between layers
 ``_dispatch_has_kernel_for_...``       what autocast computes in fp32    the operation is tried, slower
+``_select_batch_norm_backend``,        how a batch norm's output lies    as the input where it has two
+  ``_BatchNormBackend``                in memory on a GPU                dimensions, or else in order
 ``_autograd._pop_saved_...``,          take hooks off for the time of    they stay on, slower
   ``_push_saved_...``                  our functions
 ``_autograd._top_saved_...``           which saved-tensor hooks are open unknown ones are taken to be: nothing is taken
@@ -207,6 +209,20 @@ def _tried_in_fp32(operator: str, device: str) -> bool:
 
 autocast_computes_in_fp32: Callable[[str, str], bool] = _tried_in_fp32 if _has_kernel is None else _in_fp32
 """Of a norm and a type of device; it depends on the version of torch: ``rms_norm`` on a GPU in 2.15, not in 2.11."""
+
+_select_backend = found("torch._C._select_batch_norm_backend")
+_NATIVE = found("torch._C._BatchNormBackend.Native")
+
+
+def is_native_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float) -> bool:
+    """Return whether torch normalises ``x`` on a GPU by kernels of its own, whose output lies in memory as ``x``."""
+    if weight is None or bias is None or x.dim() == 2:
+        return True
+    if None in (_select_backend, _NATIVE):
+        return False
+    # Of running statistics it asks whether there are any, of which a layer that does not train has some.
+    return bool(_select_backend(x, weight, bias, weight, bias, training, eps) == _NATIVE)
+
 
 # Autograd.
 

@@ -58,6 +58,7 @@ from lightning_actprune.codec.dispatch import (
 )
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.private import is_native_batch_norm
 from lightning_actprune.config import Operator
 from lightning_actprune.operators.activation import CompressedReLU
 from lightning_actprune.operators.base import CompressedLayer, hooked
@@ -191,8 +192,8 @@ class ChannelNormFunction(torch.autograd.Function):
         ctx.save_for_backward(values, statistics, weight)
         if x.device.type == "cpu":
             y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
-        elif x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous() and not setting.groups:
-            y = torch.empty_like(x, dtype=y.dtype).copy_(y)  # as torch's own kernels of two dimensions leave it
+        elif not setting.groups and _lies_as(x, weight, bias, fixed is None, setting.eps, eager):
+            y = torch.empty_like(x, dtype=y.dtype).copy_(y)
         if eager:
             return y
         ctx.mark_non_differentiable(statistics)
@@ -205,6 +206,13 @@ class ChannelNormFunction(torch.autograd.Function):
         values, statistics, weight = ctx.saved_tensors
         compute = _launch_grad if eager and ctx.launched and may_launch(grad_y) else normalize_grad
         return compute(grad_y, values, statistics, weight, ctx.layout, ctx.needs_input_grad[:3])
+
+
+def _lies_as(x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float, eager: bool) -> bool:
+    """Return whether torch's output on a GPU lies as an ``x`` that is neither in order nor has its channels last."""
+    if x.is_contiguous() or dense_format(x, of_batch=True) != torch.contiguous_format:
+        return False
+    return x.dim() == 2 or (eager and is_native_batch_norm(x, weight, bias, training, eps))
 
 
 _channel_norm = applied(ChannelNormFunction)

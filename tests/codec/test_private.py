@@ -48,6 +48,8 @@ WITHOUT: dict[tuple[str, ...], tuple[set[str], str]] = {
     ("torch.utils._python_dispatch.TorchDispatchMode",): (set(), ""),
     (C + "_cuda_getCurrentRawStream",): (set(), ""),
     (C + "_dispatch_has_kernel_for_dispatch_key",): (set(), ""),
+    (C + "_select_batch_norm_backend",): (set(), ""),
+    (C + "_BatchNormBackend.Native",): (set(), ""),
     (AUTOGRAD + "_pop_saved_tensors_default_hooks",): (set(), ""),
     (AUTOGRAD + "_push_saved_tensors_default_hooks",): (set(), ""),
     (AUTOGRAD + "_saved_tensors_hooks_is_enabled",): (set(), ""),
