@@ -8,6 +8,7 @@ import multiprocessing
 import shlex
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -126,6 +127,7 @@ def _send(connection: Connection, case: Callable[..., dict[str, Any]], args: tup
     try:
         found = {**case(*args), **environment()}
     except (Exception, SystemExit) as error:
+        traceback.print_exc()
         found = _without_gpu(f"{type(error).__name__}: {error}".splitlines()[0][:300])
     connection.send(found)
     connection.close()

@@ -84,7 +84,7 @@ class LayerState:
         if not isinstance(x, Tensor) or not (trained or x.requires_grad):
             return x
         fine = self.keep.fine_rows > 0 and x.dim() > 0 and self.is_fine(x)
-        text = self.marks[fine]
+        text = self.marks[1 if fine else 0]  # torch 2.11 traces no bool as an index
         return marked(x, text, 0 if fine else self.parts.size(0)) if text else x
 
 
