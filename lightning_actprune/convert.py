@@ -215,6 +215,13 @@ def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False)
             layer._state = replace(layer._state, marks=_marks_of(layer, general_name(fqns[0]), of_model))
 
 
+def unmark_layers(model: nn.Module, owner: str) -> None:
+    """Let compilers see the layers of ``owner`` as they are."""
+    for _, layer in layers(model):
+        if is_converted(layer) and layer.owner == owner:
+            layer._state = replace(layer._state, marks=None)
+
+
 def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> tuple[str, str] | None:
     """Return what a compiler is told of a layer's inputs, and of those of few rows."""
     if layer.traced == "own":

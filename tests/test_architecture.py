@@ -102,6 +102,7 @@ def test_other_packages_stay_in_their_part():
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
+    ("callbacks.compiled", "_compiler_ctx"),
     ("callbacks.memory", "_batches_that_stepped"),
     ("callbacks.memory", "_prefix"),
     ("operators.saved", "_getframe"),  # Python's

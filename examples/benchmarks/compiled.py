@@ -8,10 +8,6 @@ Models as their libraries build them, given to ``torch.compile`` as a whole, on 
 their own at the same time as far as the steps are concerned in which they compile; then one after the other measures,
 while the rest waits: first memory in one step, then the times of the others, as ``rivals.py`` does.
 
-``balanced`` and ``max`` are the presets as they are, whose layers pack by operators of their own. ``joint:balanced``
-and ``joint:max`` have the same rules, but the layers are dense ones with marks, and a pass over the joint graph packs
-what backward reads (``lightning_actprune.compiled``).
-
 ``warm_up_s`` is what the steps before took, with compilation and the callback's probes in them, several processes at
 a time. ``packed_mib`` is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a
 cache.
@@ -47,13 +43,9 @@ from examples.benchmarks.models import described
 from examples.benchmarks.rivals import BATCHES, STEPS, WARM_UP, Rival, StepFigures, with_speed
 from examples.benchmarks.third_party import WORKLOADS
 from lightning_actprune import ActivationPruning
-from lightning_actprune.compiled.scope import CompiledPacking
-from lightning_actprune.convert import layers, mark_layers
-from lightning_actprune.operators.base import CompressedLayer
 
 MODELS = "vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel"
-JOINT = "joint:"
-METHODS = "dense", "balanced", "max", "joint:balanced", "joint:max"
+METHODS = "dense", "balanced", "max"
 CASE_SECONDS = 400
 
 
@@ -96,27 +88,6 @@ class Alone(StepFigures):
             self.turn.release()
 
 
-class Marking(pl.Callback):
-    """Lets a pass over the joint graph pack, by the rules of the callback, which has probed the first, eager step."""
-
-    def __init__(self) -> None:
-        self.packing = CompiledPacking()
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.packing.open()
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 1:
-            owners = {layer.owner for _, layer in layers(pl_module) if isinstance(layer, CompressedLayer)}
-            for owner in owners - {None}:
-                mark_layers(pl_module, owner, weight_gradients=True)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.packing.close()
-
-
 def measure(name: str, method: str, mode: str, ready: Barrier, turn: Lock, accelerator: str = "gpu") -> dict[str, Any]:
     """Return the figures of one case; the others do not wait for one that fails."""
     try:
@@ -133,13 +104,12 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
     training.batch_size = batch
     training.model = torch.compile(training.model, mode=mode)
     figures = Alone(ready, turn)
-    pruning = [] if method == "dense" else [ActivationPruning(method.removeprefix(JOINT), verbose=0)]
-    marking = [Marking()] if method.startswith(JOINT) else []
-    train(training, [*pruning, *marking, figures], STEPS, accelerator)
+    pruning = [] if method == "dense" else [ActivationPruning(method, verbose=0)]
+    train(training, [*pruning, figures], STEPS, accelerator)
     found = {**figures.found(), "warm_up_s": figures.warm_up_s}
-    for callback in marking:
+    for callback in pruning:
         for key, part in (("packed_mib", "stored_bytes"), ("packable_mib", "dense_bytes")):
-            found[key] = round(sum(getattr(row, part) for row in callback.packing.rows) / MIB, 2)
+            found[key] = round(sum(getattr(row, part) for row in callback.compiled) / MIB, 2)
     return with_speed({**described(name, BATCHES), "method": method, "mode": mode, **found})
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.analysis.memory import LOSSES, PHASES, LayerFootprint, MemoryReport, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
+from lightning_actprune.compiled.joint import Row
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.recompute import kept_inputs
 from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
@@ -243,6 +244,35 @@ def decision_tables(decision: Decision) -> Iterator[Table]:
         if rest:
             made.add_row(f"... and {len(rest)} more")
         yield made
+
+
+_HOW = {"again": "computed again", "signs": "signs", "shape": "its shape alone"}
+
+
+def compiled_text(rows: Sequence[Row]) -> str:
+    """Return how much of what backward reads in compiled code is kept."""
+    dense, stored = (sum(getattr(row, of) for row in rows) for of in ("dense_bytes", "stored_bytes"))
+    how = Counter(row.how for row in rows)
+    parts = [f"{how[name]} {said}" for name, said in (("packed", "packed"), ("again", "computed again")) if how[name]]
+    return (
+        f"Activation pruning: of {counted(len(rows), 'value')} that backward reads in compiled code, "
+        f"{enumerated(parts) or 'none packed'}: {mib(stored)} MiB are kept of {mib(dense)} ({percent(stored / dense)})."
+    )
+
+
+def compiled_table(rows: Sequence[Row]) -> Table:
+    """Return how the values are kept, those of one layer that are kept alike in one row."""
+    made = table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kept = _HOW.get(row.how) or (f"{row.bits} bits" if row.how == "packed" else f"as it is: {row.reason}")
+        groups.setdefault((row.name, kept), []).append(row)
+    by_size = sorted(groups.items(), key=lambda group: -sum(row.stored_bytes for row in group[1]))
+    shown, rest = shortened(by_size)
+    for (name, kept), of in [*shown, *([(("... and more", ""), [r for _, one in rest for r in one])] if rest else [])]:
+        dense, stored = sum(row.dense_bytes for row in of), sum(row.stored_bytes for row in of)
+        made.add_row(name if len(of) == 1 else f"{name} ({len(of)})", kept, mib(dense), mib(stored))
+    return made
 
 
 def _span(shown: Iterable[str]) -> str:

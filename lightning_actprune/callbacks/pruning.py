@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +24,10 @@ from lightning_actprune.callbacks.advice import (
 )
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail, refuses_removed
 from lightning_actprune.callbacks.budget import MemoryBudget
+from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.display import (
+    compiled_table,
+    compiled_text,
     conversion_table,
     conversion_text,
     decision_tables,
@@ -35,6 +38,7 @@ from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
 from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
+from lightning_actprune.compiled.joint import Row
 from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
 from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
 from lightning_actprune.operators.saved import Decided
@@ -154,6 +158,7 @@ class ActivationPruning(pl.Callback):
         self._probe = FirstBatchProbe(skip_retained)
         self._decisions = self._probe.decisions
         self._small = SmallTensorAdvice()
+        self._compiled = CompiledLayers(self._owner)
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
@@ -188,6 +193,14 @@ class ActivationPruning(pl.Callback):
         return None if self._budget is None else self._budget.allocation
 
     @property
+    def compiled(self) -> list[Row]:
+        """How compiled code keeps each value for backward, as decided in the current or the last fit.
+
+        Nothing of code that came out of the compiler's cache, which is decided as it was when it went in.
+        """
+        return list(self._compiled.rows)
+
+    @property
     def spread(self) -> dict[str, float]:
         """Share of the energy that was to be dropped, by the name of the layers that drop nothing for it."""
         return dict(self._decisions.spread or {})
@@ -206,6 +219,7 @@ class ActivationPruning(pl.Callback):
             if self._budget is not None:
                 self._budget.begin(trainer, pl_module)
             self._restored = None
+            self._compiled.begin(pl_module)
             self._decisions.fit_begins(pl_module)
             self._convert(pl_module)
             if is_overridden("configure_model", pl_module):
@@ -261,6 +275,7 @@ class ActivationPruning(pl.Callback):
         decision = self._decide(trainer, pl_module)
         if decision is not None:
             self._show(trainer, decision)
+        self._show_compiled(trainer, self._compiled.news(pl_module))
         found = None if self._budget is None else self._budget.batch_ends(trainer, pl_module, batch)
         if found is not None:
             self._take(trainer, pl_module, found)
@@ -338,6 +353,12 @@ class ActivationPruning(pl.Callback):
         if in_detail(self.verbose):
             show(trainer, *decision_tables(decision))
 
+    def _show_compiled(self, trainer: pl.Trainer, rows: Sequence[Row]) -> None:
+        if self.verbose and rows:
+            show(trainer, compiled_text(rows))
+            if in_detail(self.verbose):
+                show(trainer, compiled_table(rows))
+
     def _begin_trials(self, pl_module: pl.LightningModule) -> None:
         self._convert(pl_module)  # layers made in LightningModule.setup
         self._resume_budget(pl_module)
@@ -352,10 +373,13 @@ class ActivationPruning(pl.Callback):
 
     def _find_layers(self, pl_module: pl.LightningModule) -> None:
         self._progress.find_layers(pl_module, self._owner, without=self.spread)
+        by_rule = {layer.fqn for layer in self._report.skipped} - set(self._decisions.retained or {})
+        self._compiled.mark(pl_module, weight_gradients=not by_rule)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._trials.leave()
         self._small.stop()
+        self._compiled.end()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module
             _restore_configure_model(pl_module)

@@ -135,7 +135,16 @@ def marked(x: Tensor, text: str, parts: int = 0) -> Tensor:
     return read
 
 
+def left_marks() -> int:
+    """Return how many marks have been computed so far, each a copy: those that no pass has taken out of their graph."""
+    return _left[0]
+
+
+_left = [0]
+
+
 def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
+    _left[0] += 1
     # With the strides of x, whatever they are: operations that follow are traced on these, and will get x itself.
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 

@@ -24,6 +24,7 @@ from typing_extensions import Self
 
 from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
 from lightning_actprune.compiled.joint import Row, pack_joint_graph
+from lightning_actprune.compiled.marks import left_marks
 
 _FEATURE = "Packing what compiled layers keep"
 
@@ -51,6 +52,7 @@ class CompiledPacking:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         """What was decided of every value of the graphs that were compiled."""
+        self._left = 0
 
     def __enter__(self) -> Self:
         return self.open()
@@ -63,6 +65,14 @@ class CompiledPacking:
         """Whether it packs."""
         return any(other is self for other in _open)
 
+    @property
+    def was_missed(self) -> bool:
+        """Whether marks were left in code that ran since it was opened, which keeps what the dense model does.
+
+        So it is with compilers that run no pass over the joint graph of forward and backward.
+        """
+        return left_marks() > self._left
+
     def open(self) -> Self:
         """Pack from now on. Does nothing if it is open."""
         reason = why_not()
@@ -71,6 +81,7 @@ class CompiledPacking:
         if not _open:
             _installed.append(_Installed(_run))
         if not self.is_open:
+            self._left = left_marks()
             _open.append(self)
         return self
 

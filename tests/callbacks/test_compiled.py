@@ -1,0 +1,133 @@
+"""Fits of compiled models: layers are marked, and what the compiler keeps is packed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.codec.private import joint_passes
+from lightning_actprune.compiled.scope import why_not
+from tests.support.helpers import BATCHES, trainer
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
+
+
+class Wide(pl.LightningModule):
+    """Norm, two linear layers around a GELU, and a function of which no layer is known, wide enough to be packed."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.head, self.fails_at = nn.Linear(64, 4), fails_at
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.body(x)).mean(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            raise KeyError("a step")
+        loss = self(batch).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        draws = torch.Generator().manual_seed(1)
+        return DataLoader([torch.randn(32, 64, 64, generator=draws) for _ in range(BATCHES)], batch_size=None)
+
+
+def installed() -> tuple[object, object]:
+    places = joint_passes()
+    return places.inductor.joint_custom_post_pass, places.functorch.joint_custom_pass
+
+
+def fit(model: pl.LightningModule, *callbacks: pl.Callback, backend: str | None = "aot_eager") -> list[Tensor]:
+    torch._dynamo.reset()
+    trainer(*callbacks, limit_val_batches=0).fit(model if backend is None else torch.compile(model, backend=backend))
+    return model.losses
+
+
+def assert_learned_alike(losses: list[Tensor], right: list[Tensor]) -> None:
+    """The first loss is the same, and later ones are off by less than a twentieth of what was learned."""
+    torch.testing.assert_close(losses[0], right[0], rtol=1e-5, atol=0)
+    learned = right[0] - right[-1]
+    assert learned > 0.5 * right[0]
+    assert all((one - other).abs() < learned / 20 for one, other in zip(losses, right, strict=True))
+
+
+@pytest.mark.parametrize("part", ["all", "body"])
+def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
+    caplog.set_level("INFO")
+    before, model = installed(), Wide()
+    if part == "body":
+        model.body = torch.compile(model.body, backend="aot_eager")
+    pruning, monitor, dense = ActivationPruning("balanced"), ActivationMemoryMonitor(2), ActivationMemoryMonitor(2)
+    losses = fit(model, pruning, monitor, backend="aot_eager" if part == "all" else None)
+    right = fit(Wide(), dense, backend=None)
+    assert_learned_alike(losses, right)
+    assert {row.how for row in pruning.compiled} >= {"packed"}
+    stored = sum(row.stored_bytes for row in pruning.compiled)
+    assert 0 < stored < 0.3 * sum(row.dense_bytes for row in pruning.compiled)
+    assert monitor.report.stored_bytes < 0.5 * dense.report.stored_bytes
+    assert caplog.text.count("that backward reads in compiled code") == 1
+    assert installed() == before
+    kinds = [type(module) for module in Wide().body]
+    assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
+
+
+def test_the_pass_is_taken_out_after_an_exception():
+    before, pruning = installed(), ActivationPruning("balanced", verbose=0)
+    with pytest.raises(KeyError, match="a step"):
+        fit(Wide(fails_at=2), pruning)
+    assert installed() == before
+    assert pruning.compiled
+
+
+def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves():
+    dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning("max", verbose=0)
+    right = fit(Wide(), dense, backend="eager")
+    with pytest.warns(UserWarning, match="runs no pass over the graphs .*HINT"):
+        losses = fit(Wide(), pruning, ours, backend="eager")
+    assert_learned_alike(losses, right)
+    assert not pruning.compiled
+    assert ours.report.stored_bytes < 0.5 * dense.report.stored_bytes
+
+
+def test_without_passes_a_compiled_fit_is_warned_and_an_eager_one_is_not(monkeypatch):
+    compiled = importlib.import_module("lightning_actprune.callbacks.compiled")
+    monkeypatch.setattr(compiled, "why_not", lambda: "This torch has no passes.")
+    with pytest.warns(UserWarning, match="This torch has no passes. Layers pack by themselves"):
+        fit(Wide(), ActivationPruning("balanced", verbose=0))
+    fit(Wide(), ActivationPruning("balanced", verbose=0), backend=None)
+
+
+def test_what_others_compile_is_left_alone_and_a_copy_of_the_callback_packs_nothing():
+    pruning, other = ActivationPruning("balanced", verbose=0), nn.Linear(64, 64)
+    grads = []
+
+    class Beside(pl.Callback):
+        def on_train_batch_end(self, *_: object) -> None:
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+            other.zero_grad()
+            torch.compile(other, backend="aot_eager")(x).square().sum().backward()
+            grads.append(other.weight.grad.clone())
+
+    fit(Wide(), pruning, Beside())
+    rows = pruning.compiled
+    other.zero_grad()
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+    other(x).square().sum().backward()
+    assert all(torch.equal(grad, other.weight.grad) for grad in grads)
+    assert not any(row.shape == (8, 64) for row in rows)
+    assert copy.deepcopy(pruning).compiled == rows
