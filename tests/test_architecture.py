@@ -102,9 +102,9 @@ def test_other_packages_stay_in_their_part():
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
-    ("callbacks.compiled", "_compiler_ctx"),
     ("callbacks.memory", "_batches_that_stepped"),
     ("callbacks.memory", "_prefix"),
+    ("operators.saved", "_compiler_ctx"),  # of a compiled LightningModule
     ("operators.saved", "_getframe"),  # Python's
     ("operators.saved", "_orig_mod"),  # of a compiled module, if there is one
 }

@@ -76,5 +76,5 @@ class CompiledLayers:
 
 
 def is_compiled(model: pl.LightningModule) -> bool:
-    """Return whether a module in it is compiled, or all of it."""
-    return model._compiler_ctx is not None or eager_modules(model) != set(model.modules())
+    """Return whether something in it is compiled."""
+    return eager_modules(model) != set(model.modules())

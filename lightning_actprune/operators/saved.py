@@ -161,11 +161,15 @@ def drop_idle_hooks(module: nn.Module) -> None:
 def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:
     """Return the modules whose calls Python sees: not those inside a compiled one.
 
+    A hook shows nothing there, and makes the compiler compile again.
+
     Args:
         module: The outermost one.
         running_again: Whether to return those that run again in backward (``operators.recompute``), too.
     """
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return set()
+    if getattr(module, "_compiler_ctx", None) is not None:  # of Lightning, whose steps are compiled
         return set()
     if isinstance(module, Converted) and module.runs_again and not running_again:
         return set()
