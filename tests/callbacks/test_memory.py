@@ -75,8 +75,9 @@ def test_totals_are_there_as_soon_as_a_step_was_measured():
 @pytest.mark.parametrize("part", ["all", "body"])
 @pytest.mark.slow
 def test_a_compiled_model_shows_its_total(part: str, caplog):
-    model, monitor, dense = Net(), ActivationMemoryMonitor(), ActivationMemoryMonitor()
-    trainer(dense).fit(Net())
+    wide = 256  # samples: what compiled code keeps of smaller tensors stays as it is
+    model, monitor, dense = Net(batch_size=wide), ActivationMemoryMonitor(), ActivationMemoryMonitor()
+    trainer(dense).fit(Net(batch_size=wide))
     if part == "body":
         model.body = torch.compile(model.body, backend="aot_eager")
     whole = torch.compile(model, backend="aot_eager") if part == "all" else model
