@@ -101,8 +101,11 @@ def sources_of(joint: Joint) -> list[Source]:
     return sorted(sources, key=lambda source: joint.order[source.node])
 
 
-def weights_of(joint: Joint) -> list[Source]:
-    """Return the inputs of the graph that forward multiplies with as weights, cast, and backward too."""
+def inputs_of(joint: Joint) -> list[Source]:
+    """Return the inputs of the graph of which backward reads a cast, though they are there anyway.
+
+    These are weights, with which forward multiplies, and what gets no gradient, as the batch that the training holds.
+    """
     reads, others = defaultdict[Node, list[Read]](list), set[Node]()
     for node in joint.graph.nodes:
         if node not in joint.forward or not passes_on(node) or source_of(node).op != "placeholder":
@@ -110,7 +113,8 @@ def weights_of(joint: Joint) -> list[Source]:
         source = source_of(node)
         if any(name_of(on) in CASTS for on in path(node, source)):
             reads[source] += joint.reads(node)
-            if not all(_is_weight_of(user, node) for user in node.users if user in joint.forward):
+            as_weight = all(_is_weight_of(user, node) for user in node.users if user in joint.forward)
+            if not (as_weight or source in joint.given):
                 others.add(source)
     return [Source(node, of) for node, of in reads.items() if of and node not in others]
 

@@ -174,6 +174,7 @@ class Joint:
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark.
         retained: Nodes in whose memory outputs lie.
+        given: Inputs that get no gradient, such as the batch.
         order: Places of the nodes.
     """
 
@@ -193,6 +194,15 @@ class Joint:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
         self.retained = {memory_of(node) for node in outputs}
+        self.given = self._without_gradient(nodes)
+
+    def _without_gradient(self, nodes: list[Node]) -> set[Node]:
+        """Return the inputs of forward in whose place there is no gradient, of which the last results are a list."""
+        inputs = [node for node in nodes if node.op == "placeholder" and node not in self.tangent]
+        (results,) = self.graph.output_node().args
+        assert isinstance(results, list | tuple)
+        gradients = results[-len(inputs) :] if inputs else ()
+        return {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is None}
 
     def readers(self, node: Node) -> list[Node]:
         """Return what reads a forward node and is no part of forward, in the order of the graph."""

@@ -20,7 +20,8 @@ backward reads. Reads that differ by views, casts and copies alone are reads of 
 ``as it is``
     Everything else, with the reason: if one reader needs all of a source, the others read the same.
 
-Copies of weights that autocast has made are made again in backward from the weights, which are there anyway.
+Copies that autocast has made of weights, and of what gets no gradient, as the batch, are made again in backward: what
+they are copies of is there anyway.
 
 Forward is not touched: what packing reads is there anyway. The partitioner then saves what ``pack`` returns, since
 nothing in backward reads more: a value that somebody packs is materialized for backward, which it does not compute

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS, SPARSITY_PARTS, ceil_div
-from lightning_actprune.compiled.decide import Source, weights_of
+from lightning_actprune.compiled.decide import Source, inputs_of
 from lightning_actprune.compiled.graphs import (
     CASTS,
     GETITEM,
@@ -31,7 +31,7 @@ from lightning_actprune.compiled.graphs import (
 )
 from lightning_actprune.compiled.layout import Layout, memory_order
 
-FORWARD, BACKWARD = "is_forward", "is_backward"
+FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 _TURNS = frozenset({"aten.permute", "aten.transpose", "aten.t"})
 _RESHAPES = frozenset({"aten.view", "aten._unsafe_view", "aten._reshape_alias"})
 _aten, _own = torch.ops.aten, torch.ops.actprune
@@ -55,11 +55,13 @@ class Rewriter:
 
     def run(self) -> list[int]:
         """Put everything into the graph, and return the bytes that are stored of each source."""
-        for source in weights_of(self._joint):
-            with self._writer.before(self._first([read.reader for read in source.reads]), BACKWARD):
+        for source in inputs_of(self._joint):
+            # The partitioner would keep the cast of what may be no longer there: it knows weights alone to stay.
+            tag = NOT_IN_FORWARD if source.node in self._joint.given else BACKWARD
+            with self._writer.before(self._first([read.reader for read in source.reads]), tag):
                 # Of a view, or the partitioner takes the cast for that of forward, which it would then keep.
-                weight = self._writer.call(_aten.view.default, source.node, list(value_of(source.node).shape))
-            self._give(source, weight, source.reads)
+                value = self._writer.call(_aten.view.default, source.node, self._sizes(source.node, None))
+            self._give(source, value, source.reads, tag)
         first = self._first_readers()
         return [self._put(source, first) for source in self._sources]
 
@@ -152,10 +154,10 @@ class Rewriter:
         self._none[device] = made
         return made
 
-    def _sizes(self, node: Node, order: tuple[int, ...]) -> list[int | Node]:
-        """Return the sizes of a forward node, -1 for the first that is a symbol."""
+    def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
+        """Return the sizes of a forward node in an order of its dimensions, -1 for the first that is a symbol."""
         sizes, inferred = list[int | Node](), False
-        for dim in order:
+        for dim in order or range(value_of(node).dim()):
             size: Size = value_of(node).shape[dim]
             if not isinstance(size, int) and not inferred:
                 inferred = True
@@ -201,13 +203,13 @@ class Rewriter:
             made = self._again(source.node, {base.node: self._restored[base.node]})
         self._give(source, made, reads)
 
-    def _give(self, source: Source, made: Node, reads: list[Read]) -> None:
+    def _give(self, source: Source, made: Node, reads: list[Read], tag: str = BACKWARD) -> None:
         """Replace reads of a source by reads of ``made``, through copies of their views and casts."""
         by_node = defaultdict[Node, list[Node]](list)
         for read in reads:
             by_node[read.node].append(read.reader)
         for node, readers in by_node.items():
-            with self._writer.before(self._first(readers), BACKWARD):
+            with self._writer.before(self._first(readers), tag):
                 given = self._passed_on(node, {source.node: made})
                 given = self._writer.cast(given, value_of(node).dtype)
             for reader in readers:

@@ -190,7 +190,10 @@ class ChannelNormFunction(torch.autograd.Function):
         if eager and running is not None and moved is None:
             move(running, statistics, x)  # before anything is saved: there a checkpoint that runs again may stop
         ctx.save_for_backward(values, statistics, weight)
-        y = _placed(y, x, weight, bias, setting, fixed is None, eager)
+        if x.device.type == "cpu":
+            y = y.contiguous(memory_format=dense_format(x, setting.groups == 0))
+        elif not setting.groups:
+            y = _placed(y, x, weight, bias, fixed is None, setting.eps, eager)
         if eager:
             return y
         ctx.mark_non_differentiable(statistics)
@@ -206,21 +209,12 @@ class ChannelNormFunction(torch.autograd.Function):
 
 
 def _placed(
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    setting: ChannelSetting,
-    training: bool,
-    eager: bool,
+    y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float, eager: bool
 ) -> Tensor:
-    """Return the output as torch's own lies in memory."""
-    order = dense_format(x, setting.groups == 0)
-    if x.device.type == "cpu":
-        return y.contiguous(memory_format=order)
-    if setting.groups or x.is_contiguous() or order != torch.contiguous_format:
+    """Return the output of a batch norm as torch's own lies in memory on a GPU."""
+    if x.is_contiguous() or dense_format(x, of_batch=True) != torch.contiguous_format:
         return y
-    if x.dim() == 2 or (eager and is_native_batch_norm(x, weight, bias, training, setting.eps)):
+    if x.dim() == 2 or (eager and is_native_batch_norm(x, weight, bias, training, eps)):
         like = torch.empty_like(x, dtype=y.dtype)
         return y if like.stride() == y.stride() else like.copy_(y)
     return y.contiguous() if eager else y

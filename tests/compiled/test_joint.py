@@ -101,6 +101,16 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
     }
 
 
+def test_no_copy_of_the_batch_is_kept_that_autocast_made():
+    model, x = convolutions()
+    dense, found = (step(model, x, packs=packs, autocast=True) for packs in (False, True))
+    copies = [[t for t in step.kept if t.numel() == x.numel() and t.dtype == torch.bfloat16] for step in (dense, found)]
+    assert [len(of) for of in copies] == [1, 0]
+    assert worst_cosine(found, dense) > 0.98
+    first = next(iter(found.grads))
+    assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
+
+
 def test_relu_needs_signs_and_pooling_a_shape():
     model, x = convolutions()
     found = step(model, x)

@@ -64,8 +64,16 @@ def code_of(name: str) -> list[Any]:
     return [(type(layer).forward, type(layer).__mro__[1]) for _, layer in layers(model)]
 
 
-@pytest.mark.cases(lambda case: all(case is not CASES[name] for names in ALIKE.values() for name in names.split()))
-def test_one_graph(case: Case):
+FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
+"""A case of each autograd function, and one around some."""
+COMPILED = [name for name in CASES if name not in " ".join(ALIKE.values()).split()]
+
+
+@pytest.mark.parametrize(
+    "name", [*FUNCTIONS, *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED if n not in FUNCTIONS)]
+)
+def test_one_graph(name: str):
+    case = CASES[name]
     _, model = case.pair()
     check(case, model, "aot_eager", 1e-6)
 
@@ -78,10 +86,6 @@ def test_what_is_not_compiled_has_the_code_of_what_is(name: str):
 def written(y: Tensor) -> Tensor:
     y[..., :2] += 1.5
     return y.relu_()
-
-
-FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
-"""A case of each autograd function, and one around some."""
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
