@@ -149,6 +149,10 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
 def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
     _check(joint, model, source)
     source.ways = {read: way_of(joint, model, read) for read in source.reads}
+    if base is not None and base.way is not None and base.way.operator == "norm" and _is_normalised(source.node):
+        # What a norm that is written out multiplies with its weight belongs to it.
+        inside = {read: base.way for read, way in source.ways.items() if read.mark is None and isinstance(way, Values)}
+        source.ways |= inside
     ways = [way for way in source.ways.values() if isinstance(way, Values)]
     if source.reads_of("signs"):
         memory_order(value_of(source.node))  # which there must be
@@ -215,6 +219,13 @@ def _base_of(node: Node, base: dict[Node, Source], model: Model) -> Source | Non
         if other not in base and (large or "val" not in other.meta):
             return None
     return source
+
+
+def _is_normalised(node: Node) -> bool:
+    """Return whether a node is a product with the inverse of a deviation."""
+    return name_of(node) == "aten.mul" and any(
+        name_of(source_of(factor)) == "aten.rsqrt" for factor in node.all_input_nodes
+    )
 
 
 def _is_quotient(node: Node) -> bool:

@@ -685,19 +685,31 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
     dense_class, function = nn.Hardsigmoid, "hardsigmoid"
 
 
-class ForeignGELU(CompressedActivation):
+class ForeignActivation(CompressedActivation):
+    """Mixin for functions of other packages that torch has as one operation, whatever they are written with."""
+
+    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return ``f(input)`` by torch's operation, whose backward needs the input alone, which is marked."""
+        if not torch.is_grad_enabled():
+            return super()._dense_forward(*args, **kwargs)
+        (x,) = *args, *kwargs.values()
+        dtype = activated_dtype(x, self.stored_by(self, self._state.blocks.bits), self.widened_by(self))
+        return ACTIVATIONS[self.function].forward(self._state.marked(x, trained=False).to(dtype))
+
+
+class ForeignGELU(ForeignActivation):
     """Mixin for GELUs of other packages; that in Python is the same function."""
 
     function = "gelu"
 
 
-class ForeignGELUTanh(CompressedActivation):
+class ForeignGELUTanh(ForeignActivation):
     """Mixin for GELUs by tanh that are one operator of torch, or products of ``x``."""
 
     function = "gelu_tanh"
 
 
-class TransformersWrittenGELUTanh(CompressedActivation):
+class TransformersWrittenGELUTanh(ForeignActivation):
     """Mixin for GELUs by tanh that are written with ``torch.pow``, which autocast on a GPU computes in fp32."""
 
     function, widens = "gelu_tanh", True
@@ -717,14 +729,19 @@ class ForeignQuickGELU(CompressedActivation):
 
     function = "quick_gelu"
 
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: dense, backward would read the sigmoid as well as the input."""
+        return "own"
 
-class TransformersSiLU(CompressedActivation):
+
+class TransformersSiLU(ForeignActivation):
     """Mixin for SiLUs."""
 
     function = "silu"
 
 
-class TransformersMish(CompressedActivation):
+class TransformersMish(ForeignActivation):
     """Mixin for Mish."""
 
     function = "mish"

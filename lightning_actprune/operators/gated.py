@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
@@ -420,7 +421,7 @@ class CompressedGated(CompressedLayer):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: its two inputs are no arguments of it."""
+        """What a compiler sees: dense, backward would read a sigmoid as well as what it is of."""
         return "own"
 
 
@@ -429,6 +430,18 @@ class CompressedGatedMLP(CompressedGated):
 
     replaced: ClassVar[str]
     down_proj: nn.Module
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: the factors of the product are marked, not its input."""
+        return "own" if self._stored()[0].function in _BY_SIGMOID else "marked"
+
+    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the dense module does, with the factors of its product marked."""
+        if not torch.is_grad_enabled():
+            return super()._dense_forward(*args, **kwargs)
+        (x,) = *args, *kwargs.values()
+        return self.output(self.hidden(x))
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
@@ -456,6 +469,8 @@ class CompressedGatedMLP(CompressedGated):
         """Return ``f(a) u``."""
         if not (a.requires_grad or u.requires_grad) or a.shape != u.shape:
             return cast(Tensor, getattr(self, self.replaced)(a) * u)
+        if is_compiling() and self._is_marked:
+            return self._marked_product(a, u)
         return gated_product(a, u, *self._stored())
 
     def product_of_halves(self, x: Tensor, dim: int, gate_first: bool) -> Tensor:
@@ -464,8 +479,21 @@ class CompressedGatedMLP(CompressedGated):
             first, second = x.chunk(2, dim)
             function = getattr(self, self.replaced)
             return cast(Tensor, function(first) * second if gate_first else first * function(second))
+        if is_compiling() and self._is_marked:
+            first, second = x.chunk(2, dim)
+            return self._marked_product(first, second) if gate_first else self._marked_product(second, first)
         function, block_size, widens = self._stored()
         return gated_halves(x, function, block_size, dim, gate_first, widens)
+
+    def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
+        """Return ``f(a) u`` by torch's operations, for a compiler that packs what backward reads of it."""
+        stored, _, widens = self._stored()
+        function, dtype = ACTIVATIONS[stored.function], activated_dtype(a, stored, widens)
+        if not function.exact:  # which of two values a derivative is must not depend on an input in few bits
+            a = self._state.marked(a, trained=False)
+        factor = function.forward(a.to(dtype), *stored.parameters)
+        product: Tensor = self._state.marked(factor, trained=False) * self._state.marked(u, trained=False)
+        return product
 
     def _stored(self) -> tuple[StoredDerivative, int, bool | None]:
         function = getattr(self, self.replaced)
@@ -538,6 +566,10 @@ class CompressedTimmSwiGLU(CompressedTimmMLP):
     def hidden(self, x: Tensor) -> Tensor:
         """Return the product of two projections."""
         return self.product(self.fc1_g(x), self.fc1_x(x))
+
+
+_BY_SIGMOID = "sigmoid", "quick_gelu"
+"""Functions whose backward, traced, reads a sigmoid besides their input."""
 
 
 def _known(function: nn.Module | None) -> bool:
