@@ -148,11 +148,12 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
 
 def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
     _check(joint, model, source)
-    source.ways = {read: way_of(joint, model, read) for read in source.reads}
-    if base is not None and base.way is not None and base.way.operator == "norm" and _is_normalised(source.node):
-        # What a norm that is written out multiplies with its weight belongs to it.
-        inside = {read: base.way for read, way in source.ways.items() if read.mark is None and isinstance(way, Values)}
-        source.ways |= inside
+    # What a norm that is written out multiplies with its weight belongs to it.
+    norm = base.way if base is not None and _is_normalised(source.node) else None
+    if norm is None or norm.operator != "norm":
+        source.ways = {read: way_of(joint, model, read) for read in source.reads}
+    else:
+        source.ways = {read: norm if read.mark is None else way_of(joint, model, read) for read in source.reads}
     ways = [way for way in source.ways.values() if isinstance(way, Values)]
     if source.reads_of("signs"):
         memory_order(value_of(source.node))  # which there must be

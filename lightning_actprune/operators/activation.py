@@ -559,6 +559,10 @@ def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredD
     return StoredDerivative(function, tuple(map(float, parameters)), checked)
 
 
+_SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
+"""Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
+
+
 class CompressedActivation(CompressedLayer):
     """Mixin of activation functions, first among the bases; parameters are attributes, named as those of torch.
 
@@ -586,7 +590,12 @@ class CompressedActivation(CompressedLayer):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: what works in place writes to its input, and not to a mark of it."""
+        """What a compiler sees: itself where backward, traced, would read an output or an input with a kink.
+
+        What works in place writes to its input, and not to a mark of it.
+        """
+        if self.stored_by(self, 8).function not in _SMOOTH:
+            return "own"
         return "dense" if self.inplace else "marked"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -603,11 +612,6 @@ class CompressedActivation(CompressedLayer):
 
 class ExactActivation(CompressedActivation):
     """Mixin of those whose derivative takes two values: one bit, whatever the bits."""
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: which of the two values it is must not depend on an input in few bits."""
-        return "dense"
 
     def describe(self) -> str:
         """Return nothing: there is only one way."""
@@ -659,6 +663,11 @@ class CompressedReLU(ExactActivation, nn.ReLU):
     """``nn.ReLU``."""
 
     dense_class, function = nn.ReLU, "relu"
+
+    @property
+    def traced(self) -> Traced:
+        """What a compiler sees: the pass keeps the signs of what the dense one keeps all of."""
+        return "dense"
 
 
 class CompressedReLU6(ExactActivation, nn.ReLU6):
@@ -728,11 +737,6 @@ class ForeignQuickGELU(CompressedActivation):
     """Mixin for GELUs by a sigmoid."""
 
     function = "quick_gelu"
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: dense, backward would read the sigmoid as well as the input."""
-        return "own"
 
 
 class TransformersSiLU(ForeignActivation):
