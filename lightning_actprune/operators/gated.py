@@ -434,7 +434,8 @@ class CompressedGatedMLP(CompressedGated):
     @property
     def traced(self) -> Traced:
         """What a compiler sees: the factors of the product are marked, not its input."""
-        return "own" if self._stored()[0].function in _BY_SIGMOID else "marked"
+        known = _known(getattr(self, self.replaced))
+        return "marked" if known and self._stored()[0].function not in _BY_SIGMOID else "own"
 
     def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the dense module does, with the factors of its product marked."""
