@@ -14,7 +14,8 @@ backward reads. Reads that differ by views, casts and copies alone are reads of 
     unpacked value, and nothing is stored: the output of a GELU or a norm that the next linear layer reads. Only where
     the packed value has as many bits as the reader asks for. The statistics of a norm are the exact ones.
 ``signs``
-    One bit a value, exact, for ``relu``, also beside packed values for another reader.
+    One bit a value, exact, for ``relu``, also beside packed values for another reader: its gradient ``g`` where the
+    output is above zero, or no number, asks for no more. In operations that the compiler fuses.
 ``shape``
     Nothing is stored for pooling, which is given memory that nobody has written to.
 ``as it is``

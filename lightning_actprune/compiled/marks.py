@@ -15,15 +15,6 @@ then. ``general_name`` makes such a name of that of a layer.
 
 The sparsity is no part of the text but an argument, in the parts of ``codec.blocks.sparsity_parts``: a schedule changes
 it, and to the compiler it may be a symbol.
-
-Signs
------
-The gradient of ``relu`` asks of what it saved whether it is above zero, and nothing else::
-
-    dx = 0 where y <= 0, else g
-
-``torch.ops.actprune.signs`` stores that, eight values a byte, the first in the lowest bit, and ``signs_read`` returns 1
-and 0 in their place. A NaN is not below zero, as for torch.
 """
 
 from __future__ import annotations
@@ -36,11 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_actprune.codec import formats
-from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.packed import LIBRARY, TAGS
-
-PER_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -149,35 +136,13 @@ def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _signs(x: Tensor) -> Tensor:
-    return formats.join((~(x <= 0)).to(torch.uint8)[None], 1)[0]
-
-
-def _signs_read(stored: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    return formats.split(stored[None], 1, count)[0].to(dtype)
-
-
 LIBRARY.define("mark(Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
-LIBRARY.define("signs(Tensor x) -> Tensor", tags=TAGS)
-LIBRARY.define("signs_read(Tensor stored, SymInt count, ScalarType dtype) -> Tensor", tags=TAGS)
 LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
-LIBRARY.impl("signs", _signs, "CompositeExplicitAutograd")
-LIBRARY.impl("signs_read", _signs_read, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::mark", lib=LIBRARY)
 def _mark_fake(x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-@torch.library.register_fake("actprune::signs", lib=LIBRARY)
-def _signs_fake(x: Tensor) -> Tensor:
-    return x.new_empty(ceil_div(x.shape[0], PER_BYTE), dtype=torch.uint8)
-
-
-@torch.library.register_fake("actprune::signs_read", lib=LIBRARY)
-def _signs_read_fake(stored: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    return stored.new_empty(count, dtype=dtype)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -12,8 +12,8 @@ in few bits where it is *linear* in them, or off by a bound that is known. In a 
 Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
 dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
 
-Two kinds of readers need less than values, whoever they belong to. ``relu`` asks for *signs*, exactly one bit
-(``compiled.marks``), and pooling for the *shape* of its input.
+Two kinds of readers need less than values, whoever they belong to. ``relu`` asks for *signs*, exactly one bit, and
+pooling for the *shape* of its input.
 
 Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
 so that gradients of inputs stay exact. And they are not taken if a mask has put values into them, which may be as large

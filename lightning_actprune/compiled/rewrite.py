@@ -31,10 +31,12 @@ from lightning_actprune.compiled.graphs import (
 )
 from lightning_actprune.compiled.layout import Layout, memory_order
 
+PER_BYTE = 8
+"""Signs in a byte."""
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 _TURNS = frozenset({"aten.permute", "aten.transpose", "aten.t"})
 _RESHAPES = frozenset({"aten.view", "aten._unsafe_view", "aten._reshape_alias"})
-_aten, _own = torch.ops.aten, torch.ops.actprune
+_aten, _own, _prims = torch.ops.aten, torch.ops.actprune, torch.ops.prims
 
 
 class Rewriter:
@@ -173,16 +175,46 @@ class Rewriter:
         with writer.before(_after(node), FORWARD):
             turned = writer.call(_aten.permute.default, node, list(order)) if permuted else node
             flat = writer.call(_aten.reshape.default, turned, [-1])
-            stored = writer.call(_own.signs.default, flat)
+            count = writer.size(flat, 0)
+            stored = self._joined(flat, count)
         must_be_saved(stored)
         reads = source.reads_of("signs")
         with writer.before(self._first([read.reader for read in reads]), BACKWARD):
-            signs = writer.call(_own.signs_read.default, stored, writer.size(flat, 0), value_of(node).dtype)
+            signs = writer.cast(self._split(stored, count), value_of(node).dtype)
             dense = writer.call(_aten.view.default, signs, self._sizes(node, order))
             if permuted:
                 dense = writer.call(_aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
         self._give(source, dense, reads)
         return bytes_of(value_of(stored))
+
+    def _joined(self, flat: Node, count: int | Node) -> Node:
+        """Return one bit of each value, whether it is not below or equal to 0: bytes of eight far from each other.
+
+        In operations that a compiler fuses, so that neighbours read and write next to each other.
+        """
+        writer = self._writer
+        missing = writer.compute(operator.mod, writer.compute(operator.mul, count, -1), PER_BYTE)
+        bits = writer.call(_aten.bitwise_not.default, writer.call(_aten.le.Scalar, flat, 0))
+        bits = writer.call(_prims.convert_element_type.default, bits, torch.uint8)
+        if isinstance(missing, Node) or missing:
+            bits = writer.call(_aten.constant_pad_nd.default, bits, [0, missing], 0)
+        planes = writer.call(_aten.view.default, bits, [PER_BYTE, -1])
+        shifted = writer.call(_aten.bitwise_left_shift.Tensor, planes, self._places(value_of(flat).device))
+        return writer.call(_aten.sum.dim_IntList, shifted, [0], dtype=torch.uint8)
+
+    def _split(self, stored: Node, count: int | Node) -> Node:
+        """Undo ``_joined``: return the bits as numbers."""
+        writer = self._writer
+        bytes_ = writer.call(_aten.unsqueeze.default, stored, 0)
+        shifted = writer.call(_aten.bitwise_right_shift.Tensor, bytes_, self._places(value_of(stored).device))
+        bits = writer.call(_aten.view.default, writer.call(_aten.bitwise_and.Scalar, shifted, 1), [-1])
+        return writer.call(_aten.slice.Tensor, bits, 0, 0, count)
+
+    def _places(self, device: torch.device) -> Node:
+        """Return the places of the bits of a byte, ``[8, 1]``."""
+        options = {"start": 0, "step": 1, "dtype": torch.int32, "device": device, "requires_grad": False}
+        places = self._writer.cast(self._writer.call(_prims.iota.default, PER_BYTE, **options), torch.uint8)
+        return self._writer.call(_aten.unsqueeze.default, places, 1)
 
     def _shape(self, source: Source) -> None:
         """Let those read memory that nobody has written to who ask for no more than its shape."""

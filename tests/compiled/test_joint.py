@@ -113,6 +113,29 @@ def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [8, 9])
+def test_signs_are_exact(rows, backend):
+    """Also of a number of values that eight does not divide, and of NaN; in the order in which they lie."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Marked(nn.Linear(33, 35), mark("linear", 8, given))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x).transpose(0, 1).relu().cumsum(0)
+
+    given = Model(saved=8, min_values=64)
+    model, x = Turned(), torch.randn(rows, 33)
+    x[0, 0] = torch.nan
+    dense, found = step(model, x, packs=False, backend=backend), step(model, x, backend=backend)
+    assert [row.stored_bytes for row in found.rows if row.how == "signs"] == [-(-rows * 35 // 8)]
+    assert torch.equal(found.output.isnan(), dense.output.isnan())
+    bias = "first.bias"  # whose gradient is what relu lets through
+    torch.testing.assert_close(found.grads[bias], dense.grads[bias], rtol=0, atol=0, equal_nan=True)
+
+
 def test_relu_needs_signs_and_pooling_a_shape():
     model, x = convolutions()
     found = step(model, x)
