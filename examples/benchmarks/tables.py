@@ -348,6 +348,11 @@ def rivals(records: Records) -> str:
     return RIVALS_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
 
 
+def compiled(records: Records) -> str:
+    """Steps of compiled models."""
+    return summarised(grouped(summaries.frontier(records)), records)
+
+
 def budgets(records: Records) -> str:
     """Peaks of fits with a budget beside what was predicted."""
     return BUDGETS_TEXT + "\n\n" + summarised(grouped(summaries.budgets(records)), records)
@@ -377,6 +382,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "zoo_causes": (("zoo_causes",), zoo_causes),
     "lightning_tests": (("lightning_tests",), lightning_tests),
     "rivals": (("rivals",), rivals),
+    "compiled": (("compiled",), compiled),
     "budgets": (("budgets",), budgets),
     "logits": (("logits",), logits),
 }
