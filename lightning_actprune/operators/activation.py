@@ -559,7 +559,7 @@ def check_stored(function: Any, parameters: Sequence[Any], bits: Any) -> StoredD
     return StoredDerivative(function, tuple(map(float, parameters)), checked)
 
 
-_SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
+SMOOTH = frozenset({"gelu", "gelu_tanh", "silu", "mish", "softplus"})
 """Functions that are one operation of torch, whose backward reads the input alone, and bends nowhere at once."""
 
 
@@ -594,7 +594,7 @@ class CompressedActivation(CompressedLayer):
 
         What works in place writes to its input, and not to a mark of it.
         """
-        if self.stored_by(self, 8).function not in _SMOOTH:
+        if self.stored_by(self, 8).function not in SMOOTH:
             return "own"
         return "dense" if self.inplace else "marked"
 

@@ -59,6 +59,7 @@ from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_al
 from lightning_actprune.config import check_block_size
 from lightning_actprune.operators.activation import (
     ACTIVATIONS,
+    SMOOTH,
     StoredDerivative,
     activated_dtype,
     activation_class,
@@ -435,7 +436,7 @@ class CompressedGatedMLP(CompressedGated):
     def traced(self) -> Traced:
         """What a compiler sees: the factors of the product are marked, not its input."""
         known = _known(getattr(self, self.replaced))
-        return "marked" if known and self._stored()[0].function not in _BY_SIGMOID else "own"
+        return "marked" if known and self._stored()[0].function in SMOOTH else "own"
 
     def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the dense module does, with the factors of its product marked."""
@@ -489,10 +490,8 @@ class CompressedGatedMLP(CompressedGated):
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, for a compiler that packs what backward reads of it."""
         stored, _, widens = self._stored()
-        function, dtype = ACTIVATIONS[stored.function], activated_dtype(a, stored, widens)
-        if not function.exact:  # which of two values a derivative is must not depend on an input in few bits
-            a = self._state.marked(a, trained=False)
-        factor = function.forward(a.to(dtype), *stored.parameters)
+        given = self._state.marked(a, trained=False).to(activated_dtype(a, stored, widens))
+        factor = ACTIVATIONS[stored.function].forward(given, *stored.parameters)
         product: Tensor = self._state.marked(factor, trained=False) * self._state.marked(u, trained=False)
         return product
 
@@ -567,10 +566,6 @@ class CompressedTimmSwiGLU(CompressedTimmMLP):
     def hidden(self, x: Tensor) -> Tensor:
         """Return the product of two projections."""
         return self.product(self.fc1_g(x), self.fc1_x(x))
-
-
-_BY_SIGMOID = "sigmoid", "quick_gelu"
-"""Functions whose backward, traced, reads a sigmoid besides their input."""
 
 
 def _known(function: nn.Module | None) -> bool:
