@@ -29,6 +29,7 @@ class CompiledLayers:
 
     def begin(self, model: pl.LightningModule) -> None:
         """Install the pass when a fit begins."""
+        self.end()  # of a fit whose end it has not heard of
         reason = why_not()
         self.rows, self._told = [], 0
         if reason is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def why_not() -> str | None:
 class CompiledPacking:
     """Packs what marked layers keep in the graphs that are compiled while it is open.
 
-    As a context manager it is open inside. Several may be open, in whatever order they are closed.
+    As a context manager it is open inside. Several may be open, in whatever order they are closed. One that nobody
+    holds any more is closed.
 
     Raises:
         RuntimeError: If this torch has no passes over joint graphs; ``why_not`` says so before.
@@ -53,6 +55,7 @@ class CompiledPacking:
         self.rows: list[Row] = []
         """What was decided of every value of the graphs that were compiled."""
         self._left = 0
+        self._closing: weakref.finalize[..., CompiledPacking] | None = None
 
     def __enter__(self) -> Self:
         return self.open()
@@ -63,7 +66,7 @@ class CompiledPacking:
     @property
     def is_open(self) -> bool:
         """Whether it packs."""
-        return any(other is self for other in _open)
+        return self._closing is not None and self._closing.alive
 
     @property
     def was_missed(self) -> bool:
@@ -82,27 +85,33 @@ class CompiledPacking:
             _installed.append(_Installed(_run))
         if not self.is_open:
             self._left = left_marks()
-            _open.append(self)
+            _open.append(self.rows)
+            self._closing = weakref.finalize(self, _close, self.rows)
         return self
 
     def close(self) -> None:
         """Pack no longer, and put back what was there before the first was opened. Does nothing if it is closed."""
-        if self.is_open:
-            _open.remove(self)
-            if not _open:
-                _installed.pop().remove()
+        if self._closing is not None:
+            self._closing()
 
 
-_open: list[CompiledPacking] = []
+def _close(rows: list[Row]) -> None:
+    _open[:] = [others for others in _open if others is not rows]
+    if not _open:
+        _installed.pop().remove()
+
+
+_open: list[list[Row]] = []
+"""Where those that are open put what was decided."""
 _installed: list[_Installed] = []
 """The passes, while any is open."""
 
 
 def _run(graph: Graph) -> None:
     if _open:  # somebody may have wrapped the pass, and keep it
-        rows = pack_joint_graph(graph)
-        for packing in _open:
-            packing.rows += rows
+        found = pack_joint_graph(graph)
+        for rows in _open:
+            rows += found
 
 
 class _Installed:

@@ -60,6 +60,12 @@ def test_scopes_may_be_closed_in_any_order():
     second.close()
 
 
+def test_one_that_nobody_holds_is_closed():
+    packing = CompiledPacking().open()
+    del packing
+    assert installed() == (None, None)
+
+
 def test_the_caches_know_all_passes():
     def uuid() -> object:
         with CompiledPacking():
