@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.compiled.marks import Mark, Model, general_name
+from lightning_actprune.compiled.marks import RECOMPUTE, Mark, Model, general_name
 from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, PresetName, Rule, check_model
 from lightning_actprune.operators import convolution
 from lightning_actprune.operators.activation import CompressedActivation, ExactActivation
@@ -213,6 +213,10 @@ def mark_layers(model: nn.Module, owner: str, *, weight_gradients: bool = False)
     for fqns, layer in layers(model):
         if is_converted(layer) and layer.owner == owner:
             layer._state = replace(layer._state, marks=_marks_of(layer, general_name(fqns[0]), of_model))
+    for fqn, module in _running_again(model, owner):
+        keep = module.recompute
+        mark = Mark(RECOMPUTE, general_name(plain_name(fqn)), keep.bits or 0, keep.block_size, model=of_model)
+        module._recompute = module._recompute._replace(mark=mark.text)
 
 
 def unmark_layers(model: nn.Module, owner: str) -> None:
@@ -220,6 +224,14 @@ def unmark_layers(model: nn.Module, owner: str) -> None:
     for _, layer in layers(model):
         if is_converted(layer) and layer.owner == owner:
             layer._state = replace(layer._state, marks=None)
+    for _, module in _running_again(model, owner):
+        module._recompute = module._recompute._replace(mark="")
+
+
+def _running_again(model: nn.Module, owner: str) -> list[tuple[str, RecomputedModule]]:
+    """Return the modules of ``owner`` that run again in backward, each with its name."""
+    found = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, RecomputedModule)]
+    return [(fqn, module) for fqn, module in found if module._recompute.owner == owner]
 
 
 def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> tuple[str, str] | None:
@@ -240,8 +252,7 @@ def _running_once(model: nn.Module, owner: str) -> Iterator[None]:
 
     After an error they are as they were.
     """
-    states = {m: m._recompute for m in model.modules() if isinstance(m, RecomputedModule)}
-    states = {module: state for module, state in states.items() if state.owner == owner}
+    states: dict[Any, RecomputeState] = {module: module._recompute for _, module in _running_again(model, owner)}
     _run_once(model, lambda other: other == owner)
     try:
         yield

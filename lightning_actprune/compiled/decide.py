@@ -91,14 +91,24 @@ def _is_narrower(node: Node, than: Node) -> bool:
 
 
 def sources_of(joint: Joint) -> list[Source]:
-    """Return the floating-point values that backward reads and no input of the graph holds, in their order."""
+    """Return the floating-point values that backward reads, in their order, but for what is there anyway.
+
+    That are inputs of the graph, and parts of them, which no layer has marked or which get no gradient.
+    """
     reads = defaultdict[Node, list[Read]](list)
     for node in joint.graph.nodes:
         value = tensor_of(node)
-        if node in joint.forward and node.op == "call_function" and value is not None and value.is_floating_point():
+        if node in joint.forward and value is not None and value.is_floating_point():
             reads[source_of(node)] += joint.reads(node)
-    sources = [Source(node, of) for node, of in reads.items() if of and memory_of(node).op != "placeholder"]
+    sources = [Source(node, of) for node, of in reads.items() if of and not _is_there(joint, node, of)]
     return sorted(sources, key=lambda source: joint.order[source.node])
+
+
+def _is_there(joint: Joint, node: Node, reads: list[Read]) -> bool:
+    memory = memory_of(node)
+    if memory.op != "placeholder":
+        return False
+    return memory in joint.given or all(read.mark is None for read in reads)
 
 
 def inputs_of(joint: Joint) -> list[Source]:
@@ -130,7 +140,7 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
     by_node = {source.node: source for source in sources}
     base: dict[Node, Source] = {}
     for node in joint.graph.nodes:
-        if node not in joint.forward or node.op != "call_function" or tensor_of(node) is None:
+        if node not in joint.forward or tensor_of(node) is None:
             continue
         found = _base_of(node, base, model)
         source = by_node.get(node)
@@ -160,6 +170,8 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
     if not ways:
         source.how = "signs" if source.reads_of("signs") else "shape"
         return
+    if memory_of(source.node) in joint.retained:
+        raise Refused("it is an output, or shares the memory of one, which is retained anyway")
     source.way = most_careful(ways)
     if base is not None and base.way is not None and 0 < source.way.bits <= base.way.bits:
         source.how, source.base = "again", base
@@ -175,8 +187,6 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
         raise Refused("it has few values")
     if value.dtype not in KERNEL_DTYPES:
         raise Refused(f"{value.dtype} values are not packed")
-    if memory_of(source.node) in joint.retained:
-        raise Refused("it is an output, or shares the memory of one, which is retained anyway")
     if runs_again(source.node):
         raise Refused("a checkpoint computes it again")
     of = first_input(source.node) if name_of(source.node) == GETITEM else source.node

@@ -11,7 +11,7 @@ Operations are known by names such as ``"aten.view"``, so that one that a torch 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -41,6 +41,8 @@ PARTS = frozenset({"aten.slice", "aten.select", "aten.narrow", "aten.as_strided"
 """Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
 SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"})
 MARK = "actprune.mark"
+FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
+"""Where a node belongs, as the partitioner knows it."""
 
 
 def name_of(node: Node) -> str:
@@ -172,7 +174,7 @@ class Joint:
     Attributes:
         forward: Nodes that forward needs.
         tangent: Nodes that depend on a gradient.
-        marked: Nodes that depend on a mark.
+        marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
         retained: Nodes in whose memory outputs lie.
         given: Inputs that get no gradient, such as the batch.
         order: Places of the nodes.
@@ -182,8 +184,9 @@ class Joint:
         self.graph = graph
         nodes = list(graph.nodes)
         self.order = {node: place for place, node in enumerate(nodes)}
-        self.tangent = _closure(nodes, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
-        self.marked = _closure(nodes, lambda node: name_of(node) == MARK)
+        self.tangent = closure(nodes, lambda node: node.op == "placeholder" and "tangents" in str(node.target))
+        marks = [node for node in nodes if name_of(node) == MARK]
+        self.marked = closure(nodes, {*marks, *map(source_of, marks)}.__contains__)
         outputs = [node for node in graph.output_node().all_input_nodes if node not in self.tangent]
         written = [node for node in nodes if name_of(node) == "aten.copy_" and node not in self.tangent]
         self.forward = set[Node]()
@@ -227,7 +230,7 @@ class Joint:
                 yield given, user
 
 
-def _closure(nodes: list[Node], chosen: Callable[[Node], bool]) -> set[Node]:
+def closure(nodes: Iterable[Node], chosen: Callable[[Node], bool]) -> set[Node]:
     """Return the nodes that are chosen, and all that depend on them."""
     found = set[Node]()
     for node in nodes:
@@ -241,11 +244,12 @@ class Writer:
 
     Args:
         graph: The graph.
-        fake_mode: The mode of the fake tensors in it.
     """
 
-    def __init__(self, graph: Graph, fake_mode: Any) -> None:
-        self.graph, self._fake_mode = graph, fake_mode
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        values = (tensor for node in graph.nodes if (tensor := tensor_of(node)) is not None)
+        self._fake_mode: Any = next(values).fake_mode  # type: ignore[attr-defined]
         self._tag: str | None = None
 
     @contextmanager
@@ -287,6 +291,14 @@ class Writer:
             return self.call(function, a, b)
         result: int = function(a, b)
         return result
+
+
+def after(node: Node) -> Node:
+    """Return the node before which to add what reads ``node``."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
 
 
 def must_be_saved(node: Node) -> None:

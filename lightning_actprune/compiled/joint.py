@@ -28,9 +28,12 @@ Forward is not touched: what packing reads is there anyway. The partitioner then
 nothing in backward reads more: a value that somebody packs is materialized for backward, which it does not compute
 again, so pack is not either. Should a checkpoint in the graph compute a value again, it is left alone.
 
-Never packed are inputs of the graph, such as parameters, their casts and the batch; outputs and what shares their
-memory, which their reader retains; small tensors; what is no floating-point value; and results that say something about
-many values (``_STATISTICS``).
+Never packed are parameters, their casts and the batch; outputs and what shares their memory, which their reader
+retains, though signs of them are stored; small tensors; what is no floating-point value; and results that say something
+about many values (``_STATISTICS``). Of inputs of the graph, those are packed that a layer has marked and that get a
+gradient: where blocks are compiled one by one, or a graph breaks, they are what the one before has computed.
+
+What modules do that run again in backward is in ``compiled.recompute``; it comes first.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from lightning_actprune.compiled.graphs import (
     value_of,
 )
 from lightning_actprune.compiled.marks import Mark
+from lightning_actprune.compiled.recompute import run_again, take_out
 from lightning_actprune.compiled.rewrite import Rewriter
 
 
@@ -92,14 +96,14 @@ def pack_joint_graph(graph: Graph) -> list[Row]:
     if not marks:
         return []
     joint = Joint(graph)
+    if run_again(joint):
+        joint = Joint(graph)
     model = Mark.read(str(marks[0].args[1])).model
     sources = sources_of(joint)
     base = decide(joint, model, sources)
     rows = [_row(source) for source in sources]
     stored = Rewriter(joint, sources, base).run()
-    for mark in marks:
-        mark.replace_all_uses_with(first_input(mark))
-        graph.erase_node(mark)
+    take_out(joint)
     graph.lint()
     kept = [row if row.reason else row._replace(stored_bytes=of) for row, of in zip(rows, stored, strict=True)]
     return [

@@ -25,9 +25,13 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_actprune.codec.packed import LIBRARY, TAGS
+
+RECOMPUTE = "recompute"
+HALF = 16
+"""Bits of an input of such a module that is rounded to bfloat16 alone."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Mark:
     """How a layer keeps the tensor that it marks.
 
     Args:
-        operator: What the layer is (``config.Operator``).
+        operator: What the layer is (``config.Operator``), or ``RECOMPUTE`` for a module that runs again in backward.
         name: What reports call it, the same for layers that are to share a compilation.
         bits: Bits of a stored value, 0 for values as they are.
         block_size: Values per block.
@@ -109,14 +113,14 @@ def marked(x: Tensor, text: str, parts: int = 0) -> Tensor:
     """Return ``x``, of which a compiler knows how it is to be kept for the layer that reads it.
 
     To be called while a compiler traces, where backward reads ``x``. What has no memory of its own for each value, as
-    an expanded tensor has not, is returned without a mark, as is what has no fractions.
+    an expanded tensor has not, is returned without a mark, as are parameters and what has no fractions.
 
     Args:
         x: What the layer reads.
         text: That of its ``Mark``.
         parts: Its sparsity, see ``codec.blocks.sparsity_parts``.
     """
-    if not x.is_floating_point() or 0 in x.stride():
+    if not x.is_floating_point() or 0 in x.stride() or isinstance(x, nn.Parameter):
         return x
     read: Tensor = torch.ops.actprune.mark(x, text, parts)
     return read

@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 from torch.fx import Node
 
 from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on
-from lightning_actprune.compiled.marks import Model
+from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
@@ -111,7 +111,7 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
         assert read.mark is not None
         parts = read.mark.args[2] if len(read.mark.args) > 2 else 0
         assert isinstance(parts, int | Node)
-        if not layer.bits and parts == 0:
+        if layer.bits in (0, HALF) and parts == 0:
             raise Refused("the layer's rule keeps values as they are")
         return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
     bits = _unmarked_bits(joint, model, name, given, reader)

@@ -13,13 +13,17 @@ from torch.fx import Node
 from lightning_actprune.codec.blocks import ALL_BLOCKS, SPARSITY_PARTS, ceil_div
 from lightning_actprune.compiled.decide import Source, inputs_of
 from lightning_actprune.compiled.graphs import (
+    BACKWARD,
     CASTS,
+    FORWARD,
     GETITEM,
     MARK,
+    NOT_IN_FORWARD,
     Joint,
     Read,
     Size,
     Writer,
+    after,
     bytes_of,
     first_input,
     must_be_saved,
@@ -33,7 +37,6 @@ from lightning_actprune.compiled.layout import Layout, memory_order
 
 PER_BYTE = 8
 """Signs in a byte."""
-FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 _TURNS = frozenset({"aten.permute", "aten.transpose", "aten.t"})
 _RESHAPES = frozenset({"aten.view", "aten._unsafe_view", "aten._reshape_alias"})
 _aten, _own, _prims = torch.ops.aten, torch.ops.actprune, torch.ops.prims
@@ -50,8 +53,7 @@ class Rewriter:
 
     def __init__(self, joint: Joint, sources: list[Source], base: dict[Node, Source]) -> None:
         self._joint, self._sources, self._base = joint, sources, base
-        fake_mode = next(tensor for node in joint.graph.nodes if (tensor := tensor_of(node)) is not None).fake_mode  # type: ignore[attr-defined]
-        self._writer = Writer(joint.graph, fake_mode)
+        self._writer = Writer(joint.graph)
         self._none: dict[torch.device, Node] = {}
         self._restored: dict[Node, Node] = {}
 
@@ -94,7 +96,7 @@ class Rewriter:
         assert way is not None
         assert layout is not None
         writer, value = self._writer, value_of(node)
-        with writer.before(_after(node), FORWARD):
+        with writer.before(after(node), FORWARD):
             read = self._in_memory_order(node, layout)
             keep: Any = ALL_BLOCKS
             if way.drops:
@@ -172,7 +174,7 @@ class Rewriter:
         """Store the signs of a source and let those read them who ask for no more; return their bytes."""
         writer, node, order = self._writer, source.node, memory_order(value_of(source.node))
         permuted = order != tuple(range(len(order)))
-        with writer.before(_after(node), FORWARD):
+        with writer.before(after(node), FORWARD):
             turned = writer.call(_aten.permute.default, node, list(order)) if permuted else node
             flat = writer.call(_aten.reshape.default, turned, [-1])
             count = writer.size(flat, 0)
@@ -309,11 +311,3 @@ class Rewriter:
             if name_of(user) == GETITEM and user.args[1] == place:
                 return user
         return self._writer.call(operator.getitem, node, place)
-
-
-def _after(node: Node) -> Node:
-    """Return the node before which to add what reads ``node``."""
-    after = node.next
-    while after.op == "placeholder":
-        after = after.next
-    return after

@@ -32,7 +32,8 @@ The second run has to save as many tensors of the same shapes as the first. A bl
 are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
 cure, with which the second run is the first one over again.
 
-In compiled code, what a module gets is kept as it is.
+A compiler that traces a module sees torch's checkpoint around the dense one, and its inputs marked: these are packed by
+the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
@@ -57,14 +59,13 @@ from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.packed import pack
 from lightning_actprune.codec.private import tree_map_only
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
+from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.saved import Layout, as_read, layout_of, unpack_region
 
 MIN_VALUES = 2**10
 """Tensors of fewer values stay as they are."""
-HALF = 16
-"""Bits of what is rounded to bfloat16 alone."""
 _PREFIX, _DOT = "Recomputed__", "__dot__"
 
 
@@ -74,10 +75,12 @@ class RecomputeState(NamedTuple):
     Args:
         keep: What a rule says.
         owner: Who converted the module.
+        mark: What a compiler is told of the inputs, nothing while empty.
     """
 
     keep: Recompute
     owner: str
+    mark: str = ""
 
 
 class RecomputedModule(Converted):
@@ -98,6 +101,8 @@ class RecomputedModule(Converted):
         dense = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
+        if is_compiling():
+            return checkpointed(dense, self._recompute.mark, args, kwargs)
         return recomputed(self, dense, self.recompute, args, kwargs)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
@@ -146,6 +151,13 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise AssertionError("The graph of a recomputation is not the one that backward takes.")
+
+
+def checkpointed(forward: Callable[..., Any], mark: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return ``forward(*args, **kwargs)`` as a compiler is to see it: in a checkpoint, from marked inputs."""
+    if mark:
+        args, kwargs = _mapped(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
+    return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False)
 
 
 def recomputed(

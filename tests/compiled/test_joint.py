@@ -288,11 +288,34 @@ def test_without_bits_for_what_is_saved_it_stays():
 
 
 def test_an_output_stays():
-    model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh())
-    compiled_rows = step(model, torch.randn(4, 16, 64)).rows
-    assert [row.reason for row in compiled_rows] == [
+    first, second = (Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(2))
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = first(x)
+        return hidden, second(hidden)
+
+    torch._dynamo.reset()
+    with CompiledPacking() as packing:
+        sum(torch.compile(both, backend="aot_eager", fullgraph=True)(torch.randn(4, 16, 64))).sum().backward()
+    assert [row.reason for row in packing.rows] == [
         "it is an output, or shares the memory of one, which is retained anyway"
     ]
+
+
+def test_signs_of_an_output_are_kept():
+    model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.ReLU())
+    found = step(model, torch.randn(4, 16, 64))
+    assert [(row.how, row.stored_bytes) for row in found.rows] == [("signs", 4 * 16 * 64 // 8)]
+
+
+def test_an_input_that_gets_a_gradient_is_packed_and_a_parameter_is_not():
+    layer = Marked(nn.Linear(64, 64), mark("linear", 4))
+    x, table = torch.randn(4, 16, 64), nn.Parameter(torch.randn(4, 16, 64))
+    for of, expected in ((x.clone().requires_grad_() * 1, ["packed"]), (table, []), (x, [])):
+        torch._dynamo.reset()
+        with CompiledPacking() as packing:
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(of).square().mean().backward()
+        assert [row.how for row in packing.rows if row.name == "linear"] == expected
 
 
 class Unmarked(nn.Module):
