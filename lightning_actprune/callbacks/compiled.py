@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.convert import mark_layers, unmark_layers
 from lightning_actprune.operators.saved import eager_modules

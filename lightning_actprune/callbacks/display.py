@@ -18,7 +18,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune.analysis.memory import LOSSES, PHASES, LayerFootprint, MemoryReport, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
-from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.recompute import kept_inputs
 from lightning_actprune.report import BlockReport, ConversionReport, LayerReport

@@ -38,7 +38,7 @@ from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
 from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
-from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
 from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
 from lightning_actprune.operators.saved import Decided

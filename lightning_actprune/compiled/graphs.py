@@ -207,6 +207,13 @@ class Joint:
         gradients = results[-len(inputs) :] if inputs else ()
         return {node for node, gradient in zip(inputs, gradients, strict=True) if gradient is None}
 
+    def forward_of(self) -> tuple[set[str], int]:
+        """Return the names of the inputs of forward, and how many outputs it has."""
+        inputs = {node.name for node in self.graph.find_nodes(op="placeholder") if node not in self.tangent}
+        (results,) = self.graph.output_node().args
+        assert isinstance(results, list | tuple)
+        return inputs, len(results) - len(inputs)
+
     def readers(self, node: Node) -> list[Node]:
         """Return what reads a forward node and is no part of forward, in the order of the graph."""
         readers = [user for user in node.users if user not in self.forward and user.op != "output"]

@@ -38,19 +38,14 @@ What modules do that run again in backward is in ``compiled.recompute``; it come
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from lightning_actprune.compiled.decide import Source, decide, sources_of
 from lightning_actprune.compiled.graphs import (
-    GETITEM,
     MARK,
     Joint,
     bytes_of,
     count_of,
-    first_input,
     hints,
     name_of,
     path,
@@ -58,43 +53,18 @@ from lightning_actprune.compiled.graphs import (
 )
 from lightning_actprune.compiled.marks import Mark
 from lightning_actprune.compiled.recompute import run_again, take_out
+from lightning_actprune.compiled.report import Packed, Row, computed_by
 from lightning_actprune.compiled.rewrite import Rewriter
 
 
-class Row(NamedTuple):
-    """How one value that backward reads is kept.
+def pack_joint_graph(graph: Graph) -> Packed | None:
+    """Pack what backward reads in a joint graph, take all marks out of it, and return what was decided.
 
-    Args:
-        name: The layer that reads it, or the operation that computes it where no layer does.
-        readers: What reads it in backward.
-        shape: Its shape, symbols as they were when it was traced.
-        dtype: Its type.
-        dense_bytes: Bytes of it as it is, or of its cast if nothing else of it is read.
-        stored_bytes: Bytes that are kept of it.
-        how: ``"packed"``, ``"again"``, ``"signs"``, ``"shape"`` or ``"as it is"``.
-        bits: Bits of a packed value.
-        reason: Why it stays as it is.
-    """
-
-    name: str
-    readers: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dense_bytes: int
-    stored_bytes: int
-    how: str
-    bits: int = 0
-    reason: str = ""
-
-
-def pack_joint_graph(graph: Graph) -> list[Row]:
-    """Pack what backward reads in a joint graph, and take all marks out of it.
-
-    A graph without marks is left as it is, and returns no rows.
+    A graph without marks is left as it is, and nothing is decided.
     """
     marks = [node for node in graph.nodes if name_of(node) == MARK]
     if not marks:
-        return []
+        return None
     joint = Joint(graph)
     if run_again(joint):
         joint = Joint(graph)
@@ -102,20 +72,23 @@ def pack_joint_graph(graph: Graph) -> list[Row]:
     sources = sources_of(joint)
     base = decide(joint, model, sources)
     rows = [_row(source) for source in sources]
+    names = [{on.name for read in source.reads for on in path(read.node, source.node)} for source in sources]
     stored = Rewriter(joint, sources, base).run()
     take_out(joint)
     graph.lint()
-    kept = [row if row.reason else row._replace(stored_bytes=of) for row, of in zip(rows, stored, strict=True)]
-    return [
-        row for row, source in zip(kept, sources, strict=True) if count_of(value_of(source.node)) >= model.min_values
-    ]
+    for at, nodes in enumerate(stored):
+        if rows[at].how != "as it is":
+            rows[at] = rows[at]._replace(stored_bytes=sum(bytes_of(value_of(node)) for node in nodes))
+            names[at] = {node.name for node in nodes}
+    listed = [at for at, source in enumerate(sources) if count_of(value_of(source.node)) >= model.min_values]
+    return Packed([rows[at] for at in listed], [names[at] for at in listed], *joint.forward_of(), model.min_values)
 
 
 def _row(source: Source) -> Row:
     """Return what is said of a source before the graph is changed, with all its bytes stored."""
     value = value_of(source.node)
     layers = [read.layer.name for read in source.reads if read.layer is not None and read.layer.name]
-    name = layers[0] if layers else _computed_by(source.node)
+    name = layers[0] if layers else computed_by(source.node)
     narrow = source.packed
     kept = narrow if all(narrow in path(read.node, source.node) for read in source.reads) else source.node
     dense = bytes_of(value_of(kept))
@@ -123,7 +96,3 @@ def _row(source: Source) -> Row:
     bits = source.way.bits if source.way is not None and source.how == "packed" else 0
     shape = tuple(hints(value.shape))
     return Row(name, readers, shape, value.dtype, dense, dense, source.how, bits, source.reason)
-
-
-def _computed_by(node: Node) -> str:
-    return name_of(first_input(node)) if name_of(node) == GETITEM else name_of(node)

@@ -24,7 +24,6 @@ from lightning_actprune.compiled.graphs import (
     Size,
     Writer,
     after,
-    bytes_of,
     first_input,
     must_be_saved,
     name_of,
@@ -57,8 +56,8 @@ class Rewriter:
         self._none: dict[torch.device, Node] = {}
         self._restored: dict[Node, Node] = {}
 
-    def run(self) -> list[int]:
-        """Put everything into the graph, and return the bytes that are stored of each source."""
+    def run(self) -> list[list[Node]]:
+        """Put everything into the graph, and return what is stored of each source, but for what stays as it is."""
         for source in inputs_of(self._joint):
             # The partitioner would keep the cast of what may be no longer there: it knows weights alone to stay.
             tag = NOT_IN_FORWARD if source.node in self._joint.given else BACKWARD
@@ -69,13 +68,13 @@ class Rewriter:
         first = self._first_readers()
         return [self._put(source, first) for source in self._sources]
 
-    def _put(self, source: Source, first: dict[Node, Node]) -> int:
-        """Let backward read what is kept of a source in place of it, and return the bytes of that."""
+    def _put(self, source: Source, first: dict[Node, Node]) -> list[Node]:
+        """Let backward read what is kept of a source in place of it, and return that."""
         if source.how == "as it is":
-            return 0
-        stored = self._pack(source, first[source.node]) if source.how == "packed" else 0
+            return []
+        stored = self._pack(source, first[source.node]) if source.how == "packed" else []
         if source.reads_of("signs"):
-            stored += self._signs(source)
+            stored.append(self._signs(source))
         if source.reads_of("shape"):
             self._shape(source)
         if source.reads_of("values"):
@@ -90,8 +89,8 @@ class Rewriter:
             readers[unpacked.node] += [read.reader for read in source.reads_of("values")]
         return {node: self._first(of) for node, of in readers.items() if of}
 
-    def _pack(self, source: Source, reader: Node) -> int:
-        """Pack a source behind it, and unpack it before ``reader``; return the bytes that are kept."""
+    def _pack(self, source: Source, reader: Node) -> list[Node]:
+        """Pack a source behind it, and unpack it before ``reader``; return what is kept."""
         way, layout, node = source.way, source.layout, source.packed
         assert way is not None
         assert layout is not None
@@ -109,7 +108,7 @@ class Rewriter:
             must_be_saved(saved)
         with writer.before(reader, BACKWARD):
             self._restored[source.node] = self._unpack(source, kept, read, value)
-        return sum(bytes_of(value_of(saved)) for saved in kept)
+        return kept
 
     def _in_memory_order(self, node: Node, layout: Layout) -> Node:
         writer = self._writer
@@ -170,8 +169,8 @@ class Rewriter:
                 sizes.append(size if isinstance(size, int) else self._writer.size(node, dim))
         return sizes
 
-    def _signs(self, source: Source) -> int:
-        """Store the signs of a source and let those read them who ask for no more; return their bytes."""
+    def _signs(self, source: Source) -> Node:
+        """Store the signs of a source and let those read them who ask for no more; return what is stored."""
         writer, node, order = self._writer, source.node, memory_order(value_of(source.node))
         permuted = order != tuple(range(len(order)))
         with writer.before(after(node), FORWARD):
@@ -187,7 +186,7 @@ class Rewriter:
             if permuted:
                 dense = writer.call(_aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
         self._give(source, dense, reads)
-        return bytes_of(value_of(stored))
+        return stored
 
     def _joined(self, flat: Node, count: int | Node) -> Node:
         """Return one bit of each value, whether it is not below or equal to 0: bytes of eight far from each other.

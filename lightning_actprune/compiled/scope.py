@@ -24,8 +24,9 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
-from lightning_actprune.compiled.joint import Row, pack_joint_graph
+from lightning_actprune.compiled.joint import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
+from lightning_actprune.compiled.report import Packed, Row
 
 _FEATURE = "Packing what compiled layers keep"
 
@@ -82,7 +83,7 @@ class CompiledPacking:
         if reason is not None:
             raise RuntimeError(reason)
         if not _open:
-            _installed.append(_Installed(_run))
+            _installed.append(_Installed())
         if not self.is_open:
             self._left = left_marks()
             _open.append(self.rows)
@@ -107,35 +108,57 @@ _installed: list[_Installed] = []
 """The passes, while any is open."""
 
 
-def _run(graph: Graph) -> None:
-    if _open:  # somebody may have wrapped the pass, and keep it
-        found = pack_joint_graph(graph)
-        for rows in _open:
-            rows += found
-
-
 class _Installed:
-    """The two passes, and those that were there before.
+    """The passes, and those that were there before."""
 
-    Args:
-        run: What they do.
-    """
-
-    def __init__(self, run: Callable[[Graph], None]) -> None:
-        places = joint_passes()
-        self._inductor, self._functorch = places.inductor, places.functorch
+    def __init__(self) -> None:
         self.removed = False
-        self._pass = _inductor_pass()(self, run, self._inductor.joint_custom_post_pass)
-        self._other = _FunctorchPass(self, run, self._functorch.joint_custom_pass)
-        self._inductor.joint_custom_post_pass, self._functorch.joint_custom_pass = self._pass, self._other
+        self._last: tuple[Packed, list[tuple[list[Row], int]]] | None = None
+        places, made = joint_passes(), _inductor_pass()
+        self._passes: list[tuple[Any, str, Any]] = []
+        for config, name, kind, run in (
+            (places.inductor, "joint_custom_post_pass", made, self._pack),
+            (places.inductor, "post_grad_custom_pre_pass", made, self._settle),
+            (places.functorch, "joint_custom_pass", _FunctorchPass, self._pack),
+        ):
+            self._passes.append((config, name, kind(self, run, getattr(config, name))))
+            setattr(config, *self._passes[-1][1:])
 
     def remove(self) -> None:
         """Put back those that were there before, unless others have been installed meanwhile."""
         self.removed = True
-        if self._inductor.joint_custom_post_pass is self._pass:
-            self._inductor.joint_custom_post_pass = _remaining(self._pass)
-        if self._functorch.joint_custom_pass is self._other:
-            self._functorch.joint_custom_pass = _remaining(self._other)
+        for config, name, own in self._passes:
+            if getattr(config, name) is own:
+                setattr(config, name, _remaining(own))
+
+    def _pack(self, graph: Graph) -> None:
+        """Pack what a joint graph keeps, and say so to all that are open."""
+        self._last = None
+        if not _open:  # somebody has wrapped the pass, and keeps it
+            return
+        try:
+            packed = pack_joint_graph(graph)
+        except Exception as error:
+            raise RuntimeError(
+                f"{_FEATURE} failed for one of the compiler's graphs, with the error above. HINT: this is a bug in "
+                "lightning_actprune, please report it; until it is mended, leave the module out of what is compiled "
+                "(`torch.compiler.disable`), or leave it dense by a rule of `None`."
+            ) from error
+        if packed is not None:
+            self._last = packed, [(rows, len(rows)) for rows in _open]
+            for rows in _open:
+                rows += packed.rows
+
+    def _settle(self, graph: Graph) -> None:
+        """Correct what was said of the last joint graph by what its forward saves, if this is that."""
+        if self._last is None:
+            return
+        packed, places = self._last
+        rows = packed.settled(graph)
+        if rows is not None:
+            self._last = None
+            for told, start in places:
+                told[start : start + len(packed.rows)] = rows
 
 
 def _remaining(installed: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.compiled.joint import Row
 from lightning_actprune.compiled.marks import Mark, Model, marked
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 
 MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)

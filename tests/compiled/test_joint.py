@@ -88,6 +88,29 @@ def test_inductor_keeps_the_same(make):
     check_bytes(found, x)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_report_is_what_inductor_saves_byte_for_byte(autocast):
+    class Gelus(nn.Module):
+        """Computes again what no layer is known for: the partitioner saves one of four values."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.fc = Block(), Marked(nn.Linear(64, 64), mark("linear", 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.fc(self.block(x))
+            for _ in range(3):
+                x = F.gelu(x.cos(), approximate="tanh")
+            return x.sum(1)
+
+    model, x = Gelus(), torch.randn(4, 32, 64)
+    found = step(model, x, backend="inductor", autocast=autocast)
+    held = [tensor for tensor in found.kept if tensor.numel() >= MODEL.min_values and tensor.numel() != x.numel()]
+    held += [tensor for tensor in found.kept if tensor.numel() == x.numel()][1:]  # without the batch
+    assert recounted(found.rows) == nbytes(held)
+    assert "the compiler computes it again" in {row.reason for row in found.rows}
+
+
 def test_a_transformer_block_is_kept_as_its_rules_say():
     model, x = transformer()
     rows = step(model, x, autocast=True).rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.compiled.joint import Row
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.config import Config
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert

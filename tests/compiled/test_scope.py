@@ -26,8 +26,8 @@ class Own(CustomGraphPass):
         return self._uuid
 
 
-def installed() -> tuple[object, object]:
-    return inductor.joint_custom_post_pass, functorch.joint_custom_pass
+def installed() -> tuple[object, object, object]:
+    return inductor.joint_custom_post_pass, functorch.joint_custom_pass, inductor.post_grad_custom_pre_pass
 
 
 def test_what_was_there_is_put_back():
@@ -35,18 +35,18 @@ def test_what_was_there_is_put_back():
     with inductor.patch(joint_custom_post_pass=own), functorch.patch(joint_custom_pass=other):
         with CompiledPacking(), CompiledPacking():
             assert own not in installed()
-        assert installed() == (own, other)
+        assert installed() == (own, other, None)
         with pytest.raises(KeyError), CompiledPacking():
             raise KeyError
-        assert installed() == (own, other)
-    assert installed() == (None, None)
+        assert installed() == (own, other, None)
+    assert installed() == (None, None, None)
 
 
 def test_a_pass_that_came_later_stays():
     packing, own = CompiledPacking().open(), Own("own")
     inductor.joint_custom_post_pass = own
     packing.close()
-    assert installed() == (own, None)
+    assert installed() == (own, None, None)
     inductor.joint_custom_post_pass = None
 
 
@@ -63,7 +63,7 @@ def test_scopes_may_be_closed_in_any_order():
 def test_one_that_nobody_holds_is_closed():
     packing = CompiledPacking().open()
     del packing
-    assert installed() == (None, None)
+    assert installed() == (None, None, None)
 
 
 def test_the_caches_know_all_passes():
@@ -84,6 +84,16 @@ def test_a_pass_that_was_there_runs_once():
         found = step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
     assert len(seen) == 1
     assert [row.how for row in found.rows] == ["packed"]
+
+
+def test_an_error_says_whose_it_is_and_what_to_do(monkeypatch):
+    def fails(graph: torch.fx.Graph) -> None:
+        raise KeyError("a node")
+
+    monkeypatch.setattr(scope, "pack_joint_graph", fails)
+    with pytest.raises(Exception, match=r"(?s)lightning_actprune, please report it.*torch\.compiler\.disable"):
+        step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+    assert installed() == (None, None, None)
 
 
 def test_a_torch_without_passes_says_so(monkeypatch):
