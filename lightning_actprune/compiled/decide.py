@@ -157,6 +157,9 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
 
 
 def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
+    if runs_again(source.node):
+        source.how, source.reason = "again", "a checkpoint computes it again"
+        return
     _check(joint, model, source)
     # What a norm that is written out multiplies with its weight belongs to it.
     norm = base.way if base is not None and _is_normalised(source.node) else None
@@ -187,8 +190,6 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
         raise Refused("it has few values")
     if value.dtype not in KERNEL_DTYPES:
         raise Refused(f"{value.dtype} values are not packed")
-    if runs_again(source.node):
-        raise Refused("a checkpoint computes it again")
     of = first_input(source.node) if name_of(source.node) == GETITEM else source.node
     if name_of(of) in _STATISTICS or (name_of(of) == NORM and source.node.args[1] != 0):
         raise Refused("it is a statistic")

@@ -34,7 +34,9 @@ from lightning_actprune.compiled.graphs import (
     first_input,
     must_be_saved,
     name_of,
+    path,
     runs_again,
+    source_of,
     value_of,
 )
 from lightning_actprune.compiled.marks import HALF, RECOMPUTE, Mark
@@ -103,8 +105,10 @@ def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
         known = (node in given or node in drawn) and all("val" in of.meta for of in node.all_input_nodes)
         if known and not _draws(node) and all(name_of(user) == MARK for user in outside):
             repeatable.add(node)
+    # What goes into a module may come out of one that keeps its tags, since nothing that is given to it has a gradient.
+    kept = {on for mark in inputs for on in path(mark, source_of(mark))}
     for node in joint.graph.nodes:
-        if node.meta.get("ac_graph_id") in numbers:
+        if node.meta.get("ac_graph_id") in numbers or node in kept:
             node.meta.pop("recompute", None)
     return repeatable
 
