@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -67,9 +68,9 @@ class Result(NamedTuple):
 def step(
     model: nn.Module, x: Tensor, *, packs: bool = True, backend: Callable | str = "aot_eager", autocast: bool = False
 ) -> Result:
-    """Compile a model afresh, and run forward and backward."""
+    """Compile a model afresh, with nothing out of a cache of which no pass would say anything; run it and backward."""
     torch._dynamo.reset()
-    with CompiledPacking() as packing:
+    with torch._inductor.config.patch(force_disable_caches=True), CompiledPacking() as packing:
         if not packs:
             packing.close()
         return run(torch.compile(model, backend=backend, fullgraph=True), model, x, packing.rows, autocast)
