@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from lightning_actprune.compiled.graphs import (
     GETITEM,
+    VIEWS,
     bytes_of,
     count_of,
     first_input,
@@ -77,9 +78,9 @@ class Packed:
             return None
         (results,) = graph.output_node().args
         assert isinstance(results, list | tuple)
-        saved = {node.name: node for node in results[self.outputs :] if isinstance(node, Node)}
-        rows = [self._settled(row, saved, names) for row, names in zip(self.rows, self.nodes, strict=True)]
         known = set[str]().union(*self.nodes, self.inputs)
+        saved = {_seen_through(node, known): node for node in results[self.outputs :] if isinstance(node, Node)}
+        rows = [self._settled(row, saved, names) for row, names in zip(self.rows, self.nodes, strict=True)]
         others = [node for name, node in saved.items() if name not in known and tensor_of(node) is not None]
         others = [node for node in others if memory_of(node).op != "placeholder"]
         return rows + [_other(node) for node in others if count_of(value_of(node)) >= self.min_values]
@@ -90,6 +91,17 @@ class Packed:
         if row.how == "as it is" and not stored:
             return row._replace(how="again", stored_bytes=0, reason="the compiler computes it again")
         return row._replace(stored_bytes=stored)
+
+
+def _seen_through(node: Node, known: set[str]) -> str:
+    """Return the name of what is known of which a node holds all values in the same memory, its own without any.
+
+    The partitioner may save a view that backward begins with.
+    """
+    seen = node
+    while seen.name not in known and name_of(seen) in VIEWS:
+        seen = first_input(seen)
+    return seen.name if seen.name in known else node.name
 
 
 def _other(node: Node) -> Row:

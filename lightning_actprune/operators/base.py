@@ -7,6 +7,7 @@ attribute, its ``LayerState``, so that reverting leaves nothing and no buffer or
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -281,7 +282,7 @@ def torch_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``cls`` with the dense class in place of the compressed one.
+    """Return ``cls`` with the dense class in place of the compressed one; the same one each time.
 
     ``parametrize`` and ``fully_shard`` put a class of their own on top of a layer's, made for it at run time.
     """
@@ -289,6 +290,17 @@ def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
         return cls
     if "dense_class" in vars(cls):
         return cls.dense_class
+    found = _without_compression.get(cls)
+    if found is None:
+        found = _without_compression[cls] = _made_dense(cls)
+    return found
+
+
+_without_compression: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
+"""The dense form of classes on top of a converted one: modules of one class stay so, which blocks are found by."""
+
+
+def _made_dense(cls: type[Converted]) -> type[nn.Module]:
     bases = tuple(dense_class(base) for base in cls.__bases__)
     namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
     converted = next(base for base in cls.__mro__ if "dense_class" in vars(base))

@@ -343,6 +343,7 @@ class Compiled(Stack):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A compiler of this fit runs no pass")
 def test_compiled_modules_run_eagerly_in_a_simulation():
     model = fit(ActivationPruning(memory_budget=1.0, verbose=0), Compiled())
     assert model.kinds[-1] == DENSE[1:]

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_actprune import Recompute, convert
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers, new_owner
 from tests.operators.test_recompute import ALONE, Net, cosine
 
 RANKS = 2
@@ -50,6 +52,20 @@ def wrapped(model: nn.Module, strategy: str, after: bool) -> nn.Module:
     return made
 
 
+def set_again(model: nn.Module) -> nn.Module:
+    """Return the model as of a callback: converted before and after ``fully_shard``, which derives classes."""
+    config, owner = Config("recompute", rules={"head": None}), new_owner("test")
+    convert_layers(model, config, owner)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for part in (*model.blocks, model):  # type: ignore[misc]
+        fully_shard(part, mesh=mesh)
+    for _ in range(3):
+        report = convert_layers(model, config, owner)
+        assert [block.fqn for block in report.recomputed] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert len({type(block) for block in model.blocks}) == 1  # type: ignore[union-attr]
+    return model
+
+
 def gradient(model: nn.Module) -> Tensor:
     """Return the gradient of all parameters, in the order of their names."""
     found = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
@@ -73,6 +89,7 @@ def run(rank: int, port: int, folder: Path) -> None:
     torch.manual_seed(0)
     model, x = Net().eval(), torch.randn(RANKS, 4, 32, 16)[rank]
     seen = {"dense": step(DistributedDataParallel(copy.deepcopy(model)), x)}
+    seen["preset, set again"] = step(set_again(copy.deepcopy(model)), x)
     for strategy in STRATEGIES:
         for after in (False, True)[: 1 if strategy == "fsdp" else 2]:
             seen[f"{strategy}, {after}"] = step(wrapped(copy.deepcopy(model), strategy, after), x)
@@ -89,7 +106,7 @@ def test_strategies_run_blocks_again(tmp_path):
     for rank in range(RANKS):
         seen = torch.load(tmp_path / f"{rank}.pt")
         loss, exact = seen.pop("dense")
-        assert len(seen) == 7
+        assert len(seen) == 8
         for found, gradients in seen.values():
             assert torch.equal(found, loss)
             assert 0.9999 < cosine(gradients, exact) <= 1 + 1e-9

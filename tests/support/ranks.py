@@ -31,6 +31,7 @@ from tests.support.helpers import ConfiguredNet, loader, trainer
 RANKS = 2
 STEPS = 4
 BATCH = 4
+COMPILER = "aot_eager"
 _LIMIT = timedelta(seconds=120)
 
 
@@ -43,12 +44,16 @@ class Case(NamedTuple):
         precision: As the Trainer takes it.
         pruning: Arguments of the callback; none at all without.
         options: Further arguments of the Trainer.
+        compiled: Whether the model is compiled: with DDP as a whole, with FSDP2 what is sharded by itself.
+        tokens: How many a sample has.
     """
 
     strategy: str
     precision: str
     pruning: Mapping[str, Any] | None
     options: Mapping[str, Any] = {}
+    compiled: bool = False
+    tokens: int = 8
 
 
 class Seen(NamedTuple):
@@ -60,6 +65,7 @@ class Seen(NamedTuple):
         layers: Classes of the linear layers in each training step.
         metrics: What was logged.
         left: Class, attributes and hooks of every module after the fit.
+        packed: Who reads what a compiler packs.
         error: What went wrong.
     """
 
@@ -68,15 +74,16 @@ class Seen(NamedTuple):
     layers: list[list[str]]
     metrics: Mapping[str, float]
     left: Mapping[str, list[str]]
+    packed: list[str]
     error: str | None
 
 
 class RankNet(ConfiguredNet):
     """Gives each process every other sample; where the strategy leaves it to the model, it is split there."""
 
-    def __init__(self, tensor_parallel: bool = False) -> None:
+    def __init__(self, tensor_parallel: bool = False, tokens: int = 8) -> None:
         super().__init__()
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel, self.tokens = tensor_parallel, tokens
 
     def make(self) -> None:
         """Draw the weights on the CPU, wherever the strategy makes them, so that one process can draw the same."""
@@ -97,7 +104,7 @@ class RankNet(ConfiguredNet):
             fully_shard(self, mesh=mesh["data_parallel"])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        made = loader(STEPS * RANKS * BATCH, BATCH)
+        made = loader(STEPS * RANKS * BATCH, BATCH, self.tokens)
         if not dist.is_initialized():
             return made
         # A sampler of our own is left alone: Lightning's would shuffle, and deal out samples to parts of one model.
@@ -159,19 +166,25 @@ def strategy_of(name: str) -> Strategy:
 def fit(case: Case, accelerator: str, folder: Path) -> Seen:
     """Return what this process has seen of ``case``."""
     torch.manual_seed(0)
-    model, witness = RankNet(case.strategy == "tensor"), Witness(folder / "last.ckpt")
+    model, witness = RankNet(case.strategy == "tensor", case.tokens), Witness(folder / "last.ckpt")
     callbacks: list[pl.Callback] = [witness, ActivationMemoryMonitor(1, verbose=False)]
-    if case.pruning is not None:
-        callbacks.append(ActivationPruning(**case.pruning, verbose=False))
+    pruning = None if case.pruning is None else ActivationPruning(**case.pruning, verbose=False)
+    if pruning is not None:
+        callbacks.append(pruning)
     made = trainer(
         *callbacks, accelerator=accelerator, devices=RANKS, strategy=strategy_of(case.strategy),
         precision=case.precision, limit_train_batches=STEPS, limit_val_batches=0, default_root_dir=folder,
         **case.options,
     )  # fmt: skip
-    made.fit(model)
+    if case.compiled and case.strategy == "fsdp2":
+        model.make()
+        for block in (model.body, model.head):
+            block.compile(backend=COMPILER)
+    made.fit(torch.compile(model, backend=COMPILER) if case.compiled and case.strategy == "ddp" else model)
     metrics = {name: float(value) for name, value in made.callback_metrics.items()}
     state = _saved_state(witness.checkpoint)
-    return Seen(witness.seen, state, model.seen, metrics, all_traces(model), None)
+    packed = [] if pruning is None else [row.name for row in pruning.compiled if row.how == "packed"]
+    return Seen(witness.seen, state, model.seen, metrics, all_traces(model), packed, None)
 
 
 def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
@@ -217,7 +230,7 @@ def _rank(rank: int, cases: Sequence[Case], accelerator: str, folder: Path, port
         try:
             seen.append(fit(case, accelerator, path))
         except Exception:
-            seen.append(Seen([], {}, [], {}, {}, traceback.format_exc()))
+            seen.append(Seen([], {}, [], {}, {}, [], traceback.format_exc()))
     torch.save(seen, folder / f"{rank}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()
