@@ -136,6 +136,17 @@ def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
 
 
+def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
+    """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
+    model, x = nn.Sequential(Marked(nn.Linear(8, 64), None), Block(), Block()), torch.randn(8, 32, 8)
+    whole = step(model, x)
+    with torch._functorch.config.patch(activation_memory_budget=0.4):
+        found, dense = step(model, x), step(model, x, packs=False)
+    assert torch.equal(found.output, dense.output)
+    assert worst_cosine(found, whole) > 1 - 1e-6
+    assert nbytes(found.kept) < 0.8 * min(nbytes(whole.kept), nbytes(dense.kept))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rows", [8, 9])
 def test_signs_are_exact(rows, backend):
