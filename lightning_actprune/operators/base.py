@@ -290,13 +290,13 @@ def dense_class(cls: type[nn.Module]) -> type[nn.Module]:
         return cls
     if "dense_class" in vars(cls):
         return cls.dense_class
-    found = _without_compression.get(cls)
+    found = _dense_classes.get(cls)
     if found is None:
-        found = _without_compression[cls] = _made_dense(cls)
+        found = _dense_classes[cls] = _made_dense(cls)
     return found
 
 
-_without_compression: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
+_dense_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
 """The dense form of classes on top of a converted one: modules of one class stay so, which blocks are found by."""
 
 

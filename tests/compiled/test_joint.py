@@ -76,7 +76,6 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp, pytest.param(transformer, marks=pytest.mark.slow)])
-@torch._inductor.config.patch(force_disable_caches=True)  # with code that comes from there come no rows
 def test_inductor_keeps_the_same(make):
     model, x = make()
     eager = step(model, x, autocast=True)
