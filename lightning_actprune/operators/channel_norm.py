@@ -211,13 +211,19 @@ class ChannelNormFunction(torch.autograd.Function):
 def _placed(
     y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, eps: float, eager: bool
 ) -> Tensor:
-    """Return the output of a batch norm as torch's own lies in memory on a GPU."""
-    if x.is_contiguous() or dense_format(x, of_batch=True) != torch.contiguous_format:
+    """Return the output of a batch norm as torch's own lies in memory on a GPU.
+
+    Kernels of torch leave it as ``x`` lies, cuDNN has it in order or with the channels of images last.
+    """
+    if x.is_contiguous():
+        return y
+    order = dense_format(x)
+    if order != torch.contiguous_format and x.is_contiguous(memory_format=order):
         return y
     if x.dim() == 2 or (eager and is_native_batch_norm(x, weight, bias, training, eps)):
         like = torch.empty_like(x, dtype=y.dtype)
         return y if like.stride() == y.stride() else like.copy_(y)
-    return y.contiguous() if eager else y
+    return y.contiguous(memory_format=order) if eager else y
 
 
 _channel_norm = applied(ChannelNormFunction)

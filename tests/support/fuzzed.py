@@ -333,6 +333,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "turned": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x,
     "gaps": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "last, gaps": lambda x: FORMS["gaps"](x.movedim(1, -1)).movedim(-1, 1) if x.dim() > 2 else x,
     "offset": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "expanded": lambda x: x[:1].expand_as(x) if x.dim() else x,
 }
