@@ -103,6 +103,8 @@ class DenseForward:
         own["_modules"] = {name: child and self._twin(child) for name, child in module._modules.items()}
         own["_parameters"] = {name: self._parameter(value) for name, value in module._parameters.items()}
         own["_buffers"] = tree_map_only(Tensor, self._fake, dict(module._buffers))
+        # Such as the parts of a flat parameter, which FSDP puts there while a module runs, or a weight with a norm.
+        own |= {name: self._fake(value) for name, value in vars(module).items() if isinstance(value, Tensor)}
         vars(twin).update(own)
         return twin
 

@@ -144,7 +144,7 @@ class NormFunction(torch.autograd.Function):
         ctx.save_for_backward(values, rstd, weight)
         if residual is not None:
             return y
-        if x.device.type == "cpu" and setting.normed and not setting.centred and not setting.keeps_layout:
+        if (eager or x.device.type == "cpu") and setting.normed and not setting.centred and not setting.keeps_layout:
             y = y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
         if setting.keeps_layout and not x.is_contiguous():
             laid_out = torch.empty_like(x, dtype=dtype)

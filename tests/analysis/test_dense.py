@@ -121,6 +121,35 @@ def test_the_dense_bytes_of_any_preset_are_those_of_the_dense_model(
         assert 0 < report.saved_bytes == report.dense_bytes - report.stored_bytes
 
 
+def lay_flat(layer: nn.Linear) -> None:
+    """Let a layer run with views of one parameter as FSDP does."""
+    flat = nn.Parameter(torch.cat([layer.weight.detach().flatten(), layer.bias.detach()]))
+    weight, bias = flat.split([layer.weight.numel(), layer.bias.numel()])
+
+    def put(module: nn.Module, _: object) -> None:
+        for names in (vars(module), module._parameters):
+            names.update(weight=weight.view(len(bias), -1), bias=bias)
+
+    def take(module: nn.Module, *_: object) -> None:
+        for name in ("weight", "bias"):
+            vars(module).pop(name)
+
+    layer.register_forward_pre_hook(put)
+    layer.register_forward_hook(take)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_parts_of_a_flat_parameter_are_no_activations(autocast: bool):
+    """FSDP puts views of a gathered parameter into the attributes of a module, and takes them away behind it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(8, 64)
+    expected = measured(model, x, autocast).dense_bytes
+    convert(model, sparsity=0.5)
+    for layer in (model[0], model[2]):
+        lay_flat(layer)
+    assert measured(model, x, autocast).dense_bytes == expected
+
+
 def test_what_cannot_run_without_values_counts_as_it_is():
     model, x = case("residual")
     reports = []

@@ -517,7 +517,9 @@ def test_the_output_lies_as_torch_leaves_it(types, affine, training):
                 [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y in (found, right)
             ]
             assert strides[0] == strides[1], (order, given.shape, given.stride())
-            torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+            # Some of torch's kernels round the mean of so few values to 16 bits.
+            exact = copy.deepcopy(dense).float()(given.float()).to(dtype)
+            torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -296,12 +296,13 @@ def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
 
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
-def test_on_the_cpu_outputs_lie_as_torchs_whatever_the_strides(make):
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_outputs_lie_as_torchs_whatever_the_strides(where, make):
     draw = random.Random(0)
     for _ in range(200):
-        x = torch.randn(5000).as_strided(*odd_strides(draw))
-        dense = make(x.shape[-1])
-        layer = compressed(nn.Sequential(make(x.shape[-1])), "norm", bits=8)
+        x = torch.randn(5000, device=where).as_strided(*odd_strides(draw))
+        dense = make(x.shape[-1], device=where)
+        layer = compressed(nn.Sequential(make(x.shape[-1], device=where)), "norm", bits=8)
         assert steps(layer(x)) == steps(dense(x)), (x.shape, x.stride())
 
 
