@@ -5,7 +5,8 @@ are kept depends on the data, a partitioner then saves what ``pack`` returns ins
 be fused into a form that needs the dense input again. Neither is differentiable. All shapes of what they return follow
 from the shapes of what they get and from the integers, so nothing waits for the device. In plain eager mode the
 functions are called as they are: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of
-an H200, torch 2.11; ``host.json``: 4 and 17).
+an H200, torch 2.11; ``host.json``: 4 and 17). ``quantize`` and ``dequantize`` are for compiled code in which all blocks
+are stored: one result, and no positions to make and to hand on.
 
 Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
 ``unpack_all`` are plain torch, which it fuses with what is around them.
@@ -13,6 +14,7 @@ Where all blocks of a tensor are stored, quantized and without positions, a comp
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from lightning_actprune.codec import blocks, formats
 from lightning_actprune.codec.blocks import (
+    ALL_BLOCKS,
     RUN_BLOCKS,
     WORD_BLOCKS,
     BlockGeometry,
@@ -130,6 +133,24 @@ def unpack_batch(
     return (dense.transpose(0, 1) if features_first else dense).contiguous()
 
 
+def quantize(x: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return all blocks of ``x [S, T, L]`` quantized: the values of ``pack``, which has no positions for them."""
+    return pack(x, block_size, ALL_BLOCKS, bits)[0]
+
+
+def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
+    """Undo ``quantize``: the values ``[rows, length]`` in ``dtype``, contiguous."""
+    nowhere = _nowhere(values.device)
+    return unpack(values, nowhere, nowhere, rows, length, block_size, bits, dtype)
+
+
+@functools.cache
+def _nowhere(device: torch.device) -> Tensor:
+    """Return the positions of blocks that are all stored: a tensor without memory, which kernels do not read."""
+    with torch.inference_mode(False):
+        return torch.empty(0, 0, dtype=torch.int32, device=device)
+
+
 def pack_all(x: Tensor, block_size: int, bits: int) -> Tensor:
     """Return all blocks of ``x [..., L]`` quantized, row by row: ``[R * ceil(L / block_size), row_bytes]``."""
     return formats.quantize(split_blocks(x, block_size).reshape(-1, block_size), bits)
@@ -194,6 +215,13 @@ LIBRARY.define(
 # One implementation for every device: it chooses between kernels and reference itself.
 LIBRARY.impl("pack", as_operator(pack), "CompositeExplicitAutograd")
 LIBRARY.impl("unpack", unpack, "CompositeExplicitAutograd")
+LIBRARY.define("quantize(Tensor x, int block_size, int bits) -> Tensor", tags=TAGS)
+LIBRARY.define(
+    "dequantize(Tensor values, SymInt rows, SymInt length, int block_size, int bits, ScalarType dtype) -> Tensor",
+    tags=TAGS,
+)
+LIBRARY.impl("quantize", quantize, "CompositeExplicitAutograd")
+LIBRARY.impl("dequantize", dequantize, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::pack", lib=LIBRARY)
@@ -224,6 +252,18 @@ def _unpack_fake(
     bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
+    return values.new_empty(rows, length, dtype=dtype)
+
+
+@torch.library.register_fake("actprune::quantize", lib=LIBRARY)
+def _quantize_fake(x: Tensor, block_size: int, bits: int) -> Tensor:
+    samples, rows, length = x.shape
+    kept = samples * rows * ceil_div(length, block_size)
+    return x.new_empty(kept, formats.row_bytes(block_size, bits, 0), dtype=torch.uint8)
+
+
+@torch.library.register_fake("actprune::dequantize", lib=LIBRARY)
+def _dequantize_fake(values: Tensor, rows: int, length: int, block_size: int, bits: int, dtype: torch.dtype) -> Tensor:
     return values.new_empty(rows, length, dtype=dtype)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from lightning_actprune.codec.blocks import ALL_BLOCKS, SPARSITY_PARTS, ceil_div
+from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
 from lightning_actprune.compiled.decide import Source, inputs_of
 from lightning_actprune.compiled.graphs import (
     BACKWARD,
@@ -53,7 +52,6 @@ class Rewriter:
     def __init__(self, joint: Joint, sources: list[Source], base: dict[Node, Source]) -> None:
         self._joint, self._sources, self._base = joint, sources, base
         self._writer = Writer(joint.graph)
-        self._none: dict[torch.device, Node] = {}
         self._restored: dict[Node, Node] = {}
 
     def run(self) -> list[list[Node]]:
@@ -97,18 +95,25 @@ class Rewriter:
         writer, value = self._writer, value_of(node)
         with writer.before(after(node), FORWARD):
             read = self._in_memory_order(node, layout)
-            keep: Any = ALL_BLOCKS
-            if way.drops:
-                blocks = writer.compute(operator.mul, writer.size(read, 1), ceil_div(layout.shape[2], layout.block))
-                keep = self._kept(blocks, way.parts)
-            packed = writer.call(_own.pack.default, read, layout.block, keep, way.bits, way.selection)
-            places = range(3) if way.drops else range(1)
-            kept = [writer.call(operator.getitem, packed, place) for place in places]
-        for saved in (packed, *kept):
+            kept = self._kept(source, read)
+        for saved in kept:
             must_be_saved(saved)
         with writer.before(reader, BACKWARD):
             self._restored[source.node] = self._unpack(source, kept, read, value)
         return kept
+
+    def _kept(self, source: Source, read: Node) -> list[Node]:
+        """Return what is kept of a source, of which ``read`` is laid out as it is packed."""
+        way, layout, writer = source.way, source.layout, self._writer
+        assert way is not None
+        assert layout is not None
+        if not way.drops:
+            return [writer.call(_own.quantize.default, read, layout.block, way.bits)]
+        blocks = writer.compute(operator.mul, writer.size(read, 1), ceil_div(layout.shape[2], layout.block))
+        keep = self._keep_count(blocks, way.parts)
+        packed = writer.call(_own.pack.default, read, layout.block, keep, way.bits, way.selection)
+        must_be_saved(packed)
+        return [writer.call(operator.getitem, packed, place) for place in range(3)]
 
     def _in_memory_order(self, node: Node, layout: Layout) -> Node:
         writer = self._writer
@@ -118,7 +123,7 @@ class Rewriter:
             node = writer.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
         return writer.call(_aten.view.default, node, list(layout.shape))
 
-    def _kept(self, blocks: int | Node, parts: int | Node) -> int | Node:
+    def _keep_count(self, blocks: int | Node, parts: int | Node) -> int | Node:
         """Return ``codec.blocks.keep_count``, which may be a symbol."""
         compute = self._writer.compute
         dropped = compute(operator.floordiv, compute(operator.mul, blocks, parts), SPARSITY_PARTS)
@@ -129,33 +134,19 @@ class Rewriter:
         way, layout, writer = source.way, source.layout, self._writer
         assert way is not None
         assert layout is not None
+        how = layout.shape[2], layout.block, way.bits, value.dtype
         if way.drops:
             rows = writer.compute(operator.mul, writer.size(read, 0), writer.size(read, 1))
-            values, bitmap, offsets = kept
+            flat = writer.call(_own.unpack.default, *kept, rows, *how)
         else:
             (values,) = kept
-            bitmap = offsets = self._nothing(value.device)
-            columns = ceil_div(layout.shape[2], layout.block)
-            rows = writer.compute(operator.floordiv, writer.size(values, 0), columns)
-        flat = writer.call(
-            _own.unpack.default, values, bitmap, offsets, rows, layout.shape[2], layout.block, way.bits, value.dtype
-        )
+            rows = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(layout.shape[2], layout.block))
+            flat = writer.call(_own.dequantize.default, values, rows, *how)
         sizes = self._sizes(source.node, layout.order)
         dense = writer.call(_aten.view.default, flat, sizes)
         if layout.order == tuple(range(len(layout.order))):
             return dense
         return writer.call(_aten.permute.default, dense, [layout.order.index(dim) for dim in range(len(sizes))])
-
-    def _nothing(self, device: torch.device) -> Node:
-        """Return positions of no blocks, the same for all that are unpacked on a device."""
-        known = self._none.get(device)
-        if known is not None:
-            return known
-        first = next(node for node in self._joint.graph.nodes if node.op != "placeholder")
-        with self._writer.before(first, BACKWARD):
-            made = self._writer.call(_aten.empty.memory_format, [0, 0], dtype=torch.int32, device=device)
-        self._none[device] = made
-        return made
 
     def _sizes(self, node: Node, order: tuple[int, ...] | None) -> list[int | Node]:
         """Return the sizes of a forward node in an order of its dimensions, -1 for the first that is a symbol."""

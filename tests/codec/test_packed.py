@@ -7,7 +7,7 @@ import torch
 
 from lightning_actprune.codec import blocks
 from lightning_actprune.codec.blocks import ALL_BLOCKS, SELECTIONS
-from lightning_actprune.codec.packed import pack, pack_all, unpack_all
+from lightning_actprune.codec.packed import pack, pack_all, unpack, unpack_all
 from tests.support import oracle
 from tests.support.packing import each_bits, each_dtype, expected, packed
 
@@ -319,3 +319,15 @@ def test_operators_are_sound(keep, bits):
     torch.library.opcheck(torch.ops.actprune.pack.default, (x, 8, keep, bits), test_utils=tests)
     stored = pack(x, 8, keep, bits)
     torch.library.opcheck(torch.ops.actprune.unpack.default, (*stored, 6, 20, 8, bits, torch.float32), test_utils=tests)
+
+
+def test_operators_of_whole_tensors_have_one_result(device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 20, device=device)
+    values, bitmap, offsets = pack(x, 8, ALL_BLOCKS, 3)
+    assert torch.equal(torch.ops.actprune.quantize(x, 8, 3), values)
+    read = torch.ops.actprune.dequantize(values, 6, 20, 8, 3, torch.float32)
+    assert torch.equal(read, unpack(values, bitmap, offsets, 6, 20, 8, 3, torch.float32))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.actprune.quantize.default, (x, 8, 3), test_utils=tests)
+    torch.library.opcheck(torch.ops.actprune.dequantize.default, (values, 6, 20, 8, 3, torch.float32), test_utils=tests)
