@@ -303,7 +303,7 @@ def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Mod
     """
     if not config.recomputes:
         return {}
-    blocks = find_blocks(model) if config.preset == "recompute" else []
+    blocks = [plain_name(name) for name in find_blocks(model)] if config.preset == "recompute" else []
     names: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(plain_name(fqn))

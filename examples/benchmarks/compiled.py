@@ -1,7 +1,8 @@
-"""Compiled models through a Trainer: memory and time of a step, dense and with each preset.
+"""Compiled models through a Trainer: memory and time of a step, dense, with checkpointing and with each preset.
 
     python examples/benchmarks/compiled.py --out compiled.json
     python examples/benchmarks/compiled.py --mode reduce-overhead --models resmlp_12_224 --out compiled.json
+    python examples/benchmarks/compiled.py --methods dense checkpoint recompute --out compiled.json
 
 Models as their libraries build them, given to ``torch.compile`` as a whole, on one GPU,
 ``Trainer(precision="bf16-mixed")``, fused AdamW, the same batch over and over. All cases of a model run in processes of
@@ -46,6 +47,7 @@ from lightning_actprune import ActivationPruning
 
 MODELS = "vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel"
 METHODS = "dense", "balanced", "max"
+OTHERS = "checkpoint", "recompute"
 CASE_SECONDS = 400
 
 
@@ -104,7 +106,7 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
     training.batch_size = batch
     training.model = torch.compile(training.model, mode=mode)
     figures = Alone(ready, turn)
-    pruning = [] if method == "dense" else [ActivationPruning(method, verbose=0)]
+    pruning = [] if method in ("dense", "checkpoint") else [ActivationPruning(method, verbose=0)]
     train(training, [*pruning, figures], STEPS, accelerator)
     found = {**figures.found(), "warm_up_s": figures.warm_up_s}
     for callback in pruning:
@@ -127,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, write the records and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=(*METHODS, *OTHERS))
     parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--out", type=Path, default=Path("compiled.json"))
     args = parser.parse_args(argv)
