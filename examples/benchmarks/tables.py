@@ -25,6 +25,7 @@ from examples.benchmarks import formats as format_times
 from examples.benchmarks import lightning_tests as own_tests
 from examples.benchmarks import logits as logits_benchmark
 from examples.benchmarks import plots, sensitivity, summaries, timeline
+from examples.benchmarks import rivals as rivals_benchmark
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import results as study
 from examples.benchmarks.summaries import Record, Records, Summary, are_figures, groups, percent
@@ -353,6 +354,15 @@ def compiled(records: Records) -> str:
     return summarised(grouped(summaries.frontier(records)), records)
 
 
+LARGEST_TEXT = """\
+The same search with the presets as `rivals.py` has them, with the speed at that batch."""
+
+
+def largest(records: Records) -> str:
+    """How large a batch fits under a cap, and how fast it trains."""
+    return LARGEST_TEXT + "\n\n" + summarised(grouped(rivals_benchmark.largest_batches(records)), records)
+
+
 def budgets(records: Records) -> str:
     """Peaks of fits with a budget beside what was predicted."""
     return BUDGETS_TEXT + "\n\n" + summarised(grouped(summaries.budgets(records)), records)
@@ -382,6 +392,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "zoo_causes": (("zoo_causes",), zoo_causes),
     "lightning_tests": (("lightning_tests",), lightning_tests),
     "rivals": (("rivals",), rivals),
+    "largest": (("rivals_largest",), largest),
     "compiled": (("compiled",), compiled),
     "budgets": (("budgets",), budgets),
     "logits": (("logits",), logits),
