@@ -420,10 +420,10 @@ def rendered(texts: Mapping[Path, str], results: Path = RESULTS) -> dict[Path, s
         records = [load(file, results) for file in files]
         if None in records:
             continue
-        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(\n<!-- end table -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- table: {name} -->\n).*?(?<=\n)(<!-- end table -->)", re.DOTALL)
         text = table(*records)
         for path, page in found.items():
-            found[path] = pattern.sub(lambda match, text=text: match[1] + text + match[2], page)
+            found[path] = pattern.sub(lambda match, text=text: match[1] + text + "\n" + match[2], page)
     return found
 
 
