@@ -244,7 +244,7 @@ class CompressedLayer(Converted):
             TypeError: If a tensor is a DTensor.
         """
         if isinstance(x, DTensor) or isinstance(weight, DTensor):
-            refuse_dtensors()
+            refuse_dtensors(x)
         if weight is not None and weight.device != x.device:
             return False
         return x.is_floating_point() and x.shape[-len(shape) :] == shape
@@ -260,11 +260,17 @@ def describe_blocks(keep: Keep, sparsity: float | SparsitySchedule) -> str:
     return ", ".join(shown)
 
 
-def refuse_dtensors() -> None:
-    """Raise: blocks of one shard are not those of the tensor."""
+def refuse_dtensors(x: Tensor) -> None:
+    """Raise for a layer whose input ``x`` or weight is a DTensor: blocks of one shard are not those of the tensor."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            "A compressed layer cannot take DTensors: its blocks would be those of one shard, which is a different "
+            "method. HINT: keep tensor-parallel layers dense (`rules={name: None}`)."
+        )
     raise TypeError(
-        "A compressed layer cannot take DTensors: its blocks would be those of one shard, which is a different method. "
-        "HINT: keep tensor-parallel layers dense (`rules={name: None}`)."
+        "A compressed layer cannot take DTensors, and its weight is one. HINT: if `fully_shard` has split it, call the "
+        "module that was given to `fully_shard`, by whose forward weights are gathered, and not a layer inside; keep "
+        "tensor-parallel layers dense (`rules={name: None}`)."
     )
 
 

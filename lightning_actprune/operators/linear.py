@@ -274,7 +274,7 @@ def compresses(x: Tensor, weight: Tensor, parts: int, blocks: Blocks) -> bool:
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Raise if an operator that packs its input cannot take ``x`` and ``weight``."""
     if isinstance(x, DTensor) or isinstance(weight, DTensor):
-        refuse_dtensors()
+        refuse_dtensors(x)
     if x.dim() == 0:
         raise ValueError("`x` must have at least one dimension, its features. HINT: pass `x.reshape(1)`.")
     if not x.is_floating_point():

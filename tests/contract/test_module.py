@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support.cases import Case, Holder
+from tests.support.compressed import compressed
 from tests.support.measured import gradients, run
 
 
@@ -159,6 +160,13 @@ def test_dtensors_are_refused(case: Case, mesh: DeviceMesh):
     x = DTensor.from_local(case.input().detach(), mesh, [Replicate()]).requires_grad_()
     with pytest.raises(TypeError, match=r"cannot take DTensors.*HINT"):
         run(model, x)
+
+
+def test_a_weight_that_is_still_split_is_refused_with_the_way_out(mesh: DeviceMesh):
+    layer = compressed(nn.Linear(64, 64), "linear", bits=4)
+    layer.weight = nn.Parameter(DTensor.from_local(layer.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(TypeError, match=r"its weight is one\. HINT: if `fully_shard` has split it, call"):
+        layer(torch.randn(8, 64))
 
 
 def test_what_is_printed(case: Case):
