@@ -7,8 +7,9 @@ was measured, and the fit goes on with the setting that was found. Two steps lat
 a step is measured again: where it is more than 5 % off what was predicted, a warning says so, and where it is above the
 budget, predictions are corrected by that step, and the fit goes on with what fits by these and takes less.
 
-Rank zero decides for all. A resumed fit goes on with what was decided before; trials of tuners, such as those of
-``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after them decides with the batch that was found.
+Rank zero decides for all. A resumed fit goes on with what was decided before, unless torch may take less of the device
+now. Trials of tuners, such as those of ``BatchSizeFinder``, have the setting of the fewest bytes, and the fit after
+them decides with the batch that was found.
 """
 
 from __future__ import annotations
@@ -118,15 +119,17 @@ class MemoryBudget:
         """Return what was chosen, fit for a checkpoint."""
         allocator, number = self._allocator, self.number
         chosen = None if allocator is None or number is None else allocator.path.rules(number)
-        return {"budget": self._budget, "number": number, "setting": repr(chosen)}
+        return {"budget": self._budget, "number": number, "setting": repr(chosen), "cap": self._cap}
 
-    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], model: pl.LightningModule) -> None:
         """Go on with what was chosen before, for the same budget and blocks; what that takes was seen then."""
-        number, allocator = state.get("number"), self._allocator_of(model, _no_steps)
+        number, cap, allocator = state.get("number"), state.get("cap", inf), self._allocator_of(model, _no_steps)
         if state.get("budget") != self._budget or number is None or number >= len(allocator.path):
             return
+        if model.trainer.strategy.broadcast(_cap(self._budget, model.device) < cap):
+            return
         if repr(allocator.path.rules(number)) == state.get("setting"):
-            self.number, self._checked, self._allocator = number, True, allocator
+            self.number, self._cap, self._checked, self._allocator = number, cap, True, allocator
 
     def end(self) -> None:
         """Let go of what the fit was simulated with; what was chosen stays, for a checkpoint."""

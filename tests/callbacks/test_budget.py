@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import random
 import warnings
@@ -748,6 +749,19 @@ def test_a_checkpoint_of_another_budget_decides_anew(tmp_path: Path):
     ckpt = killed(tmp_path, HALF, 6)
     found = fit(ActivationPruning(memory_budget=1.0, verbose=0), Stack(), max_epochs=2, ckpt_path=ckpt)
     assert found.kinds == [AGAIN] * 2 + [DENSE] * (STEPS - 2)
+
+
+@pytest.mark.parametrize("now", [0.5, 1.0, 2.0])
+def test_where_torch_may_take_less_than_before_a_resumed_fit_decides_anew(now: float, tmp_path: Path, monkeypatch):
+    module, cap = importlib.import_module("lightning_actprune.callbacks.budget"), 2.0**40
+    monkeypatch.setattr(module, "_cap", lambda budget, device: cap)
+    ckpt = killed(tmp_path, HALF, 6)
+    monkeypatch.setattr(module, "_cap", lambda budget, device: now * cap)
+    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
+    found = fit(pruning, Stack(), max_epochs=2, ckpt_path=ckpt)
+    assert (found.kinds[:2] == [AGAIN] * 2) == (now < 1)
+    assert found.kinds[-1] not in (AGAIN, DENSE)
+    assert pruning.state_dict()["memory_budget"]["cap"] == min(now, 1) * cap
 
 
 @pytest.mark.slow
