@@ -211,8 +211,9 @@ def fit_all(cases: Sequence[Case], accelerator: str, folder: Path) -> list[list[
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # CUDA, once in use, does not survive a fork, which spares the seconds that two processes need for their imports.
-    method = "spawn" if torch.cuda.is_available() else "fork"
+    # A fork spares the seconds that two processes need for their imports. CUDA, once in use, does not survive it, nor
+    # do threads of autograd, which tests that compile may have left in this process.
+    method = "spawn" if torch.cuda.is_available() or any(case.compiled for case in cases) else "fork"
     mp.start_processes(_rank, (cases, accelerator, folder, port), RANKS, start_method=method)
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return [list(seen) for seen in zip(*by_rank, strict=True)]
