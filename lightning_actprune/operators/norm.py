@@ -144,12 +144,8 @@ class NormFunction(torch.autograd.Function):
         ctx.save_for_backward(values, rstd, weight)
         if residual is not None:
             return y
-        if (eager or x.device.type == "cpu") and setting.normed and not setting.centred and not setting.keeps_layout:
-            y = y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
-        if setting.keeps_layout and not x.is_contiguous():
-            laid_out = torch.empty_like(x, dtype=dtype)
-            if laid_out.stride() != y.stride():
-                y = laid_out.copy_(y)
+        if not x.is_contiguous():
+            y = _placed(y, x, setting, dtype, eager)
         if eager and len(shape) == 1:
             reuse.remember(y, values, weight, bias, setting.bits, ctx.layout.setting.block_size)
         return y
@@ -313,11 +309,21 @@ def _gradients(
     return grad_x.view(layout.shape), _of_parameter(along, wanted[0]), _of_parameter(total, wanted[1])
 
 
+def _placed(y: Tensor, x: Tensor, setting: NormSetting, dtype: torch.dtype, eager: bool) -> Tensor:
+    """Return the output as the dense layer's lies in memory, of an ``x`` that is not in order."""
+    if setting.keeps_layout:
+        laid_out = torch.empty_like(x, dtype=dtype)
+        return y if laid_out.stride() == y.stride() else laid_out.copy_(y)
+    if setting.normed and not setting.centred and (eager or x.device.type == "cpu"):
+        return y.contiguous(memory_format=dense_format(x))  # torch's RMSNorm
+    return y
+
+
 def dense_format(x: Tensor, of_batch: bool = False) -> torch.memory_format:
-    """Return how outputs of torch's norms lie on the CPU: with the channels of images last if those of ``x`` are.
+    """Return how outputs of torch's norms lie that do not lie as ``x``: with the channels of images last if its are.
 
     ``x`` may have gaps. Where a dimension of size 1 leaves open whether they are, its stride decides, but not in batch
-    normalisation.
+    normalisation on the CPU (``of_batch``).
     """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or x.is_contiguous():

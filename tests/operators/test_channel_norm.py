@@ -512,12 +512,8 @@ def test_the_output_lies_as_torch_leaves_it(types, affine, training):
                 continue
             ours = compressed(copy.deepcopy(dense), "norm", bits=8)
             right, found = copy.deepcopy(dense)(given), ours(given.detach().requires_grad_())
-            # Where a dimension of one value would lie cannot be seen.
-            strides = [
-                [step for step, size in zip(y.stride(), y.shape, strict=True) if size > 1] for y in (found, right)
-            ]
-            assert strides[0] == strides[1], (order, given.shape, given.stride())
-            # Some of torch's kernels round the mean of so few values to 16 bits.
+            assert steps(found) == steps(right), (order, given.shape, given.stride())
+            # Of two values of 16 bits that are neighbours, torch's own output was off by more than this.
             exact = copy.deepcopy(dense).float()(given.float()).to(dtype)
             torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
 
