@@ -10,8 +10,10 @@ the callback's probes in them, in one the memory is measured, and the others are
 of a model run one after the other and then again, so that a drift of the machine meets them alike.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
-allocated in that step. ``step_ms`` is the median time from the end of a step to the end of the next, with the device
-synchronised after each, and ``host_ms`` that part of it until all is issued; both are medians over the rounds.
+allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
+the device, as trainings do: that of all of them until the device has ended the last one, over their number. Before
+that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the median of some
+steps. Both are medians over the rounds.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
 weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
 
@@ -80,8 +82,9 @@ OTHERS = ("dense", "checkpoint", "offload")
 METHODS = (*OTHERS, "balanced", "max", "recompute")
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
-STEPS, WARM_UP = 18, 6
+WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
 """A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
+STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
 CASE_SECONDS, LARGEST_SECONDS = 120, 240
 TIMES = ("step_ms", "host_ms")
 
@@ -159,13 +162,13 @@ def budget_of(method: str) -> str | float:
 
 
 class StepFigures(pl.Callback):
-    """Measures the memory of one step and the times of those after it; the last callback of a Trainer."""
+    """Measures the memory of one step, then times steps one by one, then many in a row; a Trainer's last callback."""
 
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
-        self.steps: list[float] = []
         self.issued: list[float] = []
-        self.number, self.before, self.ended = 0, 0, 0.0
+        self.step_ms = 0.0
+        self.number, self.before, self.began = 0, 0, 0.0
         self.allocation: Any = None
 
     def on_train_batch_start(
@@ -185,21 +188,24 @@ class StepFigures(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        issued = time.perf_counter()
+        now, timed = time.perf_counter(), batch_idx - WARM_UP
+        if timed < 0 or ALONE < timed < ALONE + IN_A_ROW:
+            return
         torch.cuda.synchronize()
-        began, self.ended = self.ended, time.perf_counter()
-        if batch_idx == WARM_UP:
+        if timed == 0:
             self.memory["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 2)
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
-        elif batch_idx > WARM_UP:
-            self.steps.append((self.ended - began) * 1e3)
-            self.issued.append((issued - began) * 1e3)
+        elif timed <= ALONE:
+            self.issued.append((now - self.began) * 1e3)
+        else:
+            self.step_ms = (time.perf_counter() - self.began) / IN_A_ROW * 1e3
+        self.began = time.perf_counter()
 
     def found(self) -> dict[str, float]:
         """Return the figures of a fit."""
-        medians = [round(statistics.median(times), 2) for times in (self.steps, self.issued)]
-        return {**self.memory, **dict(zip(TIMES, medians, strict=True))}
+        times = self.step_ms, statistics.median(self.issued)
+        return {**self.memory, **{name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}}
 
 
 def requested() -> int:

@@ -75,21 +75,22 @@ class Clock(pl.Callback):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step_is_timed_from_end_to_end_and_the_host_until_all_is_issued(monkeypatch):
+def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_device(monkeypatch):
     figures, clock = rivals.StepFigures(), Clock(monkeypatch)
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
-    timed = rivals.STEPS - rivals.WARM_UP - 1
-    assert figures.steps == [11000] * timed
-    assert figures.issued == [1000] * timed
+    assert figures.issued == [1000] * rivals.ALONE
+    # A second in each forward, and one synchronisation in the end.
+    assert figures.step_ms == 1000 * (rivals.IN_A_ROW + 10) / rivals.IN_A_ROW
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB}
-    assert figures.found() == {**memory, "step_ms": 11000, "host_ms": 1000}
+    assert figures.found() == {**memory, "step_ms": figures.step_ms, "host_ms": 1000}
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("method", ["dense", "checkpoint", "offload", "max", "recompute"])
 def test_a_case(method, offload_file):
     found = rivals.measure("small", method, offload_file, accelerator="cpu")
-    assert found["step_ms"] >= found["host_ms"] > 0
+    assert found["step_ms"] > 0
+    assert found["host_ms"] > 0
     assert {"activations_mib", "peak_mib"} < found.keys()
     assert ("cosine" in found) == (method not in rivals.OTHERS)
     if method == "max":
