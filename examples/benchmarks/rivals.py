@@ -29,7 +29,8 @@ weights, batch and random numbers; only methods of this package have it, the gra
 
 ``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
 few repeated samples, and then takes the same figures at that batch, but for the cosine. Offloading is left out unless
-it is named: what bounds its batch is the host's memory, of which it may take all.
+it is named: what bounds its batch is the host's memory, of which it may take all. Records say if torch's allocator has
+settings of its own (the variable ``PYTORCH_CUDA_ALLOC_CONF``).
 
 Records are written after every case. A case that the file has already is not run again, unless it failed; after
 ``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again.
@@ -42,6 +43,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import statistics
 import sys
 import time
@@ -87,6 +89,8 @@ WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
 STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
 CASE_SECONDS, LARGEST_SECONDS = 120, 240
 TIMES = ("step_ms", "host_ms")
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable with the settings of torch's allocator."""
 
 
 class Rival(Training):
@@ -301,12 +305,12 @@ def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float |
     return in_fork(CASE_SECONDS, measure, name, method, offload_file)
 
 
-Key = tuple[str, str, float | None]
+Key = tuple[str, str, float | None, str | None]
 
 
 def key_of(record: Record) -> Key:
     """Return what tells a case from the others of a file."""
-    return record["model"], record["method"], record.get("cap_gib")
+    return record["model"], record["method"], record.get("cap_gib"), record.get("allocator")
 
 
 def rounds_of(record: Record | None) -> int:
@@ -326,7 +330,7 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     end, failed = time.monotonic() + args.seconds, set()
     rounds = range(args.rounds if args.largest is None else 1)
     for name, number, method in product(args.models, rounds, args.methods):
-        key = name, method, args.largest
+        key = name, method, args.largest, os.environ.get(ALLOCATOR)
         if key in failed or rounds_of(records.get(key)) > number:
             continue
         begin = time.monotonic()
@@ -347,6 +351,8 @@ def recorded(before: Record | None, name: str, method: str, cap_gib: float | Non
     head = {**described(name, BATCHES), "method": method}
     if cap_gib is not None:
         head["cap_gib"] = cap_gib
+    if ALLOCATOR in os.environ:
+        head["allocator"] = os.environ[ALLOCATOR]
     record = {**head, **found}
     return record if "error" in found or cap_gib is not None else merged(before, record)
 
@@ -354,14 +360,15 @@ def recorded(before: Record | None, name: str, method: str, cap_gib: float | Non
 def largest_batches(records: Records) -> Summary:
     """The largest batch of each method under the cap, and how fast it trains, beside dense."""
     rows = []
-    for (model, cap), group in groups(records, "model", "cap_gib").items():
+    told = [{"allocator": None, **record} for record in records]
+    for (model, cap, allocator), group in groups(told, "model", "cap_gib", "allocator").items():
         dense = summaries.dense_of([r for r in group if r["batch"]])
         for r in group:
             cells = [r.get("error", "-"), "-", "-"]
             if "error" not in r:
                 figures = ("batch", 0), ("samples_per_s", 1), ("peak_mib", 0)
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
-            rows.append([f"{model}, {cap:g} GiB", r["method"], *cells])
+            rows.append([", ".join(filter(None, (model, f"{cap:g} GiB", allocator))), r["method"], *cells])
     header = ("model and cap", "method", "largest batch", "samples a second", "peak MiB")
     return Summary("Largest batch under the cap; in brackets, how much more or less than dense", header, rows)
 

@@ -234,14 +234,21 @@ def test_a_round_that_fails_leaves_the_record_of_the_others(ran, tmp_path):
     assert json.loads(out.read_text()) == [before]
 
 
-def test_largest_batches_are_cases_of_their_own(ran, tmp_path, capsys):
+def test_largest_batches_are_cases_of_their_own_and_so_are_settings_of_the_allocator(
+    ran, tmp_path, capsys, monkeypatch
+):
     command = ["--models", "small", "--methods", "dense", "recompute", "--out", str(tmp_path / "rivals.json")]
+    monkeypatch.delenv(rivals.ALLOCATOR, raising=False)
     for more in ([], ["--largest", "16"], ["--largest", "16", "--rounds", "2"]):
         assert rivals.main([*command, *more]) == 0
     assert len(ran) == 4
+    monkeypatch.setenv(rivals.ALLOCATOR, "expandable_segments:True")
+    assert rivals.main([*command, "--largest", "16"]) == 0
+    assert len(ran) == 6
     records = json.loads((tmp_path / "rivals.json").read_text())
-    assert [(r.get("cap_gib"), r["batch"]) for r in records] == [(None, 4), (None, 4), (16.0, 60), (16.0, 60)]
-    assert "small, 16 GiB" in capsys.readouterr().out
+    assert [(r.get("cap_gib"), r["batch"]) for r in records] == [(None, 4)] * 2 + [(16.0, 60)] * 4
+    assert [r.get("allocator") for r in records] == [None] * 4 + ["expandable_segments:True"] * 2
+    assert "small, 16 GiB, expandable_segments:True" in capsys.readouterr().out
 
 
 @pytest.mark.slow
