@@ -13,7 +13,8 @@ of a model run one after the other and then again, so that a drift of the machin
 allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
 the device, as trainings do: that of all of them until the device has ended the last one, over their number. Before
 that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the median of some
-steps. Both are medians over the rounds.
+steps. Both are medians over the rounds. Records without ``in_a_row``, the number of steps, are of an earlier version
+that waited for the device after each step: there ``step_ms`` has the host's time in forward in it.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
 weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
 
@@ -28,7 +29,8 @@ weights, batch and random numbers; only methods of this package have it, the gra
     ``ActivationPruning(memory_budget=...)`` with that size or fraction.
 
 ``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
-few repeated samples, and then takes the same figures at that batch, but for the cosine. Offloading is left out unless
+few repeated samples, and then takes the same figures at that batch, but for the cosine; a batch that runs out of memory
+in so many steps gives way to a smaller one. Offloading is left out unless
 it is named: what bounds its batch is the host's memory, of which it may take all. Records say if torch's allocator has
 settings of its own (the variable ``PYTORCH_CUDA_ALLOC_CONF``).
 
@@ -64,13 +66,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
-from examples.benchmarks.batch_size import Case, Training, search, train
+from examples.benchmarks.batch_size import RESOLUTION, Case, Training, search, train
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, software, write_records
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
 from lightning_actprune.analysis.allocation import check_memory_budget
+from lightning_actprune.codec.blocks import ceil_div
 
 MODELS = (
     "vit_base_patch16_224",
@@ -209,7 +212,8 @@ class StepFigures(pl.Callback):
     def found(self) -> dict[str, float]:
         """Return the figures of a fit."""
         times = self.step_ms, statistics.median(self.issued)
-        return {**self.memory, **{name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}}
+        rounded = {name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}
+        return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
 
 
 def requested() -> int:
@@ -282,13 +286,14 @@ def measure_largest(
     """Return the largest batch of one case under a cap, and the figures there."""
     training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu")
     case = Case(f"{name}, {method}", training, partial(callbacks_of, method, offload_file), accelerator)
-    batch, figures = search(case, WORKLOADS[name].batch, cap_gib), StepFigures()
-    found = {"batch": batch, "trials": len(case.peaks)}
-    if not batch:
-        return {**found, "peak_mib": None, "samples_per_s": None}
-    if case.fit(batch, figures, steps=STEPS) is None:
-        return {**found, "error": f"{STEPS} steps at batch {batch} run out of memory"}
-    return with_speed({**found, **figures.found()})
+    batch = search(case, WORKLOADS[name].batch, cap_gib)
+    trials = len(case.peaks)
+    while batch:
+        figures = StepFigures()
+        if case.fit(batch, figures, steps=STEPS) is not None:
+            return with_speed({"batch": batch, "trials": trials, **figures.found()})
+        batch -= ceil_div(batch, RESOLUTION)
+    return {"batch": 0, "trials": trials, "peak_mib": None, "samples_per_s": None}
 
 
 def with_speed(record: Record) -> Record:

@@ -185,19 +185,27 @@ def frontier(records: Records) -> Summary:
 
 
 def budgets(records: Records) -> Summary:
-    """What was allowed, predicted and measured of each budget, in MiB, and what was chosen, or why nothing was."""
+    """What was allowed, predicted and measured of each budget, and what was chosen, or why nothing was; in MiB."""
     rows = []
-    for r in records:
-        label = [f"{r['model']}, batch {r['batch']}", r["method"].removeprefix(BUDGET)]
-        if "error" in r:
-            least = re.search(r"at the least, ([\d,]+ MiB)", r["error"])
-            rows.append([*label, "-", f"refused: a step takes {least[1]}" if least else r["error"], "-", "-", "-"])
-            continue
-        off = f"{100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %"
+    for (model, batch), group in groups(records, "model", "batch").items():
+        dense = dense_of(group)
+        rows += [[f"{model}, batch {batch}", *_budget_cells(r, dense)] for r in group]
+    sizes = ("MiB", "predicted peak", "measured peak", "off by", "activations MiB")
+    return Summary("Peaks of steps under a budget", ("model", "budget", *sizes, "ms a step"), rows)
+
+
+def _budget_cells(r: Record, dense: Record | None) -> list[str]:
+    """Return the cells of a fit with a budget, or without one for comparison."""
+    label = r["method"].removeprefix(BUDGET)
+    if "error" in r:
+        least = re.search(r"at the least, ([\d,]+ MiB)", r["error"])
+        return [label, "-", f"refused: a step takes {least[1]}" if least else r["error"], *["-"] * 4]
+    sizes, off = ["-", "-", f"{r['peak_mib']:.0f}"], "-"
+    if "predicted_mib" in r:
         sizes = [f"{r[name]:.0f}" for name in ("budget_mib", "predicted_mib", "peak_mib")]
-        rows.append([*label, *sizes, off, f"{r['activations_mib']:.0f}"])
-    header = ("model", "budget", "MiB", "predicted peak", "measured peak", "off by", "activations MiB")
-    return Summary("Peaks of steps under a budget", header, rows)
+        off = f"{100 * (r['peak_mib'] / r['predicted_mib'] - 1):+.1f} %"
+    time = "-" if dense is None or "step_ms" not in r else beside(r, dense, "step_ms", 1)
+    return [label, *sizes, off, f"{r['activations_mib']:.0f}", time]
 
 
 def dense_of(records: Records) -> Record | None:

@@ -82,7 +82,8 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
     # A second in each forward, and one synchronisation in the end.
     assert figures.step_ms == 1000 * (rivals.IN_A_ROW + 10) / rivals.IN_A_ROW
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB}
-    assert figures.found() == {**memory, "step_ms": figures.step_ms, "host_ms": 1000}
+    times = {"step_ms": figures.step_ms, "host_ms": 1000, "in_a_row": rivals.IN_A_ROW}
+    assert figures.found() == {**memory, **times}
 
 
 @pytest.mark.usefixtures("small")
@@ -264,6 +265,23 @@ def test_the_largest_batch_comes_with_its_figures(small, monkeypatch):
     assert found["samples_per_s"] == pytest.approx(3e3 / found["step_ms"], abs=0.1)
 
 
+def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small, monkeypatch):
+    tried = []
+
+    def fit(self, batch, figures, steps):
+        tried.append(batch)
+        if batch > 60:
+            return None
+        figures.issued, figures.step_ms = [1.0], 2.0
+        return 1.0
+
+    monkeypatch.setattr(rivals, "search", lambda case, *_: 64)
+    monkeypatch.setattr(rivals.Case, "fit", fit)
+    found = rivals.measure_largest("small", "balanced", None, 1.0, accelerator="cpu")
+    assert tried == [64, 62, 60]
+    assert (found["batch"], found["samples_per_s"]) == (60, 30000)
+
+
 def test_table_of_largest_batches():
     head = {"model": "net", "cap_gib": 16.0, **ENVIRONMENT}
     records = [
@@ -356,6 +374,11 @@ def test_table_of_budgets():
     head = {"model": "net", "batch": 4, "method": "budget:0.3"}
     sizes = {"budget_mib": 300.0, "predicted_mib": 200.0, "peak_mib": 195.0, "activations_mib": 50.0}
     error = "MisconfigurationException: `memory_budget` is less than a step takes at the least, 95 MiB: parameters"
-    rows = summaries.budgets([{**head, **sizes}, {**head, "method": "budget:0.1", "error": error}]).rows
-    assert rows[0] == ["net, batch 4", "0.3", "300", "200", "195", "-2.5 %", "50"]
-    assert rows[1] == ["net, batch 4", "0.1", "-", "refused: a step takes 95 MiB", "-", "-", "-"]
+    refused = {**head, "method": "budget:0.1", "error": error}
+    rows = summaries.budgets([{**head, **sizes}, refused]).rows
+    assert rows[0] == ["net, batch 4", "0.3", "300", "200", "195", "-2.5 %", "50", "-"]
+    assert rows[1] == ["net, batch 4", "0.1", "-", "refused: a step takes 95 MiB", *["-"] * 4]
+    dense = {**head, "method": "dense", "peak_mib": 900.0, "activations_mib": 500.0, "step_ms": 10.0}
+    rows = summaries.budgets([dense, refused, {**head, **sizes, "step_ms": 12.0}]).rows
+    assert rows[0] == ["net, batch 4", "dense", "-", "-", "900", "-", "500", "10.0"]
+    assert rows[2][-1] == "12.0 (+20 %)"
