@@ -37,7 +37,7 @@ _STATISTICS = frozenset(
 )
 _SMOOTH = frozenset(
     f"aten.{name}"
-    for name in ("add", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus")
+    for name in ("add", "addcmul", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus")
 )
 """Operations that are computed again, each value from values at the same place."""
 _FEWER = 16

@@ -47,6 +47,8 @@ class Model:
         block_size: Values per block of all these.
         min_values: Tensors of fewer values are left alone, whoever reads them.
         weight_gradients: Whether ``saved`` goes for what the weight gradients of layers without a mark read, too.
+        parameter: Bits of what is multiplied by a parameter, as a layer scale, whose gradient alone needs it; 0 for
+            ``saved``.
     """
 
     saved: int = 0
@@ -57,6 +59,7 @@ class Model:
     block_size: int = 32
     min_values: int = 2**16
     weight_gradients: bool = False
+    parameter: int = 0
 
 
 @dataclass(frozen=True)

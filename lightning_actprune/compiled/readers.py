@@ -4,8 +4,8 @@ A reader behind a mark belongs to the layer that has put it there, and gets what
 judged by themselves, as ``operators.readers`` judges what eager operations save: a gradient may be computed from values
 in few bits where it is *linear* in them, or off by a bound that is known. In a joint graph such readers are
 
-    product          ``g * x`` and ``bmm`` with a factor that depends on the gradient; that of a layer scale
-                     ``x * gamma`` is one of them
+    product          ``g * x`` and ``bmm`` with a factor that depends on the gradient; where its sum over many values is
+                     the gradient of a parameter, as of a layer scale ``x * gamma``, it may have bits of its own
     attention        ``_scaled_dot_product_..._backward``, of query, key, value and result; what it saves of its sums
                      stays as it is
 
@@ -27,7 +27,7 @@ from typing import Literal, TypeAlias
 
 from torch.fx import Node
 
-from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on
+from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on, value_of
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
@@ -135,10 +135,32 @@ def _unmarked_bits(joint: Joint, model: Model, name: str, given: Node, reader: N
     if name in _PRODUCTS:
         others = [node for node in reader.all_input_nodes if node is not given]
         if len(others) == 1 and others[0] in joint.tangent:
-            return model.saved
+            return model.parameter or model.saved if _is_for_a_parameter(reader) else model.saved
     if model.weight_gradients and _is_only(reader, given, _WEIGHT_GRADIENTS.get(name)):
         return model.saved
     raise Refused(f"{name or reader.target} is not known to be right for values in few bits")
+
+
+def _is_for_a_parameter(product: Node) -> bool:
+    """Return whether a product is summed over the samples, and the sum given out as the gradient of an input."""
+
+    def given_out(node: Node) -> bool:
+        return all(user.op == "output" or (passes_on(user) and given_out(user)) for user in node.users)
+
+    def summed(node: Node) -> bool:
+        return all(
+            summed(user) if passes_on(user) else _sums_over_samples(user) and given_out(user) for user in node.users
+        )
+
+    return name_of(product) == "aten.mul" and summed(product)
+
+
+def _sums_over_samples(node: Node) -> bool:
+    """Return whether a node is a sum over the first dimension, which is of many values then."""
+    if name_of(node) != "aten.sum":
+        return False
+    over = node.args[1] if len(node.args) > 1 else None
+    return not over or (isinstance(over, list | tuple) and bool({0, -value_of(first_input(node)).dim()} & {*over}))
 
 
 def _asks_for_signs(name: str, given: Node, reader: Node) -> bool:

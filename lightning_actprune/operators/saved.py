@@ -934,8 +934,9 @@ class SavedTensorCompression:
         unknown = inside or any(operator_of(module) is None for module in self._left_alone)
         attention = dict.fromkeys(self._attention, 0) if inside else self._attention
         of_attention = {name: attention[name] for name in (*_ATTENTION_INPUTS, "attended")}
-        saved = 0 if unknown else self._bits
-        return replace(Model(saved, block_size=self._block_size, min_values=self.min_values), **of_attention)  # type: ignore[arg-type]
+        saved, parameter = (0, 0) if unknown else (self._bits, self._parameter_bits)
+        model = Model(saved, block_size=self._block_size, min_values=self.min_values, parameter=parameter)
+        return replace(model, **of_attention)  # type: ignore[arg-type]
 
     def __enter__(self) -> Self:
         return self.attach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch._functorch.config
@@ -14,6 +16,7 @@ from lightning_actprune.codec.blocks import ALL_BLOCKS, sparsity_parts
 from lightning_actprune.codec.packed import pack, unpack
 from lightning_actprune.compiled.marks import Model, marked
 from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, mark, nbytes, run, step, worst_cosine
 
 
@@ -123,6 +126,48 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
         ("aten.unbind", "_scaled_dot_product_flash_attention_for_cpu_backward", "packed", 4),
         ("aten.addmm", "mul", "packed", 8),
     }
+
+
+class Scaled(nn.Module):
+    """A linear layer, then a scale of each feature and a factor of each sample, which a linear layer computes."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.fc, self.gate = Marked(nn.Linear(32, 64), mark("linear", 8, model)), nn.Linear(64, 64)
+        self.scale = nn.Parameter(torch.rand(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scale * self.fc(x)
+        return y * torch.sigmoid(self.gate(y.mean(1, keepdim=True)))
+
+
+def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
+    model, x = Scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
+    dense, found = step(model, x, packs=False), step(model, x)
+    assert torch.equal(found.output, dense.output)
+    of_products = [row for row in found.rows if row.readers == ("aten.mul",)]
+    assert [(row.name, row.bits) for row in of_products] == [("aten.addmm", 2), ("aten.mul", 8)]
+    assert of_products[0].stored_bytes == x.numel() * 2 // 32 * 10
+    assert torch.cosine_similarity(found.grads["scale"], dense.grads["scale"], 0) > 0.99
+    without = step(Scaled(MODEL), x).rows
+    assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
+
+
+def test_a_linear_layer_behind_an_affine_one_keeps_nothing():
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.affine = Marked(Affine(64), mark("affine", 4))
+            self.fc = Marked(nn.Linear(64, 64), mark("linear", 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.affine(x.tanh()))
+
+    model, x = Shifted(), torch.randn(16, 32, 64)
+    dense, found = step(model, x, packs=False), step(model, x)
+    assert torch.equal(found.output, dense.output)
+    assert [(row.name, row.how, row.bits) for row in found.rows] == [("affine", "packed", 4), ("linear", "again", 0)]
+    assert worst_cosine(found, dense) > 0.98
 
 
 def test_no_copy_of_the_batch_is_kept_that_autocast_made():
