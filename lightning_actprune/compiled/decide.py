@@ -35,11 +35,14 @@ from lightning_actprune.compiled.readers import Refused, Values, Way, most_caref
 _STATISTICS = frozenset(
     f"aten.{name}" for name in ("mean", "sum", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "max")
 )
-_SMOOTH = frozenset(
+_STEADY = frozenset(
     f"aten.{name}"
-    for name in ("add", "addcmul", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus")
+    for name in (
+        *("add", "addcmul", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus"),
+        "relu",  # whose gradient asks for signs, which are stored
+    )
 )
-"""Operations that are computed again, each value from values at the same place."""
+"""Operations that are computed again, each value from values at the same place, without a jump and of bounded slope."""
 _FEWER = 16
 """A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
 NORM = "aten.native_layer_norm"
@@ -215,10 +218,10 @@ def _lay_out(source: Source) -> None:
 
 
 def _base_of(node: Node, base: dict[Node, Source], model: Model) -> Source | None:
-    """Return the one packed source that a node is smooth and pointwise in, ``None`` if there is none."""
+    """Return the one packed source that a node is steady and pointwise in, ``None`` if there is none."""
     if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
         return base.get(first_input(first_input(node)))
-    if not (passes_on(node) or name_of(node) in _SMOOTH or _is_quotient(node)):
+    if not (passes_on(node) or name_of(node) in _STEADY or _is_quotient(node)):
         return None
     found = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
     if len(found) != 1:

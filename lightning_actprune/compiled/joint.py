@@ -10,9 +10,10 @@ backward reads. Reads that differ by views, casts and copies alone are reads of 
     and casts of the unpacked value. The same bytes as in eager mode, by the layer's rule; of several readers the one
     that asks for the most bits counts (``readers.most_careful``).
 ``again``
-    What is smooth and pointwise in ONE packed value, and in tensors that are far smaller, is computed again from the
-    unpacked value, and nothing is stored: the output of a GELU or a norm that the next linear layer reads. Only where
-    the packed value has as many bits as the reader asks for. The statistics of a norm are the exact ones.
+    What is pointwise in ONE packed value, without a jump, and in tensors that are far smaller, is computed again from
+    the unpacked value, and nothing is stored: the output of a GELU, of a norm, or of a ReLU behind a batch norm, that
+    the next linear layer or convolution reads. Only where the packed value has as many bits as the reader asks for.
+    The statistics of a norm are the exact ones.
 ``signs``
     One bit a value, exact, for ``relu``, also beside packed values for another reader: its gradient ``g`` where the
     output is above zero, or no number, asks for no more. In operations that the compiler fuses.

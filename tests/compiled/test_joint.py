@@ -128,6 +128,32 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
     }
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone(autocast):
+    """What it reads is computed again from what the norm keeps."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Marked(nn.BatchNorm2d(32), mark("norm", 4))
+            self.conv = Marked(nn.Conv2d(32, 16, 3, padding=1, bias=False), mark("convolution", 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.norm(x.tanh()).relu())
+
+    model, x = Net(), torch.randn(8, 32, 16, 16)
+    x[0, 0, 0, 0] = torch.nan
+    decomposed = {"backend": "aot_eager_decomp_partition", "autocast": autocast}
+    for batch in (x.nan_to_num(), x):
+        dense, found = step(model, batch, packs=False, **decomposed), step(model, batch, **decomposed)
+        assert torch.equal(found.output.isnan(), dense.output.isnan())
+        (row,) = (row for row in found.rows if row.name == "convolution")
+        assert (row.how, row.stored_bytes) == ("again", x.numel() // 8)
+    dense, found = (step(model, x.nan_to_num(), packs=packs, **decomposed) for packs in (False, True))
+    assert torch.equal(found.output, dense.output)
+    assert torch.cosine_similarity(*(s.grads["conv.weight"].flatten() for s in (found, dense)), 0) > 0.9999
+
+
 class Scaled(nn.Module):
     """A linear layer, then a scale of each feature and a factor of each sample, which a linear layer computes."""
 
