@@ -29,6 +29,7 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.scale import Affine
 from tests.support.conversion_models import TwoNames, deep, gradients, mlp
+from tests.support.marks import quick
 from tests.support.measured import kept_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -474,7 +475,7 @@ def test_a_graph_made_before_reverting_still_runs_backward():
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(64), Affine(64)], ids=["norm", "affine"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", quick([False, True], False), ids=["eager", "compiled"])
 def test_what_converted_layers_return_may_be_written_to(norm, compiled):
     torch.compiler.reset()
     dense = nn.Sequential(nn.Linear(64, 64), copy.deepcopy(norm), nn.ReLU(inplace=True))

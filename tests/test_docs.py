@@ -70,6 +70,7 @@ def test_logits(tmp_path, monkeypatch):
     assert model.transformer.wte.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_out_of_memory(tmp_path, monkeypatch, recwarn):
     names = run("out_of_memory.md", tmp_path, monkeypatch)
     assert names["step"].peak_without(1.0) < names["step"].peak_without(0.5) < names["step"].peak_bytes
@@ -215,6 +216,7 @@ def assert_exists(name):
         assert hasattr(importlib.import_module(module), attribute), name
 
 
+@pytest.mark.slow
 def test_budget(tmp_path, monkeypatch):
     names = run("budget.md", tmp_path, monkeypatch)
     assert names["pruning"].state_dict()["memory_budget"]["number"] is not None

@@ -37,6 +37,7 @@ from lightning_actprune.operators.base import torch_class
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.helpers import assert_plain, trainer
+from tests.support.marks import quick
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
 
 MIB = 2**20
@@ -112,8 +113,8 @@ def chosen(pruning: ActivationPruning) -> int:
     ("budget", "kinds", "accumulated"),
     [
         (1.0, {"Residual/Linear"}, 1),
-        (0.8, {"Residual/ActivationPrunedLinear", "Residual/Linear"}, 1),
-        (HALF, {"Residual/ActivationPrunedLinear"}, 1),
+        pytest.param(0.8, {"Residual/ActivationPrunedLinear", "Residual/Linear"}, 1, marks=pytest.mark.slow),
+        pytest.param(HALF, {"Residual/ActivationPrunedLinear"}, 1, marks=pytest.mark.slow),
         (HALF, {"Residual/ActivationPrunedLinear"}, 2),
     ],
 )
@@ -199,6 +200,7 @@ def test_gradients_stay_where_they_accumulate():
         assert first.gradient_bytes == weights * accumulates
 
 
+@pytest.mark.slow
 def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     """Their first batch shows which drop nothing, and what is retained."""
     plain, ours = ActivationPruning("max", verbose=0), ActivationPruning(memory_budget=FEW, verbose=0)
@@ -253,6 +255,7 @@ class Sparsities(pl.Callback):
         self.steps.append(self.pruning.state_dict()["total_steps"])
 
 
+@pytest.mark.slow
 def test_schedules_begin_with_layers_that_were_in_blocks_run_again():
     """There was no layer with a schedule when the training began."""
     rules = {"body.0": None, "body.5": None}
@@ -307,6 +310,7 @@ class Inner(pl.LightningModule):
         return x
 
 
+@pytest.mark.slow
 def test_metrics_logs_and_what_the_trainer_knows(tmp_path):
     model, pruning = Measuring(STEPS), ActivationPruning(memory_budget=HALF, verbose=0)
     monitor = ActivationMemoryMonitor(verbose=False)
@@ -442,7 +446,7 @@ def state_of(model: Random) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "budget"), [("32-true", 1.0), ("bf16-mixed", 0.8)])
+@pytest.mark.parametrize(("precision", "budget"), quick([("32-true", 1.0), ("bf16-mixed", 0.8)], ("bf16-mixed", 0.8)))
 def test_a_simulation_leaves_everything_as_it_is(precision: str, budget: float, monkeypatch):
     compared = []
     original = module.simulate
@@ -665,7 +669,7 @@ def test_an_error_of_rank_zero_is_one_of_all_ranks():
     assert [module._by_rank_zero(rank(zero), lambda: 3) for zero in (True, False)] == [3, 3]
 
 
-@pytest.mark.parametrize("budget", [1.0, "12MiB"])
+@pytest.mark.parametrize("budget", quick([1.0, "12MiB"], 1.0))
 def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: float | str):
     """Less what lies idle between tensors; the setting of the fewest bytes is taken even if that is above it."""
 

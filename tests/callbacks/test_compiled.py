@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.codec.private import joint_passes
 from lightning_actprune.compiled.scope import why_not
 from tests.support.helpers import BATCHES, trainer
+from tests.support.marks import quick
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
 
@@ -119,8 +121,10 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
 
 
-@pytest.mark.parametrize("part", ["all", "body", "blocks"])
-@pytest.mark.parametrize("preset", ["max", "recompute"])
+@pytest.mark.parametrize(
+    ("preset", "part"),
+    quick(product(["max", "recompute"], ["all", "body", "blocks"]), ("max", "all"), ("recompute", "blocks")),
+)
 def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: str):
     model, dense = Deep(), ActivationMemoryMonitor(2)
     if part == "blocks":

@@ -212,10 +212,10 @@ STEPS = [(KeyboardInterrupt, 0), (torch.OutOfMemoryError, 1), (RuntimeError, 2)]
 """That is in the first, the second and the third batch (see ``ours``)."""
 
 
-def taking_turns(names: Iterable[str], others: list[Any]) -> list[Any]:
-    """Return all pairs for ``parametrize``: those in which each name has its turn of the others, and slow ones."""
+def taking_turns(names: Iterable[str], others: list[Any], one_in: int = 1) -> list[Any]:
+    """Return all pairs for ``parametrize``: of one in so many names the one that has its turn, and slow ones."""
     return [
-        pytest.param(name, other, marks=() if number % len(others) == turn else pytest.mark.slow)
+        pytest.param(name, other, marks=() if number % (one_in * len(others)) == one_in * turn else pytest.mark.slow)
         for number, name in enumerate(names)
         for turn, other in enumerate(others)
     ]
@@ -317,7 +317,7 @@ INSIDE: dict[str, Lay] = {
 }
 
 
-@pytest.mark.parametrize(("name", "at"), taking_turns(INSIDE, STEPS))
+@pytest.mark.parametrize(("name", "at"), taking_turns(INSIDE, STEPS, 3))
 @pytest.mark.filterwarnings("ignore:.*run only inside an activation checkpoint:UserWarning")  # as two of them do
 def test_inside_of_a_step(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
     assert_recovers(whole, INSIDE[name], *at, tmp_path, True)
@@ -357,7 +357,7 @@ OURS = {
 """Where code of this package may run out of memory or be interrupted, with a step in which it runs."""
 
 
-@pytest.mark.parametrize(("name", "error"), taking_turns(OURS, [torch.OutOfMemoryError, KeyboardInterrupt]))
+@pytest.mark.parametrize(("name", "error"), taking_turns(OURS, [torch.OutOfMemoryError, KeyboardInterrupt], 3))
 def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: Path):
     at, method, step = OURS[name]
     model, callbacks, trap = Model(), ours(), Trap(error, step)

@@ -16,6 +16,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.everything import BATCHES, Everything
 from tests.support.helpers import trainer
+from tests.support.marks import one_in
 
 EPOCHS = 2
 KILLED = 6
@@ -73,7 +74,7 @@ SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", one_in(3, SETTINGS))
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path, recwarn):
     """In the middle of an epoch and at its end, also with a monitor, which measures another batch of that epoch."""
 

@@ -22,6 +22,7 @@ from lightning_actprune.callbacks import tuning
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_dropped_energy import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, trainer
+from tests.support.marks import quick
 
 SIZE = 4
 QUICK = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -125,6 +126,7 @@ def test_the_learning_rate_is_found_with_the_layers_of_the_fit(made_in: str, rec
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, caplog):
     caplog.set_level("INFO")
     pruning = judged()
@@ -139,7 +141,7 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, c
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", quick([False, True], True))
 def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn, before: bool):
     """What its own checkpoint says counts more than what a tuner has found before the checkpoint was loaded."""
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
@@ -171,6 +173,7 @@ def test_a_first_trial_that_runs_out_of_memory_leaves_nothing_open():
     assert torch.overrides._get_current_function_mode() is None
 
 
+@pytest.mark.slow
 def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
     model, pruning = Judged(), judged()
     made = trainer(pruning, **QUICK)

@@ -13,6 +13,7 @@ from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.config import Config
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert
+from tests.support.marks import quick
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
 
@@ -111,7 +112,7 @@ def test_without_gradients_no_mark_is_left_in_the_graph():
     assert not any("mark" in target for target in seen)
 
 
-@pytest.mark.parametrize("weight_gradients", [False, True])
+@pytest.mark.parametrize("weight_gradients", quick([False, True], True))
 def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
     found = step(marked({"proj": None}, weight_gradients=weight_gradients), images())
     attended = [
@@ -126,6 +127,7 @@ def test_a_reverted_model_has_no_marks():
     assert step(model, images()).rows == []
 
 
+@pytest.mark.slow
 def test_a_copy_compiles_like_the_model():
     model = marked()
     first, second = step(copy.deepcopy(model), images()), step(model, images())

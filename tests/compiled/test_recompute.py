@@ -14,6 +14,7 @@ from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, nbytes, run, step
+from tests.support.marks import quick
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
 WIDTH, VALUES = 64, 8 * 32 * 64
@@ -84,6 +85,8 @@ class Net(nn.Module):
 
 
 BLOCKS = {"transformer": Transformer, "convolutions": Convolutions, "crossing": Crossing}
+WITH_INDUCTOR = [("transformer", "inductor"), ("convolutions", "inductor")]
+"""What is compiled to the end, which takes a minute each."""
 
 
 def made(kind: str, **options: float) -> tuple[nn.Module, Tensor]:
@@ -120,8 +123,10 @@ def cosine(found: Result, expected: Result) -> float:
     return float(F.cosine_similarity(a, b, 0))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    quick([*((kind, "aot_eager") for kind in BLOCKS), *WITH_INDUCTOR], *((kind, "aot_eager") for kind in BLOCKS)),
+)
 def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind: str, backend: str):
     model, x = made(kind)
     dense, found = step(model, x, packs=False, backend=backend), step(converted(model), x, backend=backend)
@@ -133,6 +138,7 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
     assert sum(tensor.nbytes >= PACKED for tensor in found.kept) <= len(inputs) + 3  # the batch, and what is outside
 
 
+@pytest.mark.slow
 def test_bits_none_keeps_inputs_as_they_are_and_sixteen_rounds_them():
     model, x = made("transformer")
     dense, outside = step(model, x, packs=False), {"stem": None, "norm": None, "head": None}
@@ -143,7 +149,7 @@ def test_bits_none_keeps_inputs_as_they_are_and_sixteen_rounds_them():
     assert kept == [3 + 3, 0, 3, 3]  # with the batch, and what the norm and the head read
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], "aot_eager"))
 def test_dropout_is_that_of_the_first_run(backend: str):
     model, x = made("transformer", dropout=0.5)
     torch.manual_seed(1)
@@ -196,7 +202,11 @@ def test_a_small_input_is_kept_as_it_is_and_the_block_runs_again_all_the_same():
     assert nbytes(found.kept) < nbytes(dense.kept) / 3
 
 
-@pytest.mark.parametrize("change", [revert, lambda model: unmark_layers(model, model.blocks[0]._recompute.owner)])
+def unmark(model: nn.Module) -> None:
+    unmark_layers(model, model.blocks[0]._recompute.owner)
+
+
+@pytest.mark.parametrize("change", quick([revert, unmark], revert))
 def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
     model, x = made("transformer")
     other = converted(model)

@@ -14,6 +14,7 @@ from lightning_actprune.convert import convert
 from lightning_actprune.operators.registry import layers
 from lightning_actprune.operators.scale import Affine
 from tests.support.cases import CASES, Case, Holder
+from tests.support.marks import quick
 from tests.support.measured import gradients, kept_bytes, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -70,7 +71,7 @@ COMPILED = [name for name in CASES if name not in " ".join(ALIKE.values()).split
 
 
 @pytest.mark.parametrize(
-    "name", [*FUNCTIONS, *(pytest.param(n, marks=pytest.mark.slow) for n in COMPILED if n not in FUNCTIONS)]
+    "name", quick(dict.fromkeys([*FUNCTIONS, *COMPILED]), "linear", "attention", "gelu", "batch-norm-2d")
 )
 def test_one_graph(name: str):
     case = CASES[name]

@@ -14,6 +14,7 @@ from torch import nn
 from examples.benchmarks import models, plots, rivals, summaries, third_party
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
 from tests.examples.stand_ins import PEAK, Blocks, vectors
+from tests.support.marks import quick
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py"}
 OFFLOADING = """
@@ -87,7 +88,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("method", ["dense", "checkpoint", "offload", "max", "recompute"])
+@pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
     found = rivals.measure("small", method, offload_file, accelerator="cpu")
     assert found["step_ms"] > 0

@@ -1,0 +1,25 @@
+"""Which cases of a test are quick, and which ones are left to the slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def quick(names: Iterable[Any], *few: Any) -> list[Any]:
+    """Return all names for ``parametrize``, or tuples of them, of which only ``few`` are no slow tests."""
+    found = list(names)
+    assert all(name in found for name in few)
+    slow = (name if isinstance(name, tuple) else (name,) for name in found)
+    return [
+        name if name in few else pytest.param(*values, marks=pytest.mark.slow)
+        for name, values in zip(found, slow, strict=True)
+    ]
+
+
+def one_in(count: int, names: Iterable[Any]) -> list[Any]:
+    """Return all names for ``parametrize``, of which one in ``count`` is no slow test."""
+    found = list(names)
+    return quick(found, *found[::count])
