@@ -130,6 +130,7 @@ def test_two_processes(tmp_path):
     assert_plain(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_module():
     model = Net()
     monitor = ActivationMemoryMonitor(measure_batch=2)

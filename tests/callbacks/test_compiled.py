@@ -151,6 +151,7 @@ def test_the_pass_is_taken_out_after_an_exception():
     assert pruning.compiled
 
 
+@pytest.mark.slow
 def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves():
     dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning(verbose=0)
     right = fit(Wide(), dense, backend="eager")

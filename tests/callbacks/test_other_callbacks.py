@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, loader, sparsities, trainer
+from tests.support.marks import one_in
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -137,7 +138,7 @@ def _device_stats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_device_stats")
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", one_in(2, MADE))
 def test_a_fit_is_the_same_with_ours(name: str, tmp_path: Path):
     places = [{}, {"before": ours(sparsity=0.0)}]
     if name in CHANGE_THE_MODEL:

@@ -163,6 +163,7 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwar
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_a_first_trial_that_runs_out_of_memory_leaves_nothing_open():
     """What it would have shown is shown by the next, or by the fit."""
     model, pruning = Judged(batch_size=2 * SIZE), judged()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_actprune.compiled.marks import Model, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, mark, nbytes, run, step, worst_cosine
+from tests.support.marks import quick
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
@@ -64,8 +66,10 @@ def check_bytes(found, x: Tensor) -> None:
     assert nbytes(dense) == recounted([row for row in found.rows if row.how == "as it is"])
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("make", [transformer, mlp, convolutions])
+@pytest.mark.parametrize(
+    ("make", "autocast"),
+    quick(product([transformer, mlp, convolutions], [False, True]), *product([transformer, convolutions], [True])),
+)
 def test_forward_is_dense_and_gradients_are_close(make, autocast):
     model, x = make()
     dense, found = step(model, x, packs=False, autocast=autocast), step(model, x, autocast=autocast)
@@ -206,6 +210,7 @@ def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
 
 
+@pytest.mark.slow
 def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
     model, x = nn.Sequential(Marked(nn.Linear(8, 64), None), Block(), Block()), torch.randn(8, 32, 8)

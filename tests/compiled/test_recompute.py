@@ -171,7 +171,7 @@ def test_running_statistics_move_once():
     assert int(other.blocks[0].bn1.num_batches_tracked) == 1
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", quick(BLOCKS, "convolutions"))
 def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
     model, x = made(kind)
     dense, other = step(model, x, packs=False), converted(model)
@@ -194,6 +194,7 @@ def test_what_is_outside_is_kept_by_its_own_rule():
     assert (row.how, row.bits) == ("packed", 4)
 
 
+@pytest.mark.slow
 def test_a_small_input_is_kept_as_it_is_and_the_block_runs_again_all_the_same():
     model, x = made("transformer")
     x = x[:1, :4]
@@ -216,6 +217,7 @@ def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
     assert cosine(found, step(model, x, packs=False)) > 0.999
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_users_own_is_left_alone():
     model, x = made("transformer")
     other = converted(model)
