@@ -29,10 +29,9 @@ weights, batch and random numbers; only methods of this package have it, the gra
     ``ActivationPruning(memory_budget=...)`` with that size or fraction.
 
 ``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
-few repeated samples, and then takes the same figures at that batch, but for the cosine; a batch that runs out of memory
-in so many steps gives way to a smaller one. Offloading is left out unless
-it is named: what bounds its batch is the host's memory, of which it may take all. Records say if torch's allocator has
-settings of its own (the variable ``PYTORCH_CUDA_ALLOC_CONF``).
+few repeated samples, and then takes the same figures at that batch, but for the cosine; where those steps run out of
+memory, at a smaller one. Offloading is left out unless it is named: what bounds its batch is the host's memory, of
+which it may take all. Records say if torch's allocator has settings of its own (``PYTORCH_CUDA_ALLOC_CONF``).
 
 Records are written after every case. A case that the file has already is not run again, unless it failed; after
 ``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again.
