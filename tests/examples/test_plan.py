@@ -1,0 +1,44 @@
+"""The plan of what compiled models pack: on a small model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.benchmarks import models, plan, third_party
+from tests.examples.stand_ins import Blocks, vectors
+
+
+@pytest.fixture
+def small(monkeypatch):
+    workload = third_party.Workload("torch", 4, Blocks, vectors, third_party._cross_entropy)
+    for module in (models, plan):
+        monkeypatch.setitem(module.WORKLOADS, "small", workload)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_a_step_packs_is_listed_without_a_step():
+    hows = [(row.name, row.how) for row in plan.rows_of("small", "max")]
+    # Inputs of activation functions, of norms, and of the first linear layer, whose norm reads the batch.
+    assert hows.count(("blocks.*.*", "packed")) == 6
+    assert hows.count(("blocks.*.*", "again")) == 5  # those of the other linear layers
+
+
+@pytest.mark.usefixtures("small")
+def test_records(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert plan.main(["--models", "small", "--presets", "max", "balanced", "--out", str(out)]) == 0
+    first, second = json.loads(out.read_text())
+    assert (first["preset"], first["packs"], second["packs"]) == ("max", 6, 6)
+    assert 0 < first["packed_mib"] < second["packed_mib"] < second["packable_mib"] / 3
+    assert "small" in capsys.readouterr().out
+
+
+def test_another_error_is_none_of_its_own(monkeypatch, small):
+    def fail(*_):
+        raise ValueError("made up")
+
+    monkeypatch.setattr(plan, "stop", fail)
+    with pytest.raises(Exception, match="made up"):
+        plan.rows_of("small", "max")
