@@ -11,10 +11,9 @@ of a model run one after the other and then again, so that a drift of the machin
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
 allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
-the device, as trainings do: that of all of them until the device has ended the last one, over their number. Before
-that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the median of some
-steps. Both are medians over the rounds. Records without ``in_a_row``, the number of steps, are of an earlier version
-that waited for the device after each step: there ``step_ms`` has the host's time in forward in it.
+the device, as trainings do: from where the device ends one step to where it ends the next, the median of ``in_a_row``
+steps. Before that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the
+median of some steps. Both are medians over the rounds.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
 weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
 
@@ -41,6 +40,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -52,7 +52,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -168,12 +167,12 @@ def budget_of(method: str) -> str | float:
 
 
 class StepFigures(pl.Callback):
-    """Measures the memory of one step, then times steps one by one, then many in a row; a Trainer's last callback."""
+    """Measures the memory of one step, then times steps one by one, then some in a row; a Trainer's last callback."""
 
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
         self.issued: list[float] = []
-        self.step_ms = 0.0
+        self.ended: list[torch.cuda.Event] = []
         self.number, self.before, self.began = 0, 0, 0.0
         self.allocation: Any = None
 
@@ -195,22 +194,24 @@ class StepFigures(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now, timed = time.perf_counter(), batch_idx - WARM_UP
-        if timed < 0 or ALONE < timed < ALONE + IN_A_ROW:
-            return
-        torch.cuda.synchronize()
+        if timed >= ALONE:
+            self.ended.append(torch.cuda.Event(enable_timing=True))
+            self.ended[-1].record()
+        if 0 <= timed <= ALONE:
+            torch.cuda.synchronize()
         if timed == 0:
             self.memory["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 2)
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
-        elif timed <= ALONE:
+        elif 0 < timed <= ALONE:
             self.issued.append((now - self.began) * 1e3)
-        else:
-            self.step_ms = (time.perf_counter() - self.began) / IN_A_ROW * 1e3
         self.began = time.perf_counter()
 
     def found(self) -> dict[str, float]:
         """Return the figures of a fit."""
-        times = self.step_ms, statistics.median(self.issued)
+        torch.cuda.synchronize()
+        steps = [before.elapsed_time(end) for before, end in itertools.pairwise(self.ended)]
+        times = statistics.median(steps), statistics.median(self.issued)
         rounded = {name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}
         return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
 
@@ -333,7 +334,7 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     """Run what ``records`` lack, a round of all methods of a model after the other, until the time is up."""
     end, failed = time.monotonic() + args.seconds, set()
     rounds = range(args.rounds if args.largest is None else 1)
-    for name, number, method in product(args.models, rounds, args.methods):
+    for name, number, method in itertools.product(args.models, rounds, args.methods):
         key = name, method, args.largest, os.environ.get(ALLOCATOR)
         if key in failed or rounds_of(records.get(key)) > number:
             continue
