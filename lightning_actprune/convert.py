@@ -30,7 +30,7 @@ from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, Pres
 from lightning_actprune.operators import convolution
 from lightning_actprune.operators.activation import CompressedActivation, ExactActivation
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
-from lightning_actprune.operators.base import CompressedLayer, LayerState, dense_class, torch_class
+from lightning_actprune.operators.base import CompressedLayer, LayerState, Marks, dense_class, torch_class
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.linear import CompressedLinear
 from lightning_actprune.operators.recompute import RecomputedModule, RecomputeState, find_blocks, recomputed_class
@@ -234,16 +234,16 @@ def _running_again(model: nn.Module, owner: str) -> list[tuple[str, RecomputedMo
     return [(fqn, module) for fqn, module in found if module._recompute.owner == owner]
 
 
-def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> tuple[str, str] | None:
-    """Return what a compiler is told of a layer's inputs, and of those of few rows."""
+def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> Marks | None:
+    """Return what a compiler is told of a layer's inputs."""
     if layer.traced == "own":
         return None
     if layer.traced == "dense":
-        return "", ""
+        return "", "", 0
     keep = layer.keep
     kept = keep.stored_bits, keep.block_size, keep.scope, keep.selection
     mark = Mark(layer.operator_of(layer), name, *kept, of_model)
-    return mark.text, replace(mark, bits=8).text
+    return mark.text, replace(mark, bits=8).text, keep.fine_rows if 0 < keep.stored_bits < 8 else 0
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -62,7 +62,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
 )
 from lightning_actprune.config import check_bits
-from lightning_actprune.operators.base import CompressedLayer, Traced, torch_class
+from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced, torch_class
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
@@ -697,13 +697,15 @@ class CompressedHardsigmoid(ExactActivation, nn.Hardsigmoid):
 class ForeignActivation(CompressedActivation):
     """Mixin for functions of other packages that torch has as one operation, whatever they are written with."""
 
-    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _dense_forward(
+        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return ``f(input)`` by torch's operation, whose backward needs the input alone, which is marked."""
         if not torch.is_grad_enabled():
-            return super()._dense_forward(*args, **kwargs)
+            return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
-        dtype = activated_dtype(x, self.stored_by(self, self._state.blocks.bits), self.widened_by(self))
-        return ACTIVATIONS[self.function].forward(self._state.marked(x, trained=False).to(dtype))
+        dtype = activated_dtype(x, self.stored_by(self, state.blocks.bits), self.widened_by(self))
+        return ACTIVATIONS[self.function].forward(state.marked(x, trained=False).to(dtype))
 
 
 class ForeignGELU(ForeignActivation):

@@ -27,7 +27,7 @@ from lightning_actprune.codec.blocks import Blocks
 from lightning_actprune.codec.private import no_dispatch_modes
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import reuse
-from lightning_actprune.operators.base import CompressedLayer, Traced
+from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear, CompressedLinear, compressed_linear, compresses
 
 
@@ -187,16 +187,12 @@ class RoutedMultiheadAttention(CompressedLayer, nn.MultiheadAttention):
     operator: ClassVar[Operator] = "linear"
     projects: ClassVar[bool] = False
     """Whether the in-projection is compressed."""
+    always_own = True  # the dense one calls no projection
 
     @classmethod
     def refusal(cls, layer: Any) -> str | None:
         """Return why no attention can be routed."""
         return routing_refusal()
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: the dense one calls no projection."""
-        return "own"
 
     def describe(self) -> str:
         """Return nothing: the projection has its own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +22,10 @@ from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import marked
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
+
+Marks = tuple[str, str, int]
+"""What a compiler is told of an input (``compiled.marks``), empty for nothing, what of one of few rows, and below how
+many rows it is one. A constant: of each layer a compiler checks in every step what it has read while it traced it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +44,7 @@ class LayerState:
         highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
         features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
             later.
-        marks: What a compiler is told of the input, and what of one of few rows (``compiled.marks``), empty where that
-            is nothing. With ``None`` it sees the layer's own operators in place of the dense ones.
+        marks: What a compiler is to know; with ``None`` it sees the layer's own operators in place of the dense ones.
     """
 
     keep: Keep
@@ -48,7 +52,9 @@ class LayerState:
     owner: str | None = None
     highest: float = 0.0
     features: tuple[int, int] | None = None
-    marks: tuple[str, str] | None = None
+    marks: Marks | None = None
+    drops: bool = field(init=False, repr=False)
+    """Whether it drops blocks now or later, which spares a compiler the look at ``parts`` of those that never do."""
     parts: Tensor = field(init=False, repr=False)
     blocks: Blocks = field(init=False, repr=False)
     """How inputs are cut into blocks and stored."""
@@ -63,6 +69,7 @@ class LayerState:
         object.__setattr__(self, "turned_blocks", Blocks(keep.block_size, turned, keep.stored_bits, keep.selection))
         parts = torch.empty(sparsity_parts(self.sparsity), 0, dtype=torch.bool, device="meta")
         object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "drops", self.sparsity > 0 or self.highest > 0)
 
     def is_fine(self, x: Tensor) -> bool:
         """Return whether an input ``[..., features]`` has so few rows that it is kept in eight bits, all of it."""
@@ -81,12 +88,13 @@ class LayerState:
 
         ``trained``: Whether a parameter of the layer needs a gradient.
         """
-        assert self.marks is not None
-        if not isinstance(x, Tensor) or not (trained or x.requires_grad):
+        marks = self.marks
+        if not isinstance(x, Tensor) or not (trained or x.requires_grad) or marks is None or not marks[0]:
             return x
-        fine = self.keep.fine_rows > 0 and x.dim() > 0 and self.is_fine(x)
-        text = self.marks[1 if fine else 0]  # torch 2.11 traces no bool as an index
-        return marked(x, text, 0 if fine else self.parts.size(0)) if text else x
+        text, text_of_few, few_rows = marks
+        if few_rows and x.dim() > 0 and x.numel() < few_rows * x.shape[-1]:
+            return marked(x, text_of_few)
+        return marked(x, text, self.parts.size(0) if self.drops else 0)
 
 
 Traced = Literal["marked", "dense", "own"]
@@ -113,6 +121,8 @@ class CompressedLayer(Converted):
     """Name of a child that the compressed layer computes itself, and does not call."""
     stores: ClassVar[bool] = True
     """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    always_own: ClassVar[bool] = False
+    """Whether a compiler sees its own operators, whatever it is told; what only routes has no state."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Of what a class of another package reads in its forward, where others that compute the same are known by its code
     (``operators.alike``): some names by which classes are left out that do not; by default a class is known by name."""
@@ -126,37 +136,41 @@ class CompressedLayer(Converted):
         """
         super().__init_subclass__(**options)
         compressed = vars(cls).get("forward")
+        if compressed is None and "dense_class" in vars(cls):
+            compressed = cls.forward.__wrapped__  # type: ignore[attr-defined]
         if compressed is None:
             return
+        # Bound here: of what is looked up in a layer or its class, a compiler checks in every step that it is the same.
+        own, dense, traced = cls.always_own, getattr(cls, "dense_class", None), cls._dense_forward
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self, cls):
-                if is_compiling() and self._is_marked:
-                    return self._dense_forward(*args, **kwargs)
-                return compressed(self, *args, **kwargs)
-            return type(self).forward(self, *args, **kwargs)
+            if not isinstance(self, cls):
+                return type(self).forward(self, *args, **kwargs)
+            if is_compiling() and not own:
+                state = self._state
+                if state.marks is not None and not is_exporting():
+                    return traced(self, dense, state, args, kwargs)  # type: ignore[arg-type]
+            return compressed(self, *args, **kwargs)
 
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
         forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
         cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
 
-    @property
-    def _is_marked(self) -> bool:
-        """Whether a compiler is to see the dense layer; one that only routes has no state."""
-        return self.traced != "own" and self._state.marks is not None and not is_exporting()
-
-    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _dense_forward(
+        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return what the dense layer does, with its inputs marked for the compiler that traces this."""
-        state: LayerState = self._state
         if torch.is_grad_enabled():  # without, nobody runs the pass that takes marks out
-            trained = any(parameter.requires_grad for parameter in self.parameters(recurse=False))  # type: ignore[attr-defined]
+            trained = needs_gradients(self)
             args = tuple(state.marked(x, trained) for x in args)
             kwargs = {name: state.marked(x, trained) for name, x in kwargs.items()}
-        return self.dense_class.forward(self, *args, **kwargs)
+        return dense.forward(self, *args, **kwargs)
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees of the layer that packs by itself what is kept."""
+        """What a compiler sees of the layer that packs by itself what is kept; asked when layers are marked."""
+        if self.always_own:
+            return "own"
         return "marked" if self.stores else "dense"
 
     @classmethod
@@ -272,6 +286,14 @@ def refuse_dtensors(x: Tensor) -> None:
         "module that was given to `fully_shard`, by whose forward weights are gathered, and not a layer inside; keep "
         "tensor-parallel layers dense (`rules={name: None}`)."
     )
+
+
+def needs_gradients(module: Any) -> bool:
+    """Return whether a parameter of the module itself needs a gradient, as a compiler sees it at the least price."""
+    for parameter in module._parameters.values():  # noqa: SIM110
+        if parameter is not None and parameter.requires_grad:
+            return True
+    return False
 
 
 def hooked(module: nn.Module) -> bool:

@@ -38,6 +38,7 @@ their forward computes, and import nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -56,6 +57,7 @@ from lightning_actprune.codec.dispatch import (
 )
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all
+from lightning_actprune.codec.private import is_exporting
 from lightning_actprune.config import check_block_size
 from lightning_actprune.operators.activation import (
     ACTIVATIONS,
@@ -69,7 +71,7 @@ from lightning_actprune.operators.activation import (
     keeps_derivative,
     memory_order,
 )
-from lightning_actprune.operators.base import CompressedLayer, Traced
+from lightning_actprune.operators.base import CompressedLayer, LayerState, Traced
 
 if TYPE_CHECKING:
     from lightning_actprune.kernels.launch import Launch
@@ -419,16 +421,13 @@ class CompressedGated(CompressedLayer):
     """
 
     operator = "activation"
-
-    @property
-    def traced(self) -> Traced:
-        """What a compiler sees: dense, backward would read a sigmoid as well as what it is of."""
-        return "own"
+    always_own = True  # dense, backward would read a sigmoid as well as what it is of
 
 
 class CompressedGatedMLP(CompressedGated):
     """Mixin of MLPs with an activation function, whose name is ``replaced``."""
 
+    always_own = False
     replaced: ClassVar[str]
     down_proj: nn.Module
 
@@ -438,10 +437,12 @@ class CompressedGatedMLP(CompressedGated):
         known = _known(getattr(self, self.replaced))
         return "marked" if known and self._stored()[0].function in SMOOTH else "own"
 
-    def _dense_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _dense_forward(
+        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Return what the dense module does, with the factors of its product marked."""
         if not torch.is_grad_enabled():
-            return super()._dense_forward(*args, **kwargs)
+            return super()._dense_forward(dense, state, args, kwargs)
         (x,) = *args, *kwargs.values()
         return self.output(self.hidden(x))
 
@@ -471,7 +472,7 @@ class CompressedGatedMLP(CompressedGated):
         """Return ``f(a) u``."""
         if not (a.requires_grad or u.requires_grad) or a.shape != u.shape:
             return cast(Tensor, getattr(self, self.replaced)(a) * u)
-        if is_compiling() and self._is_marked:
+        if self._is_marked():
             return self._marked_product(a, u)
         return gated_product(a, u, *self._stored())
 
@@ -481,11 +482,15 @@ class CompressedGatedMLP(CompressedGated):
             first, second = x.chunk(2, dim)
             function = getattr(self, self.replaced)
             return cast(Tensor, function(first) * second if gate_first else first * function(second))
-        if is_compiling() and self._is_marked:
+        if self._is_marked():
             first, second = x.chunk(2, dim)
             return self._marked_product(first, second) if gate_first else self._marked_product(second, first)
         function, block_size, widens = self._stored()
         return gated_halves(x, function, block_size, dim, gate_first, widens)
+
+    def _is_marked(self) -> bool:
+        """Return whether a compiler traces the dense module with marks in it."""
+        return is_compiling() and self._state.marks is not None and not is_exporting()
 
     def _marked_product(self, a: Tensor, u: Tensor) -> Tensor:
         """Return ``f(a) u`` by torch's operations, for a compiler that packs what backward reads of it."""
