@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from lightning_actprune.codec.dispatch import (
     LaunchCache,
     as_operator,
     choose_backend,
+    forced_backend,
     in_operator,
     is_aligned,
     on_device_of,
@@ -142,6 +143,79 @@ def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: in
     """Undo ``quantize``: the values ``[rows, length]`` in ``dtype``, contiguous."""
     nowhere = _nowhere(values.device)
     return unpack(values, nowhere, nowhere, rows, length, block_size, bits, dtype)
+
+
+class Quantize:
+    """``quantize`` for code that a compiler writes: what depends on sizes alone is looked up, once for all calls.
+
+    It takes contiguous tensors, on the GPU that is the current one.
+
+    Args:
+        block_size: Values per block.
+        bits: To how many bits they are quantized.
+    """
+
+    def __init__(self, block_size: int, bits: int) -> None:
+        self._how = block_size, bits
+        self._launches = LaunchCache(self._launch)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``quantize(x, block_size, bits)``."""
+        launch = self._launches[x.shape, x.dtype, x.get_device(), is_aligned(x), forced_backend()]
+        return quantize(x, *self._how) if launch is None else launch.store(x)
+
+    def _launch(
+        self, shape: tuple[int, int, int], dtype: torch.dtype, device: int, aligned: bool, _: Any
+    ) -> QuantizeLaunch | None:
+        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+        block_size, bits = self._how
+        place, kept, columns = (
+            _place(device),
+            kept_blocks(shape, block_size, ALL_BLOCKS),
+            ceil_div(shape[2], block_size),
+        )
+        if not 0 < kept <= MAX_KEPT_BLOCKS or choose_backend(shape, dtype, place, block_size, columns) != "triton":
+            return None
+        strides = shape[1] * shape[2], shape[2], 1
+        launch = _pack_launch(shape, strides, dtype, place, aligned, block_size, ALL_BLOCKS, bits, "largest")
+        return cast("QuantizeLaunch", launch)
+
+
+class Dequantize:
+    """``dequantize`` for code that a compiler writes, see ``Quantize``.
+
+    Args:
+        block_size: Values per block.
+        bits: To how many bits they are quantized.
+        dtype: Of the result.
+    """
+
+    def __init__(self, block_size: int, bits: int, dtype: torch.dtype) -> None:
+        self._how = block_size, bits, dtype
+        self._launches = LaunchCache(self._launch)
+
+    def __call__(self, values: Tensor, rows: int, length: int) -> Tensor:
+        """Return ``dequantize(values, rows, length, block_size, bits, dtype)``."""
+        launch = self._launches[rows, length, values.get_device(), is_aligned(values), forced_backend()]
+        if launch is None:
+            return dequantize(values, rows, length, *self._how)
+        out = values.new_empty((rows, length), dtype=self._how[2])
+        launch(values, values, values, out)  # two without meaning: there are no positions
+        return out
+
+    def _launch(self, rows: int, length: int, device: int, aligned: bool, _: Any) -> Launch | None:
+        """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
+        block_size, bits, dtype = self._how
+        columns, place = ceil_div(length, block_size), _place(device)
+        kept, shape = rows * columns, (1, rows, length)
+        if not kept or choose_backend(shape, dtype, place, block_size, columns) != "triton":
+            return None
+        return _unpack_launch(0, kept, shape, False, block_size, bits, place, dtype, (aligned,) * 3)
+
+
+def _place(device: int) -> torch.device:
+    """Return the device of a tensor by its number, which takes less time to ask for."""
+    return torch.device("cpu") if device < 0 else torch.device("cuda", device)
 
 
 @functools.cache

@@ -47,6 +47,8 @@ Name                                   Says                              Without
 ``torch.nn.modules.module``'s hooks    whether there are any for all     there may be: modules are not fused
 ``_inductor``'s and ``_functorch``'s   lets a pass see the joint graph   compiled layers keep what they do without it
   ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
+``_inductor.lowering``'s and ``ir``'s  lets inductor's code call what    it calls operators, slower
+                                       packs
 ====================================== ================================= ==============================================
 
 Private attributes of tensors, storages and modules (``ATTRIBUTES``) are used where they are. Too much rests on those of
@@ -374,10 +376,49 @@ def joint_passes() -> JointPasses:
     return JointPasses(inductor, functorch, base)
 
 
+class Lowering(NamedTuple):
+    """What says how inductor writes operators as code.
+
+    Args:
+        lowerings: What each operator is replaced by.
+        fallback_handler: What calls an operator.
+        ir: Inductor's representation of code.
+    """
+
+    lowerings: dict[Any, Any]
+    fallback_handler: Callable[..., Any]
+    ir: Any
+
+
+FOR_CALLS = (
+    "torch._inductor.lowering.lowerings",
+    "torch._inductor.lowering.fallback_handler",
+    "torch._inductor.ir",
+    "torch._inductor.ir.ExternKernelAlloc",
+    "torch._inductor.ir.ExternKernel.require_contiguous",
+    "torch._inductor.ir.FixedLayout",
+    "torch._inductor.ir.TensorBox.create",
+    "torch._inductor.codegen.wrapper.PythonWrapperCodegen",
+    _VIRTUALIZED,
+)
+"""What a call in inductor's code rests on; looked up when it is asked for."""
+
+
+@functools.cache
+def lowering() -> Lowering:
+    """Return how inductor writes operators; ``refusal("...", FOR_CALLS)`` says if something is missing."""
+    return Lowering(*[found(name) for name in FOR_CALLS][:3])
+
+
+def virtualized() -> Any:
+    """Return what says what inductor is at."""
+    return found(_VIRTUALIZED)
+
+
 def inductor_runs() -> bool:
     """Return whether it is inductor that is compiling."""
-    virtualized = found(_VIRTUALIZED)
-    return virtualized is not None and isinstance(virtualized.fake_mode, FakeTensorMode)
+    known = virtualized()
+    return known is not None and isinstance(known.fake_mode, FakeTensorMode)
 
 
 # Modules.

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
+from lightning_actprune.compiled.calls import let_inductor_call
 from lightning_actprune.compiled.joint import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
 from lightning_actprune.compiled.report import Packed, Row
@@ -145,6 +146,8 @@ class _Installed:
                 "(`torch.compiler.disable`), or leave it dense by a rule of `None`."
             ) from error
         if packed is not None:
+            if inductor_runs():
+                let_inductor_call()
             self._last = packed, [(rows, len(rows)) for rows in _open]
             for rows in _open:
                 rows += packed.rows
@@ -206,10 +209,13 @@ class _FunctorchPass:
 
 @functools.cache
 def source_hash() -> bytes:
-    """Return a number of what the pass does: of the version of the package and of the files of this part of it."""
+    """Return a number of what the pass does: of the package's version, the files here and what compiled code calls.
+
+    Code that comes out of a cache on disk calls what there was when it went in.
+    """
     from lightning_actprune import __version__
 
-    digest = hashlib.sha256(f"{__version__} {torch.__version__}".encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    digest, here = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
+    for path in (*sorted(here.glob("*.py")), here.parent / "codec" / "packed.py"):
         digest.update(path.read_bytes())
     return digest.digest()

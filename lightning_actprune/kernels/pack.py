@@ -642,12 +642,17 @@ class QuantizeLaunch:
 
     def __call__(self, x: Tensor, copy: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(values, bitmap, offsets)``; ``copy``: memory for the contiguous copy of a launch that casts."""
-        values = x.new_empty(*self.values, dtype=self.dtype)
-        self._store(x, x if copy is None else copy, values)
+        values = self.store(x, copy)
         if self._positions is None:
             with torch.inference_mode(False):  # else nothing could save it for backward
                 self._positions = x.new_empty(self._samples, 0, dtype=torch.int32)
         return values, self._positions, self._positions
+
+    def store(self, x: Tensor, copy: Tensor | None = None) -> Tensor:
+        """Return the values alone."""
+        values = x.new_empty(self.values, dtype=self.dtype)
+        self._store(x, x if copy is None else copy, values)
+        return values
 
 
 def pack_launch(

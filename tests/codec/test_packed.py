@@ -10,7 +10,16 @@ import torch
 from lightning_actprune.codec import blocks
 from lightning_actprune.codec.blocks import ALL_BLOCKS, SELECTIONS
 from lightning_actprune.codec.formats import PLANES
-from lightning_actprune.codec.packed import pack, pack_all, unpack, unpack_all
+from lightning_actprune.codec.packed import (
+    Dequantize,
+    Quantize,
+    dequantize,
+    pack,
+    pack_all,
+    quantize,
+    unpack,
+    unpack_all,
+)
 from tests.support import oracle
 from tests.support.packing import each_bits, each_dtype, expected, packed
 
@@ -338,3 +347,22 @@ def test_operators_of_whole_tensors_have_one_result(device):
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.actprune.quantize.default, (x, 8, 3), test_utils=tests)
     torch.library.opcheck(torch.ops.actprune.dequantize.default, (values, 6, 20, 8, 3, torch.float32), test_utils=tests)
+
+
+@each_dtype
+@each_bits
+def test_objects_for_compiled_code_do_what_operators_do(device, dtype, bits):
+    store, read = Quantize(8, bits), Dequantize(8, bits, dtype)
+    for shape in ((2, 3, 20), (1, 5, 8), (2, 3, 20), (0, 3, 8)):
+        x = torch.randn(shape, device=device).to(dtype)
+        values = store(x)
+        assert torch.equal(values, quantize(x, 8, bits))
+        rows, length = x.flatten(0, 1).shape
+        assert torch.equal(read(values, rows, length), dequantize(values, rows, length, 8, bits, dtype))
+
+
+def test_objects_for_compiled_code_refuse_what_operators_do():
+    with pytest.raises(TypeError, match="float64 values cannot be stored in 4 bits"):
+        Quantize(8, 4)(torch.zeros(1, 2, 16, dtype=torch.float64))
+    with pytest.raises(ValueError, match="larger `block_size` than 1"):
+        Quantize(1, 4)(torch.empty(1, 1, 1).expand(2**31, 1, 1))

@@ -1,0 +1,92 @@
+"""What inductor's code calls to pack: objects in place of operators, which compute the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from lightning_actprune.codec import private
+from lightning_actprune.compiled import calls
+from lightning_actprune.compiled.scope import CompiledPacking
+from tests.compiled.support import Marked, mark
+
+KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
+OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 96), nn.Linear(96, 64), nn.Linear(64, 40)]
+    return nn.Sequential(*(Marked(layer, mark("linear", bits)) for layer, bits in zip(layers, (8, 3, 4), strict=True)))
+
+
+def compiled_step(samples: tuple[int, ...], **options: bool) -> tuple[list[Tensor], str]:
+    """Return the gradients of steps on so many samples each, and the code they ran."""
+    torch._dynamo.reset()
+    model, grads = net(), []
+
+    def steps() -> None:
+        compiled = torch.compile(model, fullgraph=True, dynamic=len(samples) > 1)
+        for count in samples:
+            x = torch.randn(count, 30, 48, generator=torch.Generator().manual_seed(count))
+            compiled(x).square().mean().backward()
+        grads.extend(p.grad for p in model.parameters())
+
+    with inductor.patch(force_disable_caches=True, **options), CompiledPacking():
+        _, code = run_and_get_code(steps)
+    return grads, "\n".join(code)
+
+
+@pytest.fixture
+def operators_called(monkeypatch):
+    """Inductor as it is without what this package has told it."""
+    calls.let_inductor_call()
+    for operator in OPERATORS:
+        monkeypatch.delitem(private.lowering().lowerings, operator)
+
+
+@pytest.mark.parametrize("samples", [(40,), (40, 56)], ids=["static", "dynamic"])
+def test_objects_are_called_in_place_of_operators(samples):
+    _, code = compiled_step(samples)
+    assert not re.search(r"= torch\.ops\.actprune", code)
+    made = re.findall(r"^actprune_\w+ = (\w+\(.*\))$", code, re.MULTILINE)
+    wanted = (f"{name}(32, {bits}{more})" for bits in (3, 4) for name, more in KINDS.items())
+    assert sorted(made) == sorted(wanted)
+    for name in KINDS:
+        assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
+
+
+@pytest.mark.parametrize("samples", [(40,), (40, 56)], ids=["static", "dynamic"])
+def test_they_compute_what_operators_do(samples, request):
+    found, _ = compiled_step(samples)
+    request.getfixturevalue("operators_called")
+    expected, code = compiled_step(samples)
+    assert re.search(r"= torch\.ops\.actprune", code)
+    for grad, right in zip(found, expected, strict=True):
+        assert torch.equal(grad, right)
+
+
+def test_a_torch_without_what_it_rests_on_calls_operators(operators_called, monkeypatch):
+    monkeypatch.setattr(private, "MISSING", ["torch._inductor.ir.FixedLayout"])
+    calls.let_inductor_call.__wrapped__()
+    assert not any(operator in private.lowering().lowerings for operator in OPERATORS)
+
+
+def test_code_that_is_not_in_python_calls_operators():
+    graph = type("Graph", (), {"cpp_wrapper": True})
+    called = []
+    handler = private.lowering()._replace(
+        fallback_handler=lambda operator: lambda *given: called.append((operator, given))
+    )
+    x = type("Box", (), {"get_size": lambda self: (2, 3, 40)})()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "inductor", lambda: handler)
+        patch.setattr(calls, "virtualized", lambda: type("V", (), {"graph": graph}))
+        calls._quantize(x, 32, 4)
+        calls._dequantize(x, 6, 40, 32, 4, torch.float32)
+    assert called == [(OPERATORS[0], (x, 32, 4)), (OPERATORS[1], (x, 6, 40, 32, 4, torch.float32))]
