@@ -20,6 +20,7 @@ import torch
 import torch._inductor.lowering  # which decompositions look up
 from rich.console import Console
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -49,7 +50,12 @@ def stop(*_: Any) -> NoReturn:
 def planned(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Trace forward and backward of a graph with inductor's decompositions, and compile neither."""
     return aot_module_simplified(
-        module, inputs, fw_compiler=stop, bw_compiler=stop, decompositions=select_decomp_table()
+        module,
+        inputs,
+        fw_compiler=stop,
+        bw_compiler=stop,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
     )
 
 
