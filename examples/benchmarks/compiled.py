@@ -61,7 +61,7 @@ class Alone(StepFigures):
 
     def __init__(self, ready: Barrier, turn: Lock) -> None:
         super().__init__()
-        self.ready, self.turn, self.began, self.held = ready, turn, time.perf_counter(), False
+        self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
         self.warm_up_s = 0.0
 
     def on_train_batch_start(
@@ -70,7 +70,7 @@ class Alone(StepFigures):
         if batch_idx == WARM_UP:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # for the others
-            self.warm_up_s = round(time.perf_counter() - self.began, 1)
+            self.warm_up_s = round(time.perf_counter() - self.made, 1)
             with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
                 self.ready.wait(CASE_SECONDS)
             self.held = self.turn.acquire()

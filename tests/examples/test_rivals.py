@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks import models, plots, rivals, summaries, third_party
+from examples.benchmarks import compiled, models, plots, rivals, summaries, third_party
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
 from tests.examples.stand_ins import PEAK, Blocks, vectors
 from tests.support.marks import quick
@@ -103,6 +104,18 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB}
     times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": rivals.IN_A_ROW}
     assert figures.found() == {**memory, **times}
+
+
+@pytest.mark.usefixtures("small")
+def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
+    clock, turn = Clock(monkeypatch), threading.Lock()
+    clock.passed(1)
+    figures = compiled.Alone(threading.Barrier(1), turn)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
+    assert figures.warm_up_s == rivals.WARM_UP + 10  # a second a step, and until the device has ended the last one
+    assert figures.found()["step_ms"] == 1000
+    assert turn.acquire(blocking=False)  # the next one
 
 
 @pytest.mark.usefixtures("small")
