@@ -337,10 +337,10 @@ def lightning_tests(records: Records) -> str:
 
 BUDGETS_TEXT = """\
 Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf16-mixed"`, eager, fused AdamW. Times
-are of one run with a slow host, each step waited for; in brackets, how much more or less than dense."""
+are of one run with a slow host, each step waited for, but of GPT-2; in brackets, how much more or less than dense."""
 COMPILED_TEXT = """\
-All methods of a model were measured in turn. Another benchmark kept the host busy at the same time, which shows in the
-times of small models, with most methods of this package above all."""
+All methods of a model were measured in turn, in steps one after the other. The speed of the host differs from minute to
+minute, which shows in the times of ResMLP, ResNet and ConvNeXt."""
 RIVALS_TEXT = """\
 Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was slow:
 where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
