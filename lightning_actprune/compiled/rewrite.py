@@ -28,6 +28,7 @@ from lightning_actprune.compiled.graphs import (
     name_of,
     passes_on,
     same_place,
+    source_of,
     tensor_of,
     value_of,
 )
@@ -89,10 +90,9 @@ class Rewriter:
 
     def _pack(self, source: Source, reader: Node) -> list[Node]:
         """Pack a source behind it, and unpack it before ``reader``; return what is kept."""
-        way, layout, node = source.way, source.layout, source.packed
-        assert way is not None
+        layout, node, writer = source.layout, self._computed(source), self._writer
         assert layout is not None
-        writer, value = self._writer, value_of(node)
+        value = value_of(node)
         with writer.before(after(node), FORWARD):
             read = self._in_memory_order(node, layout)
             kept = self._kept(source, read)
@@ -101,6 +101,19 @@ class Rewriter:
         with writer.before(reader, BACKWARD):
             self._restored[source.node] = self._unpack(source, kept, read, value)
         return kept
+
+    def _computed(self, source: Source) -> Node:
+        """Return what is packed of a source as forward computes it: a block that runs again makes casts of its own."""
+        packed, dtype = source.packed, value_of(source.packed).dtype
+        if packed in self._joint.forward:
+            return packed
+        readers = {user for node in (source.node, *source.node.users) for user in node.users} & self._joint.forward
+        for user in sorted(readers, key=self._joint.order.__getitem__):
+            as_wanted = name_of(user) in CASTS and value_of(user).dtype == dtype and same_place(user, source.node)
+            if as_wanted and source_of(user) is source.node:
+                return user
+        with self._writer.before(after(source.node), FORWARD):
+            return self._writer.cast(source.node, dtype)
 
     def _kept(self, source: Source, read: Node) -> list[Node]:
         """Return what is kept of a source, of which ``read`` is laid out as it is packed."""

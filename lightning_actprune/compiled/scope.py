@@ -182,6 +182,9 @@ def _inductor_pass() -> Any:
             # Newer versions of torch take several.
             self._others = before if isinstance(before, list | tuple) else [] if before is None else [before]
 
+        def __deepcopy__(self, memo: Any) -> Any:
+            return self  # torch.compile copies all of the configuration
+
         def __call__(self, graph: Graph) -> None:
             for other in self._others:
                 other(graph)
@@ -197,6 +200,9 @@ def _inductor_pass() -> Any:
 class _FunctorchPass:
     def __init__(self, owner: _Installed, run: Callable[[Graph], None], before: Any) -> None:
         self.owner, self.before, self._run = owner, before, run
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
     def __call__(self, module: GraphModule, inputs: Any) -> GraphModule:
         if callable(self.before):

@@ -51,6 +51,18 @@ class Convolutions(nn.Module):
         return F.relu(self.bn2(self.conv2(y)) + x).view(8, 32, WIDTH)
 
 
+class Mixed(nn.Module):
+    """A residual block whose convolution reads, under autocast, a cast of what it is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Parameter(torch.ones(16, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(8, 16, 16, 8)
+        return (x + self.scale * F.gelu(self.conv(x))).view(8, 32, WIDTH)
+
+
 class Crossing(nn.Module):
     """Takes a tuple and a tensor by name, and hands both of the tuple on."""
 
@@ -137,6 +149,20 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
     assert {(row.how, row.bits, row.stored_bytes) for row in inputs} == {("packed", 8, PACKED)}
     assert len(inputs) == (4 if kind == "crossing" else 3)
     assert sum(tensor.nbytes >= PACKED for tensor in found.kept) <= len(inputs) + 3  # the batch, and what is outside
+
+
+@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], "aot_eager"))
+def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: str):
+    torch.manual_seed(0)
+    model, x = Net(*(Mixed() for _ in range(3))), torch.randn(8, 32, WIDTH)
+    dense = step(model, x, packs=False, backend=backend, autocast=True)
+    found = step(converted(model), x, backend=backend, autocast=True)
+    assert torch.equal(found.output, dense.output)
+    assert cosine(found, dense) > 0.999
+    inputs = [row for row in found.rows if row.name == "blocks.*"]
+    assert [(row.how, row.bits, row.stored_bytes) for row in inputs] == [("packed", 8, PACKED)] * 3
+    assert sum(tensor.nbytes == PACKED for tensor in found.kept) == 3 + 1  # the head's, which are few rows
+    assert sum(tensor.nbytes > PACKED for tensor in found.kept) == 1  # the batch
 
 
 @pytest.mark.slow

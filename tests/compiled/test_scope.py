@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch._functorch.config as functorch
@@ -84,6 +86,14 @@ def test_a_pass_that_was_there_runs_once():
         found = step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
     assert len(seen) == 1
     assert [row.how for row in found.rows] == ["packed"]
+
+
+def test_a_model_may_be_given_to_the_compiler_meanwhile():
+    """``torch.compile`` copies the configuration, as in ``configure_model``."""
+    with CompiledPacking():
+        passes = installed()
+        torch.compile(nn.Linear(2, 2))
+        assert copy.deepcopy(passes)[:2] == passes[:2]
 
 
 def test_an_error_says_whose_it_is_and_what_to_do(monkeypatch):
