@@ -137,7 +137,7 @@ class CompressedLayer(Converted):
         super().__init_subclass__(**options)
         compressed = vars(cls).get("forward")
         if compressed is None and "dense_class" in vars(cls):
-            compressed = cls.forward.__wrapped__  # type: ignore[attr-defined]
+            compressed = getattr(cls.forward, "compressed", None)  # type: ignore[attr-defined]
         if compressed is None:
             return
         # Bound here: of what is looked up in a layer or its class, a compiler checks in every step that it is the same.
@@ -155,6 +155,7 @@ class CompressedLayer(Converted):
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
         forward.__code__ = forward.__code__.replace(co_name=f"{cls.__name__}.forward")
         cls.forward = functools.wraps(compressed)(forward)  # type: ignore[attr-defined]
+        cls.forward.compressed = compressed  # type: ignore[attr-defined]
 
     def _dense_forward(
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]

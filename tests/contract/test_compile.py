@@ -62,7 +62,7 @@ ALIKE = {
 def code_of(name: str) -> list[Any]:
     """Return what the compiler traces of the layers of a case, which is all but what their settings choose."""
     _, model = CASES[name].pair()
-    return [(type(layer).forward.__wrapped__, type(layer).__mro__[1]) for _, layer in layers(model)]
+    return [(type(layer).forward.compressed, type(layer).__mro__[1]) for _, layer in layers(model)]
 
 
 FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
