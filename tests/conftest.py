@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from lightning_actprune.codec.dispatch import force_backend
-from lightning_actprune.compiled import scope
+from lightning_actprune.compiled import told
 from tests.support import conv1d as conv1d_module
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
@@ -48,9 +48,9 @@ def _quiet_only_here() -> Iterator[None]:
 def _compilers_as_they_were() -> Iterator[None]:
     """See to it that no test leaves a pass behind that packs what compilers keep."""
     yield
-    if scope._open:  # held by a callback that nobody told of the end of its fit, which is in a cycle
+    if told._listening:  # held by a callback that nobody told of the end of its fit, which is in a cycle
         gc.collect()
-    assert scope._open == []
+    assert told._listening == ()
 
 
 @pytest.fixture(params=["cpu-reference", "cpu-triton", pytest.param("cuda-triton", marks=pytest.mark.gpu)])

@@ -148,7 +148,7 @@ def dequantize(values: Tensor, rows: int, length: int, block_size: int, bits: in
 class Quantize:
     """``quantize`` for code that a compiler writes: what depends on sizes alone is looked up, once for all calls.
 
-    It takes contiguous tensors, on the GPU that is the current one.
+    The GPU of the tensors has to be the current one.
 
     Args:
         block_size: Values per block.
@@ -161,11 +161,17 @@ class Quantize:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``quantize(x, block_size, bits)``."""
-        launch = self._launches[x.shape, x.dtype, x.get_device(), is_aligned(x), forced_backend()]
+        launch = self._launches[x.shape, x.stride(), x.dtype, x.get_device(), is_aligned(x), forced_backend()]
         return quantize(x, *self._how) if launch is None else launch.store(x)
 
     def _launch(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, device: int, aligned: bool, _: Any
+        self,
+        shape: tuple[int, int, int],
+        strides: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: int,
+        aligned: bool,
+        _: Any,
     ) -> QuantizeLaunch | None:
         """Return the launch for tensors of that kind, ``None`` if they are none for the kernels."""
         block_size, bits = self._how
@@ -174,15 +180,16 @@ class Quantize:
             kept_blocks(shape, block_size, ALL_BLOCKS),
             ceil_div(shape[2], block_size),
         )
-        if not 0 < kept <= MAX_KEPT_BLOCKS or choose_backend(shape, dtype, place, block_size, columns) != "triton":
+        if strides[2] != 1 or not 0 < kept <= MAX_KEPT_BLOCKS:
             return None
-        strides = shape[1] * shape[2], shape[2], 1
+        if choose_backend(shape, dtype, place, block_size, columns) != "triton":
+            return None
         launch = _pack_launch(shape, strides, dtype, place, aligned, block_size, ALL_BLOCKS, bits, "largest")
         return cast("QuantizeLaunch", launch)
 
 
 class Dequantize:
-    """``dequantize`` for code that a compiler writes, see ``Quantize``.
+    """``dequantize`` for code that a compiler writes, see ``Quantize``; of values that are contiguous.
 
     Args:
         block_size: Values per block.

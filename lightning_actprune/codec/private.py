@@ -395,7 +395,7 @@ FOR_CALLS = (
     "torch._inductor.lowering.fallback_handler",
     "torch._inductor.ir",
     "torch._inductor.ir.ExternKernelAlloc",
-    "torch._inductor.ir.ExternKernel.require_contiguous",
+    "torch._inductor.ir.ExternKernel.realize_input",
     "torch._inductor.ir.FixedLayout",
     "torch._inductor.ir.TensorBox.create",
     "torch._inductor.codegen.wrapper.PythonWrapperCodegen",

@@ -5,6 +5,9 @@ it need not be one. The way through the dispatcher and back to Python takes the 
 and a step of a small model waits for that. So where inductor lowers ``quantize`` and ``dequantize``, its code calls
 objects (``codec.packed.Quantize``, ``Dequantize``) that it makes when it is loaded and that know how to launch.
 
+The first of them in a forward also says what was decided of the graph (``compiled.told``), which code out of a cache
+tells nobody otherwise.
+
 In a torch that lacks one of the names this rests on, and in code that is not Python's, operators are called as before.
 """
 
@@ -19,6 +22,7 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
+from lightning_actprune.compiled.told import take_settled
 
 _own = torch.ops.actprune
 
@@ -26,8 +30,8 @@ _own = torch.ops.actprune
 @functools.cache
 def let_inductor_call() -> None:
     """Let inductor's code call ``Quantize`` and ``Dequantize`` from now on, if this torch can."""
+    lowerings = inductor().lowerings  # first, since looking names up finds out which are missing
     if refusal("Calling without the dispatcher", FOR_CALLS) is None:
-        lowerings = inductor().lowerings
         lowerings[_own.quantize.default] = _quantize
         lowerings[_own.dequantize.default] = _dequantize
 
@@ -35,16 +39,22 @@ def let_inductor_call() -> None:
 def _quantize(x: Any, block_size: int, bits: int) -> Any:
     samples, rows, length = x.get_size()
     size = samples * rows * ceil_div(length, block_size), row_bytes(block_size, bits, 0)
-    if virtualized().graph.cpp_wrapper:
+    if not _in_python():
         return inductor().fallback_handler(_own.quantize.default)(x, block_size, bits)
     return _called(f"Quantize({block_size}, {bits})", x, (), size, torch.uint8)
 
 
 def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
-    if virtualized().graph.cpp_wrapper:
+    if not _in_python():
         handler = inductor().fallback_handler(_own.dequantize.default)
         return handler(values, rows, length, block_size, bits, dtype)
     return _called(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
+
+
+def _in_python() -> bool:
+    """Return whether inductor writes code in Python."""
+    graph = virtualized().graph
+    return not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
 
 
 def _called(made: str, x: Any, numbers: tuple[Any, ...], size: tuple[Any, ...], dtype: torch.dtype) -> Any:
@@ -52,15 +62,17 @@ def _called(made: str, x: Any, numbers: tuple[Any, ...], size: tuple[Any, ...], 
 
     Args:
         made: How the object is made.
-        x: The tensor.
+        x: The tensor, whose strides are those that the operator asks for.
         numbers: What it is given besides.
         size: Of the result.
         dtype: Of the result.
     """
     ir = inductor().ir
     layout = ir.FixedLayout(x.get_device(), dtype, list(size), None)
-    call = _call_class()(layout, [ir.ExternKernel.require_contiguous(x)], numbers, python_kernel_name=_name(made))
+    call = _call_class()(layout, [ir.ExternKernel.realize_input(x)], numbers, python_kernel_name=_name(made))
     call.made = made
+    if not virtualized().graph.is_backward:
+        call.report = take_settled()
     return ir.TensorBox.create(call)
 
 
@@ -76,9 +88,14 @@ def _call_class() -> Any:
 
     class Call(base):  # type: ignore[misc]
         made = ""
+        report: str | None = None
 
         def codegen(self, wrapper: Any) -> None:
-            """Write the call, and what it calls above it."""
+            """Write the call, and what it calls above all code."""
+            if self.report is not None:
+                wrapper.add_import_once("from lightning_actprune.compiled.told import Report")
+                wrapper.add_import_once(f"actprune_report = Report({self.report!r})")
+                wrapper.writeline("actprune_report()")
             wrapper.add_import_once("from lightning_actprune.codec.packed import Dequantize, Quantize")
             wrapper.add_import_once(f"{_name(self.made)} = {self.made}")
             super().codegen(wrapper)

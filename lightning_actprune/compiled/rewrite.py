@@ -28,7 +28,6 @@ from lightning_actprune.compiled.graphs import (
     name_of,
     passes_on,
     same_place,
-    source_of,
     tensor_of,
     value_of,
 )
@@ -104,16 +103,10 @@ class Rewriter:
 
     def _computed(self, source: Source) -> Node:
         """Return what is packed of a source as forward computes it: a block that runs again makes casts of its own."""
-        packed, dtype = source.packed, value_of(source.packed).dtype
-        if packed in self._joint.forward:
-            return packed
-        readers = {user for node in (source.node, *source.node.users) for user in node.users} & self._joint.forward
-        for user in sorted(readers, key=self._joint.order.__getitem__):
-            as_wanted = name_of(user) in CASTS and value_of(user).dtype == dtype and same_place(user, source.node)
-            if as_wanted and source_of(user) is source.node:
-                return user
+        if source.packed in self._joint.forward:
+            return source.packed
         with self._writer.before(after(source.node), FORWARD):
-            return self._writer.cast(source.node, dtype)
+            return self._writer.cast(source.node, value_of(source.packed).dtype)
 
     def _kept(self, source: Source, read: Node) -> list[Node]:
         """Return what is kept of a source, of which ``read`` is laid out as it is packed."""

@@ -7,7 +7,7 @@ it does nothing. A pass that somebody has installed before runs first, and is pu
 
 A graph without marks is left as it is, so whatever else is compiled meanwhile is not concerned. Inductor's caches know
 a compilation by its graph, marks included, and by the pass's ``uuid``, the version and the source of this package. What
-comes out of a cache is packed like when it went in, but is no part of the report: the pass does not run.
+comes out of a cache is packed like when it went in, and says itself what was decided then (``compiled.told``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_actprune.compiled.calls import let_inductor_call
 from lightning_actprune.compiled.joint import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
 from lightning_actprune.compiled.report import Packed, Row
+from lightning_actprune.compiled.told import Rows, leave, listen, listening, settle
 
 _FEATURE = "Packing what compiled layers keep"
 
@@ -54,8 +55,8 @@ class CompiledPacking:
     """
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
-        """What was decided of every value of the graphs that were compiled."""
+        self.rows = Rows()
+        """What was decided of every value of the graphs that were compiled, or came out of a cache and have run."""
         self._left = 0
         self._closing: weakref.finalize[..., CompiledPacking] | None = None
 
@@ -83,11 +84,11 @@ class CompiledPacking:
         reason = why_not()
         if reason is not None:
             raise RuntimeError(reason)
-        if not _open:
+        if not listening():
             _installed.append(_Installed())
         if not self.is_open:
             self._left = left_marks()
-            _open.append(self.rows)
+            listen(self.rows)
             self._closing = weakref.finalize(self, _close, self.rows)
         return self
 
@@ -97,14 +98,12 @@ class CompiledPacking:
             self._closing()
 
 
-def _close(rows: list[Row]) -> None:
-    _open[:] = [others for others in _open if others is not rows]
-    if not _open:
+def _close(rows: Rows) -> None:
+    leave(rows)
+    if not listening():
         _installed.pop().remove()
 
 
-_open: list[list[Row]] = []
-"""Where those that are open put what was decided."""
 _installed: list[_Installed] = []
 """The passes, while any is open."""
 
@@ -135,7 +134,7 @@ class _Installed:
     def _pack(self, graph: Graph) -> None:
         """Pack what a joint graph keeps, and say so to all that are open."""
         self._last = None
-        if not _open:  # somebody has wrapped the pass, and keeps it
+        if not listening():  # somebody has wrapped the pass, and keeps it
             return
         try:
             packed = pack_joint_graph(graph)
@@ -148,8 +147,8 @@ class _Installed:
         if packed is not None:
             if inductor_runs():
                 let_inductor_call()
-            self._last = packed, [(rows, len(rows)) for rows in _open]
-            for rows in _open:
+            self._last = packed, [(rows, len(rows)) for rows in listening()]
+            for rows in listening():
                 rows += packed.rows
 
     def _settle(self, graph: Graph) -> None:
@@ -162,6 +161,7 @@ class _Installed:
             self._last = None
             for told, start in places:
                 told[start : start + len(packed.rows)] = rows
+            settle(rows)
 
 
 def _remaining(installed: Any) -> Any:
@@ -222,6 +222,7 @@ def source_hash() -> bytes:
     from lightning_actprune import __version__
 
     digest, here = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
-    for path in (*sorted(here.glob("*.py")), here.parent / "codec" / "packed.py"):
+    codec = here.parent / "codec"
+    for path in (*sorted(here.glob("*.py")), codec / "packed.py", codec / "formats.py"):
         digest.update(path.read_bytes())
     return digest.digest()

@@ -353,8 +353,9 @@ def test_operators_of_whole_tensors_have_one_result(device):
 @each_bits
 def test_objects_for_compiled_code_do_what_operators_do(device, dtype, bits):
     store, read = Quantize(8, bits), Dequantize(8, bits, dtype)
-    for shape in ((2, 3, 20), (1, 5, 8), (2, 3, 20), (0, 3, 8)):
-        x = torch.randn(shape, device=device).to(dtype)
+    cut, turned = torch.randn(2, 3, 60, device=device)[:, :, 20:40], torch.randn(2, 20, 3, device=device).mT
+    for x in (cut.contiguous(), torch.randn(1, 5, 8, device=device), cut, turned, cut.contiguous() + 1, cut[:0]):
+        x = x.to(dtype)
         values = store(x)
         assert torch.equal(values, quantize(x, 8, bits))
         rows, length = x.flatten(0, 1).shape

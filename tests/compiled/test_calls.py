@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from lightning_actprune.codec import private
 from lightning_actprune.compiled import calls
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import Marked, mark
+from tests.compiled.support import Block, Marked, mark
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
 OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default
@@ -43,7 +43,7 @@ def compiled_step(samples: tuple[int, ...], **options: bool) -> tuple[list[Tenso
 
 
 @pytest.fixture
-def operators_called(monkeypatch):
+def operators_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor as it is without what this package has told it."""
     calls.let_inductor_call()
     for operator in OPERATORS:
@@ -56,9 +56,21 @@ def test_objects_are_called_in_place_of_operators(samples):
     assert not re.search(r"= torch\.ops\.actprune", code)
     made = re.findall(r"^actprune_\w+ = (\w+\(.*\))$", code, re.MULTILINE)
     wanted = (f"{name}(32, {bits}{more})" for bits in (3, 4) for name, more in KINDS.items())
-    assert sorted(made) == sorted(wanted)
+    assert sorted(text for text in made if "Report" not in text) == sorted(wanted)
+    assert len(re.findall(r"^ +actprune_report\(\)$", code, re.MULTILINE)) == 1
     for name in KINDS:
         assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
+
+
+def test_what_is_read_where_it_lies_is_not_copied():
+    """Query, key and value are parts of what one projection returns."""
+    torch._dynamo.reset()
+    x = torch.randn(4, 32, 64)
+    with inductor.patch(force_disable_caches=True), CompiledPacking():
+        _, (forward, *_) = run_and_get_code(torch.compile(Block(), fullgraph=True), x)
+    read = re.findall(r"= actprune_Quantize_32_\d\(reinterpret_tensor\((\w+), \(\d+, 2, 32\), \(192, 32, 1\)", forward)
+    assert len(read) == 3
+    assert len(set(read)) == 1
 
 
 @pytest.mark.parametrize("samples", [(40,), (40, 56)], ids=["static", "dynamic"])
@@ -71,10 +83,17 @@ def test_they_compute_what_operators_do(samples, request):
         assert torch.equal(grad, right)
 
 
-def test_a_torch_without_what_it_rests_on_calls_operators(operators_called, monkeypatch):
-    monkeypatch.setattr(private, "MISSING", ["torch._inductor.ir.FixedLayout"])
-    calls.let_inductor_call.__wrapped__()
-    assert not any(operator in private.lowering().lowerings for operator in OPERATORS)
+@pytest.mark.parametrize("name", ["lowering.lowerings", "ir.ExternKernel.realize_input"])
+@pytest.mark.usefixtures("operators_called")
+def test_a_torch_without_what_it_rests_on_calls_operators(name):
+    lowerings = private.lowering().lowerings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(private, "MISSING", [])
+        patch.delattr(f"torch._inductor.{name}")
+        private.lowering.cache_clear()
+        calls.let_inductor_call.__wrapped__()
+    private.lowering.cache_clear()
+    assert not any(operator in lowerings for operator in OPERATORS)
 
 
 def test_code_that_is_not_in_python_calls_operators():
