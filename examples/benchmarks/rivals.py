@@ -13,7 +13,9 @@ of a model run one after the other and then again, so that a drift of the machin
 allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
 the device, as trainings do: from where the device ends one step to where it ends the next, the median of ``in_a_row``
 steps. Before that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the
-median of some steps. Both are medians over the rounds.
+median of some steps. Both are medians over the rounds. Records without ``in_a_row`` are of an earlier version that
+waited for the device after each step: there ``step_ms`` has the host's time in forward in it. Those of GPT-2 in
+``budgets.json`` and of ``rivals_453fd4e.json`` have the mean of steps in a row.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
 weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
 
@@ -324,7 +326,17 @@ def rounds_of(record: Record | None) -> int:
 
 
 def merged(before: Record | None, found: Record) -> Record:
-    """Return the record of a case with the times of one more round, and medians over all of them."""
+    """Return the record of a case with the times of one more round, and medians over all of them.
+
+    Raises:
+        ValueError: If those before were timed in another way.
+    """
+    known = None if before is None or "error" in before else before.get("in_a_row", 0)
+    if known not in (None, found["in_a_row"]):
+        raise ValueError(
+            f"Steps of {found['model']}, {found['method']} were timed in another way, {known} in a row and not "
+            f"{found['in_a_row']}. HINT: name another file with --out."
+        )
     rounds = {f"{name}_rounds": [*(before or {}).get(f"{name}_rounds", []), found[name]] for name in TIMES}
     medians = {name: round(statistics.median(rounds[f"{name}_rounds"]), 2) for name in TIMES}
     return with_speed({**found, **medians, **rounds})

@@ -63,6 +63,31 @@ class Mixed(nn.Module):
         return (x + self.scale * F.gelu(self.conv(x))).view(8, 32, WIDTH)
 
 
+class Cosine(torch.autograd.Function):
+    """A sine whose gradient is computed in forward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (slope,) = ctx.saved_tensors
+        return grad * slope
+
+
+class Early(nn.Module):
+    """A block of whose input backward needs something before the first cast of it in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Cosine.apply(x) + self.scale * F.gelu(self.fc(x))
+
+
 class Crossing(nn.Module):
     """Takes a tuple and a tensor by name, and hands both of the tuple on."""
 
@@ -163,6 +188,16 @@ def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: str):
     assert [(row.how, row.bits, row.stored_bytes) for row in inputs] == [("packed", 8, PACKED)] * 3
     assert sum(tensor.nbytes == PACKED for tensor in found.kept) == 3 + 1  # the head's, which are few rows
     assert sum(tensor.nbytes > PACKED for tensor in found.kept) == 1  # the batch
+
+
+def test_a_block_whose_input_is_read_before_it_is_cast():
+    torch.manual_seed(0)
+    model, x = Net(*(Early() for _ in range(3))), torch.randn(8, 32, WIDTH)
+    dense = step(model, x, packs=False, autocast=True)
+    found = step(converted(model, **{"blocks.*.fc": None}), x, autocast=True)
+    assert torch.equal(found.output, dense.output)
+    assert cosine(found, dense) > 0.999
+    assert [row.how for row in found.rows if row.name == "blocks.*"] == ["packed"] * 3
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def ran(small, monkeypatch):
         cases.append((name, method))
         if method == "max" and cases.count((name, method)) == 1:
             return {"error": "CUDA out of memory."}
-        times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases)}
+        times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases), "in_a_row": rivals.IN_A_ROW}
         figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times, **ENVIRONMENT}
         return figures if cap_gib is None else with_batch(figures)
 
@@ -250,6 +250,20 @@ def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
     assert rivals.main([*command, "--rounds", "2"]) == 0
     assert ran[4:] == [("small", "max")]
     assert [len(r["step_ms_rounds"]) for r in json.loads((tmp_path / "rivals.json").read_text())] == [2, 2]
+
+
+def test_rounds_that_were_timed_in_another_way_are_not_mixed(ran, tmp_path):
+    out = tmp_path / "rivals.json"
+    command = ["--models", "small", "--methods", "dense", "--out", str(out)]
+    assert rivals.main(command) == 0
+    [record] = json.loads(out.read_text())
+    for known in (8, 0):
+        record |= {"in_a_row": 8}
+        if not known:
+            del record["in_a_row"]
+        out.write_text(json.dumps([record]))
+        with pytest.raises(ValueError, match=f"another way, {known} in a row and not 16. HINT"):
+            rivals.main([*command, "--rounds", "2"])
 
 
 def test_no_case_starts_after_the_time_is_up(ran, tmp_path):
