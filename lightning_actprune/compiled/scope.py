@@ -28,7 +28,7 @@ from lightning_actprune.compiled.calls import let_inductor_call
 from lightning_actprune.compiled.joint import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
 from lightning_actprune.compiled.report import Packed, Row
-from lightning_actprune.compiled.told import Rows, leave, listen, listening, settle
+from lightning_actprune.compiled.told import Rows, leave, listen, listening, settle, take_settled
 
 _FEATURE = "Packing what compiled layers keep"
 
@@ -134,6 +134,7 @@ class _Installed:
     def _pack(self, graph: Graph) -> None:
         """Pack what a joint graph keeps, and say so to all that are open."""
         self._last = None
+        take_settled()  # of an earlier graph, whose code has no call that could say it
         if not listening():  # somebody has wrapped the pass, and keeps it
             return
         try:
