@@ -590,13 +590,16 @@ class CompressedActivation(CompressedLayer):
 
     @property
     def traced(self) -> Traced:
-        """What a compiler sees: itself where backward, traced, would read an output or an input with a kink.
+        """What a compiler sees: itself where backward, traced, would read an output or an input with a kink."""
+        return "marked" if self.stored_by(self, 8).function in SMOOTH else "own"
 
-        What works in place writes to its input, and not to a mark of it.
-        """
-        if self.stored_by(self, 8).function not in SMOOTH:
-            return "own"
-        return "dense" if self.inplace else "marked"
+    def _dense_forward(
+        self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Return what the dense layer does; what works in place writes to its input, and not to a mark of it."""
+        if self.inplace:
+            return dense.forward(self, *args, **kwargs)
+        return super()._dense_forward(dense, state, args, kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``f(input)``."""

@@ -132,3 +132,28 @@ def test_a_copy_compiles_like_the_model():
     model = marked()
     first, second = step(copy.deepcopy(model), images()), step(model, images())
     assert torch.equal(first.gradients, second.gradients)
+
+
+class Twice(nn.Module):
+    """Reads what its activation function may have written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(64, 64), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        return self.act(x) + 2 * x
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it_was_marked(after: bool):
+    torch.manual_seed(0)
+    model, owner, x = Twice(), new_owner("a test"), torch.randn(32, 64)
+    dense = copy.deepcopy(model)
+    dense.act.inplace = True
+    model.act.inplace = not after
+    convert_layers(model, Config("balanced"), owner)
+    mark_layers(model, owner)
+    model.act.inplace = True
+    assert torch.equal(step(model, x).output, dense(x).detach())
