@@ -42,3 +42,9 @@ def test_another_error_is_none_of_its_own(monkeypatch, small):
     monkeypatch.setattr(plan, "stop", fail)
     with pytest.raises(Exception, match="made up"):
         plan.rows_of("small", "max")
+
+
+def test_a_graph_that_packs_nothing_is_no_plan(monkeypatch, small):
+    monkeypatch.setattr(plan, "mark_layers", lambda *_: None)
+    with pytest.raises(RuntimeError, match="compiled of small packs nothing"):
+        plan.rows_of("small", "max")
