@@ -358,7 +358,7 @@ class JointPasses(NamedTuple):
     base: Any
 
 
-_VIRTUALIZED = "torch._inductor.virtualized.V"
+_VIRTUALIZED, _OPERATIONS = "torch._inductor.virtualized.V", "torch._inductor.virtualized.ops"
 FOR_JOINT_PASSES = (
     "torch._inductor.config.joint_custom_post_pass",
     "torch._functorch.config.joint_custom_pass",
@@ -383,13 +383,18 @@ class Lowering(NamedTuple):
         lowerings: What each operator is replaced by.
         fallback_handler: What calls an operator.
         ir: Inductor's representation of code.
+        quotient: Of an index and a number, rounded down.
+        remainder: Of an index divided by one number, and of that divided by another.
     """
 
     lowerings: dict[Any, Any]
     fallback_handler: Callable[..., Any]
     ir: Any
+    quotient: Callable[[Any, int], Any]
+    remainder: Callable[[Any, int, int], Any]
 
 
+_INDICES = "FloorDiv", "ModularIndexing"
 FOR_CALLS = (
     "torch._inductor.lowering.lowerings",
     "torch._inductor.lowering.fallback_handler",
@@ -399,7 +404,10 @@ FOR_CALLS = (
     "torch._inductor.ir.FixedLayout",
     "torch._inductor.ir.TensorBox.create",
     "torch._inductor.codegen.wrapper.PythonWrapperCodegen",
+    "torch._inductor.ir.Pointwise.create",
+    *(f"torch.utils._sympy.functions.{name}" for name in _INDICES),
     _VIRTUALIZED,
+    _OPERATIONS,
 )
 """What a call in inductor's code rests on; looked up when it is asked for."""
 
@@ -407,12 +415,19 @@ FOR_CALLS = (
 @functools.cache
 def lowering() -> Lowering:
     """Return how inductor writes operators; ``refusal("...", FOR_CALLS)`` says if something is missing."""
-    return Lowering(*[found(name) for name in FOR_CALLS][:3])
+    parts = {name: found(name) for name in FOR_CALLS}
+    lowerings, fallback, ir = list(parts.values())[:3]
+    return Lowering(lowerings, fallback, ir, *(parts[f"torch.utils._sympy.functions.{name}"] for name in _INDICES))
 
 
 def virtualized() -> Any:
     """Return what says what inductor is at."""
     return found(_VIRTUALIZED)
+
+
+def operations() -> Any:
+    """Return what writes operations on single values."""
+    return found(_OPERATIONS)
 
 
 def inductor_runs() -> bool:

@@ -3,7 +3,8 @@
 To a compiler, packing is an operator: what it returns is what the partitioner saves. In the code that inductor writes
 it need not be one. The way through the dispatcher and back to Python takes the host as long as the launch of a kernel,
 and a step of a small model waits for that. So where inductor lowers ``quantize`` and ``dequantize``, its code calls
-objects (``codec.packed.Quantize``, ``Dequantize``) that it makes when it is loaded and that know how to launch.
+objects (``codec.packed.Quantize``, ``Dequantize``) that it makes when it is loaded and that know how to launch, or takes
+apart what is packed inside of its own kernels (``compiled.fused``).
 
 The first of them in a forward also says what was decided of the graph (``compiled.told``), which code out of a cache
 tells nobody otherwise.
@@ -22,6 +23,8 @@ from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
 from lightning_actprune.codec.private import lowering as inductor
+from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpacked
+from lightning_actprune.compiled.signs import lower_signs
 from lightning_actprune.compiled.told import take_settled
 
 _own = torch.ops.actprune
@@ -34,6 +37,7 @@ def let_inductor_call() -> None:
     if refusal("Calling without the dispatcher", FOR_CALLS) is None:
         lowerings[_own.quantize.default] = _quantize
         lowerings[_own.dequantize.default] = _dequantize
+        lowerings[_own.signs.default] = lower_signs
 
 
 def _quantize(x: Any, block_size: int, bits: int) -> Any:
@@ -48,6 +52,8 @@ def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int,
     if not _in_python():
         handler = inductor().fallback_handler(_own.dequantize.default)
         return handler(values, rows, length, block_size, bits, dtype)
+    if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
+        return unpacked(values, rows, length, block_size, bits, dtype)
     return _called(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
 
 

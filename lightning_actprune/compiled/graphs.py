@@ -40,6 +40,9 @@ COPIES = CASTS | {"aten.clone", "aten.contiguous"}
 PARTS = frozenset({"aten.slice", "aten.select", "aten.narrow", "aten.as_strided", GETITEM})
 """Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
 SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"})
+_MULTIPLY = frozenset(
+    f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+)
 MARK = "actprune.mark"
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 """Where a node belongs, as the partitioner knows it."""
@@ -101,6 +104,11 @@ def bytes_of(x: Tensor) -> int:
 def passes_on(node: Node) -> bool:
     """Return whether a node holds the values of its first input, all of them, and nothing else."""
     return name_of(node) in VIEWS or name_of(node) in COPIES or name_of(node) == MARK
+
+
+def multiplies(node: Node) -> bool:
+    """Return whether a node is a product of matrices, a convolution or attention, in forward or backward."""
+    return name_of(node) in _MULTIPLY or name_of(node).startswith("aten._scaled_dot_product")
 
 
 def first_input(node: Node) -> Node:

@@ -1,0 +1,189 @@
+"""Reading packed values inside of the kernels that need them.
+
+What reads an unpacked value and is pointwise, as the backward of an activation function, need not have it in memory:
+inductor's code takes apart the bytes where it would have loaded a number, as ``codec.formats`` says. Its tiles are of
+whole blocks then, so that header, hash and words of codes are loaded and computed once for each thread, and what is
+left for each value are five instructions. From the bits of ``z``, in which the code q of a value only adds its own, ::
+
+    z = 2^v + q + 1 - u_e
+    x_e = (base + scale/2) + scale (z - 2^v - 1)
+
+where difference and product are exact, so that the sum is rounded once, whether or not a compiler fuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lightning_actprune.codec import formats
+from lightning_actprune.codec.private import lowering as inductor
+from lightning_actprune.codec.private import operations
+from lightning_actprune.compiled.graphs import CASTS, VIEWS, multiplies, name_of
+
+WORD_BITS = 32
+_AFTER_DITHER = 4
+"""Places of an fp32 number behind those of code and dither, of which the first is the half."""
+_GROUP_BITS = 16
+"""Codes are moved to their place in two steps: groups of so many bits, the same for all values of a thread, and one."""
+_POINTWISE = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "tanh", "tanh_backward"),
+        *("mish", "mish_backward", "softplus", "softplus_backward", "add", "sub", "mul", "div", "neg", "exp", "erf"),
+        *("relu", "threshold_backward", "where", "le", "pow", "reciprocal"),
+    )
+)
+
+
+def is_read_by_pointwise(node: Node) -> bool:
+    """Return whether all that reads a value is pointwise, up to what is put into memory since it is multiplied."""
+    for user in node.users:
+        if name_of(user) in VIEWS:
+            if not is_read_by_pointwise(user):
+                return False
+        elif name_of(user) not in _POINTWISE | CASTS or not (_is_multiplied(user) or is_read_by_pointwise(user)):
+            return False
+    return True
+
+
+def _is_multiplied(node: Node) -> bool:
+    return any(multiplies(user) or (name_of(user) in VIEWS and _is_multiplied(user)) for user in node.users)
+
+
+def may_be_fused(length: Any, block_size: int, bits: int) -> bool:
+    """Return whether rows consist of whole blocks, and blocks of whole words."""
+    words = all(block_size * plane % WORD_BITS == 0 for plane in formats.PLANES[bits])
+    return words and isinstance(length, int) and length % block_size == 0
+
+
+def unpacked(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
+    """Return ``dequantize(values, rows, length, block_size, bits, dtype)`` as something that kernels compute."""
+    stored = _Stored(values, rows * length // block_size, block_size, bits)
+
+    def value(index: Sequence[Any]) -> Any:
+        row, column = index
+        return stored.value(row * length + column)
+
+    return inductor().ir.Pointwise.create(
+        device=values.get_device(), dtype=dtype, inner_fn=value, ranges=[rows, length]
+    )
+
+
+class _Stored:
+    """Packed blocks.
+
+    Args:
+        values: Their bytes.
+        count: How many there are.
+        block_size: Values per block.
+        bits: Of a code.
+    """
+
+    def __init__(self, values: Any, count: Any, block_size: int, bits: int) -> None:
+        self._block_size, self._bits = block_size, bits
+        flat = self._aten("view", values, [count * formats.row_bytes(block_size, bits, 0)])
+        self._planes, start = [], 0
+        for plane in formats.PLANES[bits]:
+            end = start + count * formats.plane_bytes(block_size, plane)
+            self._planes.append(self._as(flat, start, end, torch.int32))
+            start = end
+        self._headers = self._as(flat, start, start + count * formats.HEADER_BYTES, torch.int16)
+
+    def _aten(self, name: str, *args: Any) -> Any:
+        return inductor().lowerings[getattr(torch.ops.aten, name).default](*args)
+
+    def _as(self, flat: Any, start: Any, end: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
+        """Return what loads numbers of another type from the bytes from ``start`` to ``end``."""
+        part = inductor().lowerings[torch.ops.aten.slice.Tensor](flat, 0, start, end)
+        numbers = inductor().fallback_handler(torch.ops.aten.view.dtype)(part, dtype)
+        load: Callable[[Sequence[Any]], Any] = numbers.make_loader()
+        return load
+
+    def value(self, at: Any) -> Any:
+        """Return a value by its number."""
+        ops = operations()
+        block, e = (
+            inductor().quotient(at, self._block_size),
+            ops.index_expr(inductor().remainder(at, 1, self._block_size), torch.int32),
+        )
+        header = ops.to_dtype(self._headers([block]), torch.int32) & _number(0xFFFF)
+        z = self._rest(header, block) ^ self._turned(e)
+        place = 23 - self._bits
+        for plane, load in zip(formats.PLANES[self._bits], self._planes, strict=True):
+            z = z | self._code(load, block, e, plane, place)
+            place += plane
+        z = ops.to_dtype_bitcast(z, torch.float32, torch.int32) - _real(2.0**self._bits + 1)
+        scale = self._scale(header)
+        return self._middle(header, scale) + scale * z
+
+    def _rest(self, header: Any, block: Any) -> Any:
+        """Return the bits of ``2^v + 1 - u`` of a block's first value."""
+        place = operations().index_expr(block, torch.int32)
+        h = _left(header, 16) + place * _number(formats.SIGNED_PLACE)
+        a, first, b, second = formats.MIX
+        h = (h ^ _right(h, a)) * _number(first)
+        h = (h ^ _right(h, b)) * _number(second - 2**32)
+        kept = formats.DITHER_BITS - self._bits
+        rest = _right(h, 32 - kept) ^ _number(2**kept - 1)
+        return _left(rest, _AFTER_DITHER) | _number((127 + self._bits << 23) + 2 ** (_AFTER_DITHER - 1))
+
+    def _turned(self, e: Any) -> Any:
+        """Return the bits of a place in reverse order, the lowest one where the highest bit of the hash is."""
+        turned, highest = _number(0), 22 - self._bits
+        for bit in range(min((self._block_size - 1).bit_length(), formats.DITHER_BITS - self._bits)):
+            by, alone = highest - 2 * bit, e & _number(1 << bit)
+            turned = turned | (_left(alone, by) if by >= 0 else _right(alone, -by))
+        return turned
+
+    def _code(self, load: Callable[[Sequence[Any]], Any], block: Any, e: Any, plane: int, place: int) -> Any:
+        """Return the part of a code that is in a plane, as bits from ``place`` on.
+
+        In bits of ``e`` of which a compiler knows the lowest, not in quotients of an index.
+        """
+        ops, each, group = operations(), WORD_BITS // plane, _GROUP_BITS // plane
+        count = self._block_size // each
+        word = load([block * count])
+        for k in range(1, count):
+            here = ops.eq(_right(e, _log(each)), _number(k))
+            word = ops.where(here, load([block * count + k]), word)
+        by = _left(_right(e, _log(group)) & _number(1), _log(_GROUP_BITS))
+        word = ops.bitwise_right_shift(word, by)
+        word = ops.bitwise_left_shift(word, _number(place) - _left(e & _number(group - 1), _log(plane)))
+        return word & _number(2**plane - 1 << place)
+
+    def _scale(self, header: Any) -> Any:
+        ops, code = operations(), header & _number(511)
+        scale = _left(code + _number(formats.SCALE_CODES), 20)
+        scale = ops.where(ops.eq(code, _number(formats.LOST)), _number(0x7FC00000), scale)
+        scale = ops.where(ops.eq(code, _number(0)), _number(0), scale)
+        return ops.to_dtype_bitcast(scale, torch.float32, torch.int32)
+
+    def _middle(self, header: Any, scale: Any) -> Any:
+        offset = (_right(header, 9) ^ _number(64)) - _number(64)
+        steps = offset * _number(2**self._bits - 1) + _number(formats.STEPS // 2)
+        return scale * (operations().to_dtype(steps, torch.float32) * _real(1 / formats.STEPS))
+
+
+def _number(value: int) -> Any:
+    return operations().constant(value, torch.int32)
+
+
+def _real(value: float) -> Any:
+    return operations().constant(value, torch.float32)
+
+
+def _left(x: Any, by: int) -> Any:
+    return operations().bitwise_left_shift(x, _number(by))
+
+
+def _right(x: Any, by: int) -> Any:
+    """Return ``x`` moved to the right, with zeros from the left."""
+    return operations().bitwise_right_shift(x, _number(by)) & _number(2 ** (32 - by) - 1)
+
+
+def _log(power: int) -> int:
+    return power.bit_length() - 1
