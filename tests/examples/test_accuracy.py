@@ -4,7 +4,9 @@ import argparse
 import json
 import math
 import shutil
+import sys
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from examples.benchmarks.study.settings import Setting, bits_of_all, parse_setti
 from examples.benchmarks.vocabulary import OTHERS, PRESETS
 from examples.models import build_model
 from lightning_actprune import convert, revert
+from lightning_actprune.compiled.marks import Model
 from lightning_actprune.operators import recompute
 from lightning_actprune.operators.base import Converted
 
@@ -289,12 +292,18 @@ def test_compiled_blocks_train_like_eager_ones(study, task, monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     whole = training.compile_blocks
     monkeypatch.setattr(training, "compile_blocks", lambda model, backend: whole(model, counter))
+    # Nothing of these models is large enough to be packed otherwise.
+    monkeypatch.setattr(sys.modules["lightning_actprune.convert"], "Model", partial(Model, min_values=16))
     eager, compiled = (study(task, "--depth", "3", *more) for more in ((), ("--compile", "aot_eager")))
     assert len(compiled) == 2 * len(eager) == 8
     for one, other in zip(eager, compiled[4:], strict=True):
         assert (one["compile"], other["compile"]) == (None, "aot_eager")
-        assert other["losses"] == pytest.approx(one["losses"], rel=1e-4)
-        assert other["accuracy"] == pytest.approx(one["accuracy"], rel=1e-3)
+        # Of what a pruned layer shares with another reader, a compiler keeps one form for both, and eager mode two.
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-4 if one["method"] == "dense" else 2e-2)
+        if one["method"] == "dense":
+            assert other["accuracy"] == pytest.approx(one["accuracy"], rel=1e-3)
+        assert "packs" not in one
+        assert (other["packs"] > 0) == (other["method"] != "dense")
     # Once per run, whatever the number of blocks; each stage of the ResNet has a block of its own kind.
     assert counter.frame_count == (12 if task == "resnet" else 4)
 

@@ -9,7 +9,8 @@ cosine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from examples.benchmarks.study.settings import Batch, autocast, training_loss
 from examples.classifier import cosine_factor, parameter_groups
+from lightning_actprune.compiled.report import Row
+from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.convert import is_converted, mark_layers
 
 WARMUP_STEPS = 4
 """Eager steps before the capture: kernels compile and the optimizer makes its state."""
@@ -170,13 +174,25 @@ def compile_blocks(model: nn.Module, backend: str) -> None:
         block.compile(backend=backend)
 
 
+@contextmanager
+def packing(model: nn.Module) -> Iterator[Sequence[Row]]:
+    """Pack what converted layers keep in the graphs of what is compiled inside, and list it."""
+    owners = {layer.owner for layer in model.modules() if is_converted(layer)}
+    with CompiledPacking() as packed:
+        for owner in owners:
+            mark_layers(model, owner)
+        yield packed.rows
+
+
 def train_and_score(model: nn.Module, data: Data, recipe: Recipe, seed: int, limit: int | None) -> dict[str, Any]:
     """Train `model`, test it on `limit` samples, or all, and return what came out, for a record.
 
     What it keeps for backward may be pruned: without gradients nothing is kept.
     """
-    losses, seconds = train(model, data, recipe, seed)
+    with nullcontext(()) if recipe.compile is None else packing(model) as rows:
+        losses, seconds = train(model, data, recipe, seed)
     return {
+        **({} if recipe.compile is None else {"packs": sum(row.how == "packed" for row in rows)}),
         "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
         "final_loss": losses[-1],
         "losses": [round(loss, 5) for loss in losses],
