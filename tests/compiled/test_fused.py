@@ -1,0 +1,124 @@
+"""Packed values that inductor's kernels take apart: the same as unpacked ones, and only where that pays."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from lightning_actprune.codec import packed
+from lightning_actprune.compiled import calls, fused
+from lightning_actprune.compiled.scope import CompiledPacking
+from tests.compiled.support import Block, Marked, mark, step, worst_cosine
+
+SHAPES = [(32, 24, 96), (64, 9, 64), (8, 7, 64), (96, 5, 192)]
+"""Block size, rows and length, such that blocks of all bits but those of 8 values in two or three are whole words."""
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CALL = r"= (?:actprune_Dequantize_|torch\.ops\.actprune\.dequantize)"
+
+
+def values(rows: int, length: int, device: str) -> Tensor:
+    """Return values with what is not usual among them: NaN, Inf, zeros, a block of equal ones, large and tiny ones."""
+    torch.manual_seed(rows)
+    x = 3 * torch.randn(1, rows, length, device=device) + 1
+    x[0, 0, 0], x[0, 1, 5], x[0, 2] = torch.nan, torch.inf, 0
+    x[0, 3], x[0, 4, :8] = 5, 1e30
+    x[0, -1] *= 1e-39
+    return x
+
+
+def compiled(function, *inputs: Tensor) -> tuple[list[Tensor], str]:
+    torch._dynamo.reset()
+    calls.let_inductor_call()
+    with inductor.patch(force_disable_caches=True):
+        found, code = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    return found, "\n".join(code)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_values_are_those_that_are_unpacked(bits, device):
+    stored = [packed.quantize(values(rows, length, device), block, bits) for block, rows, length in SHAPES]
+
+    def doubled(*stored: Tensor) -> list[Tensor]:
+        return [
+            torch.ops.actprune.dequantize(of, rows, length, block, bits, torch.float32).mul(2)
+            for of, (block, rows, length) in zip(stored, SHAPES, strict=True)
+        ]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "is_read_by_pointwise", lambda node: True)
+        found, code = compiled(doubled, *stored)
+    apart = sum(fused.may_be_fused(length, block, bits) for block, _, length in SHAPES)
+    assert len(re.findall(CALL, code)) == len(SHAPES) - apart
+    assert apart >= 3
+    for one, of, (block, rows, length) in zip(found, stored, SHAPES, strict=True):
+        expected = 2 * packed.dequantize(of, rows, length, block, bits, torch.float32)
+        assert torch.equal(one.isnan(), expected.isnan())
+        assert torch.equal(one.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    ("length", "block_size", "bits", "may"),
+    [
+        (96, 32, 3, True),
+        (100, 32, 3, False),
+        (96, 16, 3, False),
+        (96, 16, 2, True),
+        (96, 8, 8, True),
+        (33, 3, 8, False),
+    ],
+)
+def test_rows_are_whole_blocks_and_blocks_whole_words(length, block_size, bits, may):
+    assert fused.may_be_fused(length, block_size, bits) == may
+
+
+def test_what_an_activation_function_reads_is_not_unpacked_and_what_a_norm_reads_is():
+    """And what a product reads. Of three inputs of linear layers, two are computed again."""
+    torch._dynamo.reset()
+    model, x = Block(), torch.randn(4, 32, 64)
+
+    def steps() -> None:
+        torch.compile(model, fullgraph=True)(x).square().mean().backward()
+
+    with inductor.patch(force_disable_caches=True), CompiledPacking() as packing:
+        _, code = run_and_get_code(steps)
+    packs = sum(row.how == "packed" for row in packing.rows)
+    called = re.findall(CALL, "\n".join(code))
+    assert len(called) == packs - 1
+    loaded = re.findall(r"torch\.ops\.aten\.view\.dtype\(", "\n".join(code))
+    assert len(loaded) == 2  # codes of four bits, and headers
+
+
+@pytest.mark.slow
+def test_numbers_of_samples_that_change_are_taken_apart_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), Marked(nn.GELU(), mark("activation", 4)), nn.Linear(64, 32))
+
+    def grads(function: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        for count in (40, 56):
+            x = torch.randn(count, 30, 32, generator=torch.Generator().manual_seed(count))
+            function(x).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = grads(model)
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True), CompiledPacking():
+        found, code = run_and_get_code(grads, torch.compile(model, dynamic=True, fullgraph=True))
+    assert not re.search(CALL, "\n".join(code))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.99
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_unpacked_values(monkeypatch):
+    """But for what is rounded where it is put into memory, which it no longer is."""
+    model, x = Block(bits=8), torch.randn(4, 32, 64)
+    found = step(model, x, backend="inductor")
+    monkeypatch.setattr(calls, "is_read_by_pointwise", lambda node: False)
+    assert worst_cosine(found, step(model, x, backend="inductor")) > 1 - 1e-6
