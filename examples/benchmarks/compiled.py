@@ -10,9 +10,9 @@ their own at the same time as far as the steps are concerned in which they compi
 while the rest waits: first memory in one step, then the times of the others, as ``rivals.py`` does.
 
 ``warm_up_s`` is what the steps before took, with compilation and the callback's probes in them, several processes at
-a time. ``reserved_mib`` is what the allocator holds at most: where steps are replayed from CUDA graphs, it alone has the
-memory of those, which lies in pools of their own. ``packed_mib`` is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a
-cache.
+a time. ``reserved_mib`` is what the allocator holds at most: where steps are replayed from CUDA graphs, it alone has
+the memory of those, which lies in pools of their own. ``packed_mib`` is what the pass says that it keeps of
+``packable_mib``, nothing where the code came out of a cache.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 To a compiler, packing is an operator: what it returns is what the partitioner saves. In the code that inductor writes
 it need not be one. The way through the dispatcher and back to Python takes the host as long as the launch of a kernel,
 and a step of a small model waits for that. So where inductor lowers ``quantize`` and ``dequantize``, its code calls
-objects (``codec.packed.Quantize``, ``Dequantize``) that it makes when it is loaded and that know how to launch, or takes
-apart what is packed inside of its own kernels (``compiled.fused``).
+objects (``codec.packed.Quantize``, ``Dequantize``) that it makes when it is loaded and that know how to launch, or
+takes apart what is packed inside of its own kernels (``compiled.fused``).
 
 The first of them in a forward also says what was decided of the graph (``compiled.told``), which code out of a cache
 tells nobody otherwise.

@@ -122,7 +122,8 @@ class _Stored:
 
     def _rest(self, header: Any, block: Any) -> Any:
         """Return the bits of ``2^v + 1 - u`` of a block's first value."""
-        place = operations().index_expr(block, torch.int32)
+        # Of a bitwise operation inductor makes no part of an index, with which it would reckon beyond 32 bits.
+        place = operations().index_expr(block, torch.int32) & _number(2**31 - 1)
         h = _left(header, 16) + place * _number(formats.SIGNED_PLACE)
         a, first, b, second = formats.MIX
         h = (h ^ _right(h, a)) * _number(first)
