@@ -37,7 +37,7 @@ energy has a limit.
 - **s** is the sparsity, **b** the block size; kept values are as they are, or in the format that is named.
 - **Bits per value** are those that the inputs of these layers take, positions and headers included; dense ones take 16.
   Rows with *every layer* are the package's presets as they are, on the whole model; their bits are what it keeps of
-  every 16 bits that it would keep dense.
+  every 16 bits that it would keep dense, in eager mode also where they were compiled.
 - Figures are means ± standard deviations over the seeds; differences are between runs of the same seed.
 - **Weight gradients** of pruned layers are compared in the middle of a dense training: cosine to the exact gradient /
   ratio of their norms (stored bits per value), means over the layers of a kind.

@@ -184,6 +184,16 @@ def frontier(records: Records) -> Summary:
     return Summary("Memory, time and gradients; in brackets, how much more or less than dense", header, rows)
 
 
+def graphs(records: Records) -> Summary:
+    """What the allocator holds where steps are replayed from CUDA graphs, and how long they take, beside dense."""
+    figures, rows = (("reserved_mib", 0), ("step_ms", 2)), list[list[str]]()
+    for (model,), group in groups(records, "model").items():
+        dense = dense_of(group)
+        rows += [[model, r["method"], *(beside(r, dense or r, *figure) for figure in figures)] for r in group]
+    header = ("model", "method", "reserved MiB", "ms a step")
+    return Summary("Memory and time with CUDA graphs; in brackets, how much more or less than dense", header, rows)
+
+
 def budgets(records: Records) -> Summary:
     """What was allowed, predicted and measured of each budget, and what was chosen, or why nothing was; in MiB."""
     rows = []
