@@ -1,9 +1,9 @@
 """Reading packed values inside of the kernels that need them.
 
 What reads an unpacked value and is pointwise, as the backward of an activation function, need not have it in memory:
-inductor's code takes apart the bytes where it would have loaded a number, as ``codec.formats`` says. Its tiles are of
-whole blocks then, so that header, hash and words of codes are loaded and computed once for each thread, and what is
-left for each value are five instructions. From the bits of ``z``, in which the code q of a value only adds its own, ::
+inductor's code takes apart the bytes where it would have loaded a number, as ``codec.formats`` says. Of a large tensor
+its tiles are of whole blocks then, so that a thread loads and computes header, hash and words of codes once for its
+eight values, and few instructions are left for each. A value follows from ``z``, to which its code q adds bits::
 
     z = 2^v + q + 1 - u_e
     x_e = (base + scale/2) + scale (z - 2^v - 1)
@@ -29,7 +29,7 @@ _AFTER_DITHER = 4
 """Places of an fp32 number behind those of code and dither, of which the first is the half."""
 _GROUP_BITS = 16
 """Codes are moved to their place in two steps: groups of so many bits, the same for all values of a thread, and one."""
-_POINTWISE = frozenset(
+_POINTWISE = CASTS | frozenset(
     f"aten.{name}"
     for name in (
         *("gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "tanh", "tanh_backward"),
@@ -41,12 +41,16 @@ _POINTWISE = frozenset(
 
 def is_read_by_pointwise(node: Node) -> bool:
     """Return whether all that reads a value is pointwise, up to what is put into memory since it is multiplied."""
-    for user in node.users:
-        if name_of(user) in VIEWS:
-            if not is_read_by_pointwise(user):
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if name_of(user) in VIEWS or (name_of(user) in _POINTWISE and not _is_multiplied(user)):
+                waiting.append(user)
+            elif name_of(user) not in _POINTWISE:
                 return False
-        elif name_of(user) not in _POINTWISE | CASTS or not (_is_multiplied(user) or is_read_by_pointwise(user)):
-            return False
     return True
 
 
@@ -106,10 +110,8 @@ class _Stored:
     def value(self, at: Any) -> Any:
         """Return a value by its number."""
         ops = operations()
-        block, e = (
-            inductor().quotient(at, self._block_size),
-            ops.index_expr(inductor().remainder(at, 1, self._block_size), torch.int32),
-        )
+        block = inductor().quotient(at, self._block_size)
+        e = _index(inductor().remainder(at, 1, self._block_size))
         header = ops.to_dtype(self._headers([block]), torch.int32) & _number(0xFFFF)
         z = self._rest(header, block) ^ self._turned(e)
         place = 23 - self._bits
@@ -122,9 +124,7 @@ class _Stored:
 
     def _rest(self, header: Any, block: Any) -> Any:
         """Return the bits of ``2^v + 1 - u`` of a block's first value."""
-        # Of a bitwise operation inductor makes no part of an index, with which it would reckon beyond 32 bits.
-        place = operations().index_expr(block, torch.int32) & _number(2**31 - 1)
-        h = _left(header, 16) + place * _number(formats.SIGNED_PLACE)
+        h = _left(header, 16) + _index(block) * _number(formats.SIGNED_PLACE)
         a, first, b, second = formats.MIX
         h = (h ^ _right(h, a)) * _number(first)
         h = (h ^ _right(h, b)) * _number(second - 2**32)
@@ -167,6 +167,15 @@ class _Stored:
         offset = (_right(header, 9) ^ _number(64)) - _number(64)
         steps = offset * _number(2**self._bits - 1) + _number(formats.STEPS // 2)
         return scale * (operations().to_dtype(steps, torch.float32) * _real(1 / formats.STEPS))
+
+
+def _index(index: Any) -> Any:
+    """Return an index as a number of 32 bits.
+
+    Of a bitwise operation inductor makes no part of another index, in which it would reckon beyond 32 bits.
+    """
+    ops = operations()
+    return ops.to_dtype(ops.index_expr(index, torch.int32) & _number(2**31 - 1), torch.int32)
 
 
 def _number(value: int) -> Any:
