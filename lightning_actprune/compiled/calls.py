@@ -37,6 +37,7 @@ def let_inductor_call() -> None:
     if refusal("Calling without the dispatcher", FOR_CALLS) is None:
         lowerings[_own.quantize.default] = _quantize
         lowerings[_own.dequantize.default] = _dequantize
+        lowerings[_own.pack.default] = _pack
         lowerings[_own.signs.default] = lower_signs
 
 
@@ -46,6 +47,22 @@ def _quantize(x: Any, block_size: int, bits: int) -> Any:
     if not _in_python():
         return inductor().fallback_handler(_own.quantize.default)(x, block_size, bits)
     return _called(f"Quantize({block_size}, {bits})", x, (), size, torch.uint8)
+
+
+def _pack(*args: Any) -> Any:
+    """Call the operator that drops blocks, and have it tell as others do."""
+    results = inductor().fallback_handler(_own.pack.default)(*args)
+    (call,) = results[0].data.data.inputs
+    report = take_settled() if _in_python() and not virtualized().graph.is_backward else None
+    if report is not None:
+        written = call.codegen
+
+        def codegen(wrapper: Any) -> None:
+            _write_report(wrapper, report)
+            written(wrapper)
+
+        call.codegen = codegen
+    return results
 
 
 def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
@@ -82,6 +99,13 @@ def _called(made: str, x: Any, numbers: tuple[Any, ...], size: tuple[Any, ...], 
     return ir.TensorBox.create(call)
 
 
+def _write_report(wrapper: Any, report: str) -> None:
+    """Let the code say what was decided of it."""
+    wrapper.add_import_once("from lightning_actprune.compiled.told import Report")
+    wrapper.add_import_once(f"actprune_report = Report({report!r})")
+    wrapper.writeline("actprune_report()")
+
+
 def _name(made: str) -> str:
     """Return the name of an object in the code: ``actprune_Quantize_32_4``."""
     return "actprune_" + "_".join(made.replace("(", ", ").rstrip(")").replace("torch.", "").split(", "))
@@ -99,9 +123,7 @@ def _call_class() -> Any:
         def codegen(self, wrapper: Any) -> None:
             """Write the call, and what it calls above all code."""
             if self.report is not None:
-                wrapper.add_import_once("from lightning_actprune.compiled.told import Report")
-                wrapper.add_import_once(f"actprune_report = Report({self.report!r})")
-                wrapper.writeline("actprune_report()")
+                _write_report(wrapper, self.report)
             wrapper.add_import_once("from lightning_actprune.codec.packed import Dequantize, Quantize")
             wrapper.add_import_once(f"{_name(self.made)} = {self.made}")
             super().codegen(wrapper)

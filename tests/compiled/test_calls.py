@@ -62,6 +62,23 @@ def test_objects_are_called_in_place_of_operators(samples):
         assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "bfloat16"), (8, "float32")])
+def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtype):
+    """What products read is unpacked as what they multiply, see above."""
+    torch._dynamo.reset()
+    model, x = Marked(nn.LayerNorm(64), mark("norm", bits)), torch.randn(4, 32, 64, requires_grad=True)
+
+    def norm(x: Tensor) -> None:
+        torch.compile(model, fullgraph=True)(x).square().mean().backward()
+
+    with inductor.patch(force_disable_caches=True), CompiledPacking():
+        _, code = run_and_get_code(norm, x)
+    assert re.findall(r"^actprune_\w+ = Dequantize\((.*)\)$", code[-1], re.MULTILINE) == [f"32, {bits}, torch.{dtype}"]
+    found, model.layer.weight.grad = model.layer.weight.grad, None
+    model.layer(x).square().mean().backward()
+    assert nn.functional.cosine_similarity(found, model.layer.weight.grad, dim=0) > 0.99
+
+
 def test_what_is_read_where_it_lies_is_not_copied():
     """Query, key and value are parts of what one projection returns."""
     torch._dynamo.reset()

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_actprune.codec.blocks import SPARSITY_PARTS
 from lightning_actprune.compiled import told
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.told import Report, Rows, listen, listening
-from tests.compiled.support import Block, run
+from tests.compiled.support import Block, Marked, mark, run
 
 ROWS = [
     Row("blocks.*.fc1", ("aten.mm", "aten.add"), (4, 8, 64), torch.bfloat16, 4096, 1100, "packed", 4),
@@ -53,10 +55,16 @@ def test_what_is_settled_is_taken_once(text):
     assert (told.take_settled(), told.take_settled()) == (text, None)
 
 
-def test_code_that_is_there_tells_the_next_training():
+def dropping() -> nn.Module:
+    """A model of which all that is packed drops half of its blocks."""
+    return nn.Sequential(*(Marked(nn.Linear(64, 64), mark("linear", 0), SPARSITY_PARTS // 2) for _ in range(2)))
+
+
+@pytest.mark.parametrize("build", [Block, dropping])
+def test_code_that_is_there_tells_the_next_training(build):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, x = Block(), torch.randn(4, 32, 64)
+    model, x = build(), torch.randn(4, 32, 64)
     compiled, rows = torch.compile(model, fullgraph=True), []
     with torch._inductor.config.patch(force_disable_caches=True):
         for _ in range(2):
