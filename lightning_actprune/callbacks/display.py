@@ -263,16 +263,23 @@ def compiled_text(rows: Sequence[Row]) -> str:
 def compiled_table(rows: Sequence[Row]) -> Table:
     """Return how the values are kept, those of one layer that are kept alike in one row."""
     made = table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
+    for name, kept, dense, stored in _compiled_cells(rows):
+        made.add_row(name, kept, mib(dense), mib(stored))
+    return made
+
+
+def _compiled_cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
+    """Yield name, how it is kept, dense and stored bytes of what is kept alike, the largest first."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        kept = _HOW.get(row.how) or (f"{row.bits} bits" if row.how == "packed" else f"as it is: {row.reason}")
+        packed = f"{row.bits} bits" if row.bits else "fewer blocks"
+        kept = _HOW.get(row.how) or (packed if row.how == "packed" else f"as it is: {row.reason}")
         groups.setdefault((row.name, kept), []).append(row)
     by_size = sorted(groups.items(), key=lambda group: -sum(row.stored_bytes for row in group[1]))
     shown, rest = shortened(by_size)
     for (name, kept), of in [*shown, *([(("... and more", ""), [r for _, one in rest for r in one])] if rest else [])]:
         dense, stored = sum(row.dense_bytes for row in of), sum(row.stored_bytes for row in of)
-        made.add_row(name if len(of) == 1 else f"{name} ({len(of)})", kept, mib(dense), mib(stored))
-    return made
+        yield name if len(of) == 1 else f"{name} ({len(of)})", kept, dense, stored
 
 
 def _span(shown: Iterable[str]) -> str:
@@ -285,13 +292,19 @@ def _noun(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
 
 
-def headline(report: MemoryReport) -> str:
-    """Return what the whole model keeps, and what it would keep if it were dense."""
+def headline(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
+    """Return what the whole model keeps, and what it would keep if it were dense.
+
+    Args:
+        report: What was measured.
+        compiled: How what compiled code keeps of it is kept, if that is known.
+    """
     stored = f"{mib(report.stored_bytes)} MiB"
     if report.dense_bytes is None:
+        read = f"backward reads {mib(sum(row.dense_bytes for row in compiled))} MiB"
         return (
-            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose layers are "
-            "not seen one by one; what the dense model would keep is not known."
+            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose "
+            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is not known."
         )
     if report.dense_bytes == report.stored_bytes:
         return f"Activations: {stored}, as in the dense model."
@@ -349,8 +362,14 @@ def _logits_shares(step: StepMemory) -> str:
     return f" Logits are {enumerated(shares)}." if shares else ""
 
 
-def memory_table(report: MemoryReport, epoch: int) -> Table:
-    """Return what each linear layer and each other pruned layer keeps, and the totals."""
+def memory_table(report: MemoryReport, epoch: int, compiled: Sequence[Row] = ()) -> Table:
+    """Return what each linear layer, each other pruned layer and compiled code keeps, and the totals.
+
+    Args:
+        report: What was measured.
+        epoch: When.
+        compiled: How what compiled code keeps of it is kept, if that is known.
+    """
     made = table(f"Kept for backward, epoch {epoch}", "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
     shown, rest = shortened(corresponding(report.rows, _kept))
     for name, rows in shown:
@@ -359,7 +378,12 @@ def memory_table(report: MemoryReport, epoch: int) -> Table:
         left = [row for _, rows in rest for row in rows]
         made.add_row(f"... and {len(left)} more", "", *_bytes_of(left))
     made.add_section()
-    made.add_row("Everything else", "", *_byte_cells(report.other_dense_bytes, report.other_bytes))
+    for name, kept, dense, stored in _compiled_cells(compiled):
+        made.add_row(name, kept, *_byte_cells(dense, stored))
+    if compiled:
+        made.add_section()
+    others = max(0, report.other_bytes - sum(row.stored_bytes for row in compiled))
+    made.add_row("Everything else", "", *_byte_cells(report.other_dense_bytes, others))
     made.add_row("Whole model", "", *_byte_cells(report.dense_bytes, report.stored_bytes))
     if report.measured_activation_bytes is not None:
         made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")

@@ -32,11 +32,15 @@ from lightning_actprune.callbacks.display import (
     uncovered_text,
 )
 from lightning_actprune.callbacks.fits import CurrentFit
+from lightning_actprune.callbacks.pruning import ActivationPruning
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_AS_MUCH = 1.02
+"""By how much compiled code may be said to keep more than it was seen to."""
 MAX_EPOCHS = 1000
 """Epochs that the history keeps, the latest."""
 _DPI = 150
@@ -72,7 +76,9 @@ class ActivationMemoryMonitor(pl.Callback):
     - ``actprune/peak_mib``: most bytes allocated during the step, in MiB (CUDA only)
 
     Where compiled code hides converted layers, what the dense model would keep is not known: ``actprune/stored_mib``
-    is logged, and shown by the progress bar, in place of the first four.
+    is logged, and shown by the progress bar, in place of the first four. What the compiler was told to keep of each
+    layer is in the table all the same, as ``ActivationPruning.compiled`` has it, beside what backward reads, of which a
+    dense model's compiler may compute some again. Not so where code was compiled for other batch sizes, too.
 
     "Kept anyway" in the table means that something else keeps the layer's input too, such as a ReLU before it, a sister
     layer or the batch itself: the dense layer costs nothing there, and packing it adds what it stores.
@@ -227,7 +233,7 @@ class ActivationMemoryMonitor(pl.Callback):
         if self.log_figures:
             _log_figures(trainer, report, self.history)
         if in_detail(self.verbose):
-            show(trainer, memory_table(report, trainer.current_epoch))
+            show(trainer, memory_table(report, trainer.current_epoch, _compiled_rows(trainer, report)))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,8 +258,9 @@ class ActivationMemoryMonitor(pl.Callback):
         """Print what is printed once a fit."""
         self._shown = True
         epoch, step, detailed = trainer.current_epoch, report.step, in_detail(self.verbose)
-        parts: list[RenderableType] = [text for text in (headline(report), uncovered_text(report)) if text]
-        parts += [] if detailed else [memory_table(report, epoch)]  # which the end of the epoch prints
+        rows = _compiled_rows(trainer, report)
+        parts: list[RenderableType] = [text for text in (headline(report, rows), uncovered_text(report)) if text]
+        parts += [] if detailed else [memory_table(report, epoch, rows)]  # which the end of the epoch prints
         if step is not None:
             parts += [keepers_table(step, epoch), step_table(step, epoch)] if detailed else []
             parts += [text for text in (peak_text(step),) if text]
@@ -307,6 +314,16 @@ class ActivationMemoryMonitor(pl.Callback):
         if self._meter is not None:
             self._meter.close()
             self._meter = None
+
+
+def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
+    """Return how what compiled code keeps is kept, as an ``ActivationPruning`` knows it.
+
+    Nothing if that is more than the step has kept: then some of it is of other graphs, of another batch size say.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    rows = [row for callback in callbacks if isinstance(callback, ActivationPruning) for row in callback.compiled]
+    return rows if sum(row.stored_bytes for row in rows) <= _AS_MUCH * report.compiled_bytes else []
 
 
 def _requested_bytes(device: torch.device) -> int:

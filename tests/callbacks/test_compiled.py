@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
 from lightning_actprune.compiled.scope import why_not
 from tests.support.helpers import BATCHES, trainer
@@ -116,9 +117,23 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     assert 0 < stored < 0.3 * sum(row.dense_bytes for row in pruning.compiled)
     assert monitor.report.stored_bytes < 0.5 * dense.report.stored_bytes
     assert caplog.text.count("that backward reads in compiled code") == 1
+    assert "kept by compiled code, whose backward reads" in caplog.text
+    table = caplog.text[caplog.text.index("Kept for backward") :].splitlines()
+    packed = [row for row in pruning.compiled if row.how == "packed"]
+    assert all(any(row.name in line and f"{row.bits} bits" in line for line in table) for row in packed)
     assert installed() == before
     kinds = [type(module) for module in Wide().body]
     assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
+
+
+def test_code_of_several_graphs_is_not_listed_by_the_monitor():
+    pruning, monitor, losses = ActivationPruning(verbose=0), ActivationMemoryMonitor(2, verbose=0), Losses()
+    torch._dynamo.reset()
+    training = trainer(pruning, monitor, losses, limit_val_batches=0)
+    training.fit(torch.compile(Wide(), backend="aot_eager"))
+    assert _compiled_rows(training, monitor.report) == pruning.compiled != []
+    pruning._compiled.rows.extend(pruning.compiled)  # of another batch size
+    assert _compiled_rows(training, monitor.report) == []
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from lightning_actprune.callbacks.display import (
     step_table,
     uncovered_text,
 )
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.functional import linear_cross_entropy
 from tests.support.helpers import BARS, Net, trainer
 
@@ -92,6 +93,28 @@ def test_table_text():
     assert "10.00 MiB, 2.00 MiB of it kept by compiled code" in headline(hidden)
     assert "not known" in display.as_text(memory_table(hidden, 7))
     assert headline(MemoryReport(rows[-1:], MIB, 3 * MIB)) == "Activations: 3.00 MiB, as in the dense model."
+
+
+def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
+    compiled = [
+        Row("a.*.act", ("aten.gelu_backward",), (8,), torch.bfloat16, 4 * MIB, MIB, "packed", 3),
+        Row("a.*.act", ("aten.gelu_backward",), (8,), torch.bfloat16, 4 * MIB, MIB, "packed", 3),
+        Row("b", ("aten.mm",), (8,), torch.float32, 2 * MIB, 2 * MIB, "packed", 0),
+        Row("c", ("aten.mm",), (8,), torch.float32, 2 * MIB, 0, "again", 0, "from another"),
+        Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "as it is", 0, "it is a mask"),
+    ]
+    report = MemoryReport([], 8 * MIB, None, compiled_bytes=6 * MIB)
+    lines = display.as_text(memory_table(report, 7, compiled)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
+    assert cells == [
+        ["a.*.act (2)", "3 bits", "8.00", "2.00", "75.0 %"],
+        ["b", "fewer blocks", "2.00", "2.00", "0.0 %"],
+        ["aten.where", "as it is: it is a mask", "1.00", "1.00", "0.0 %"],
+        ["c", "computed again", "2.00", "0.00", "100.0 %"],
+        ["Everything else", "", "not known", "3.00", ""],
+        ["Whole model", "", "not known", "8.00", ""],
+    ]
+    assert "6.00 MiB of it kept by compiled code, whose backward reads 13.00 MiB" in headline(report, compiled)
 
 
 @pytest.mark.parametrize(("layers", "shown"), [(40, 40), (41, 41), (42, 40), (200, 40)])
