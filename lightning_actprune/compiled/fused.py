@@ -24,7 +24,9 @@ from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.codec.private import operations
 from lightning_actprune.compiled.graphs import CASTS, VIEWS, multiplies, name_of
 
-WORD_BITS = 32
+_WORD_BITS = 32
+_MOST_WORDS = 8
+"""Words of codes of a block that a thread loads all of, to choose one of them for each of its values."""
 _AFTER_DITHER = 4
 """Places of an fp32 number behind those of code and dither, of which the first is the half."""
 _GROUP_BITS = 16
@@ -59,9 +61,10 @@ def _is_multiplied(node: Node) -> bool:
 
 
 def may_be_fused(length: Any, block_size: int, bits: int) -> bool:
-    """Return whether rows consist of whole blocks, and blocks of whole words."""
-    words = all(block_size * plane % WORD_BITS == 0 for plane in formats.PLANES[bits])
-    return words and isinstance(length, int) and length % block_size == 0
+    """Return whether rows consist of whole blocks, and blocks of whole words, and few of these."""
+    words = [block_size * plane / _WORD_BITS for plane in formats.PLANES[bits]]
+    few = all(count.is_integer() and count <= _MOST_WORDS for count in words)
+    return few and isinstance(length, int) and length % block_size == 0
 
 
 def unpacked(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
@@ -89,16 +92,14 @@ class _Stored:
 
     def __init__(self, values: Any, count: Any, block_size: int, bits: int) -> None:
         self._block_size, self._bits = block_size, bits
-        flat = self._aten("view", values, [count * formats.row_bytes(block_size, bits, 0)])
+        size = count * formats.row_bytes(block_size, bits, 0)
+        flat = inductor().lowerings[torch.ops.aten.view.default](values, [size])
         self._planes, start = [], 0
         for plane in formats.PLANES[bits]:
             end = start + count * formats.plane_bytes(block_size, plane)
             self._planes.append(self._as(flat, start, end, torch.int32))
             start = end
         self._headers = self._as(flat, start, start + count * formats.HEADER_BYTES, torch.int16)
-
-    def _aten(self, name: str, *args: Any) -> Any:
-        return inductor().lowerings[getattr(torch.ops.aten, name).default](*args)
 
     def _as(self, flat: Any, start: Any, end: Any, dtype: torch.dtype) -> Callable[[Sequence[Any]], Any]:
         """Return what loads numbers of another type from the bytes from ``start`` to ``end``."""
@@ -145,7 +146,7 @@ class _Stored:
 
         In bits of ``e`` of which a compiler knows the lowest, not in quotients of an index.
         """
-        ops, each, group = operations(), WORD_BITS // plane, _GROUP_BITS // plane
+        ops, each, group = operations(), _WORD_BITS // plane, _GROUP_BITS // plane
         count = self._block_size // each
         word = load([block * count])
         for k in range(1, count):
