@@ -78,7 +78,8 @@ class ActivationMemoryMonitor(pl.Callback):
     Where compiled code hides converted layers, what the dense model would keep is not known: ``actprune/stored_mib``
     is logged, and shown by the progress bar, in place of the first four. What the compiler was told to keep of each
     layer is in the table all the same, as ``ActivationPruning.compiled`` has it, beside what backward reads, of which a
-    dense model's compiler may compute some again. Not so where code was compiled for other batch sizes, too.
+    dense model's compiler may compute some again. Not so where several batch sizes were compiled for. Of blocks that
+    share their code one is listed, and the others are a part of everything else.
 
     "Kept anyway" in the table means that something else keeps the layer's input too, such as a ReLU before it, a sister
     layer or the batch itself: the dense layer costs nothing there, and packing it adds what it stores.
@@ -319,10 +320,13 @@ class ActivationMemoryMonitor(pl.Callback):
 def _compiled_rows(trainer: pl.Trainer, report: MemoryReport) -> list[Row]:
     """Return how what compiled code keeps is kept, as an ``ActivationPruning`` knows it.
 
-    Nothing if that is more than the step has kept: then some of it is of other graphs, of another batch size say.
+    What is said again of a graph that was compiled again counts once. Nothing if that is more than the step has kept:
+    then some of it is of other graphs, of another batch size say.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     rows = [row for callback in callbacks if isinstance(callback, ActivationPruning) for row in callback.compiled]
+    lengths = (n for n in range(1, len(rows) + 1) if len(rows) % n == 0 and rows == rows[:n] * (len(rows) // n))
+    rows = rows[: next(lengths, 0)]
     return rows if sum(row.stored_bytes for row in rows) <= _AS_MUCH * report.compiled_bytes else []
 
 
