@@ -340,7 +340,7 @@ Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf
 are of one run with a slow host, each step waited for, but of GPT-2; in brackets, how much more or less than dense."""
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other. The Llama without a size is one of GPT-2's.
-On the ResNet, checkpointing waited for the host, which takes 34 ms; on the GPU it takes as long as `max`."""
+On the ResNet, checkpointing waited for the host, which takes 34 ms of its own."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included."""

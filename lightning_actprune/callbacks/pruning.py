@@ -196,7 +196,7 @@ class ActivationPruning(pl.Callback):
     def compiled(self) -> list[Row]:
         """How compiled code keeps each value for backward, as decided in the current or the last fit.
 
-        Code out of one of inductor's caches is listed when it runs, if it packs a tensor without dropping blocks.
+        Code out of one of inductor's caches is listed when it runs, if it packs a tensor.
         """
         return list(self._compiled.rows)
 

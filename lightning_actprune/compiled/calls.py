@@ -32,7 +32,7 @@ _own = torch.ops.actprune
 
 @functools.cache
 def let_inductor_call() -> None:
-    """Let inductor's code call ``Quantize`` and ``Dequantize`` from now on, if this torch can."""
+    """Let inductor write what packs, unpacks and tells as above from now on, if this torch can."""
     lowerings = inductor().lowerings  # first, since looking names up finds out which are missing
     if refusal("Calling without the dispatcher", FOR_CALLS) is None:
         lowerings[_own.quantize.default] = _quantize
@@ -52,9 +52,9 @@ def _quantize(x: Any, block_size: int, bits: int) -> Any:
 def _pack(*args: Any) -> Any:
     """Call the operator that drops blocks, and have it tell as others do."""
     results = inductor().fallback_handler(_own.pack.default)(*args)
-    (call,) = results[0].data.data.inputs
     report = take_settled() if _in_python() and not virtualized().graph.is_backward else None
     if report is not None:
+        (call,) = results[0].data.data.inputs
         written = call.codegen
 
         def codegen(wrapper: Any) -> None:
