@@ -109,7 +109,10 @@ def check(drawn: Drawn, given: Circumstances, device: str) -> None:
         torch.testing.assert_close(found.output, right.output, rtol=0, atol=0, equal_nan=True)
     check_gradients(found, right)
     if x.isfinite().all() and right.output.isfinite().all():
-        check_values(drawn, given, wide, x, (found, right), u)
+        # Torch's group norm of channels-last fp32 loses digits on CPUs: it subtracts a squared mean. What 16 bits round
+        # to zero, fp64 does not.
+        loses = drawn.operator == "norm" and given.dtype == torch.float32 and not given.autocast
+        check_values(drawn, given, wide, x, (found, in_fp64 if loses else right.output), u)
 
 
 def check_form(found: Outcome, right: Outcome, in_fp64: Tensor | None) -> None:
@@ -151,10 +154,10 @@ def check_gradients(found: Outcome, right: Outcome) -> None:
 
 
 def check_values(
-    drawn: Drawn, given: Circumstances, wide: Model, x: Tensor, outcomes: tuple[Outcome, Outcome], u: float
+    drawn: Drawn, given: Circumstances, wide: Model, x: Tensor, outputs: tuple[Outcome, Tensor], u: float
 ) -> None:
     """Compare outputs, and gradients with those of fp64, of the input without its dropped blocks if some were."""
-    found, right = outcomes
+    found, right = outputs
     # Of contiguous values: torch's own batch normalisation has wrong gradients for one image of one pixel's height.
     layer, exact = copy.deepcopy(wide.layers[0]).cpu(), x.detach().double().cpu().contiguous()
     if any(isinstance(m, torch.nn.Dropout) and 0 < m.p < 1 and m.training for m in layer.modules()):
@@ -162,7 +165,7 @@ def check_values(
     grad, keep, times = grad_of(found.output).double().cpu(), keep_of(drawn, given), 2 if given.shared in (0, 2) else 1
     bounds = drawn.bounds(Step(layer, exact, grad, keep, u))
     if "output" in bounds:
-        assert_within(found.output, right.output, times * bounds["output"])
+        assert_within(found.output, right, times * bounds["output"])
     expected = gradients(layer, exact, grad)
     cut, as_it_is = keep.sparsity > 0, given.layout in ("dense", "offset")
     if cut and as_it_is and "weight" in expected:
