@@ -47,6 +47,7 @@ from lightning_actprune.codec.private import (
     require,
     top_saved_tensors_hooks,
     tree_leaves,
+    unseen_by_compilers,
 )
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer
@@ -372,6 +373,7 @@ unpack_listeners: list[Callable[[Any], None]] = []
 """Told what backward takes up (what the graph holds) while its node runs, on a GPU in a thread of autograd's own."""
 
 
+@unseen_by_compilers
 def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
     again = backward_runs()
     recorders = () if again else tuple(_open.recorders)
@@ -392,6 +394,7 @@ def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
     return kept
 
 
+@unseen_by_compilers
 def _unpack(kept: Tensor | _HandedOn) -> Tensor:
     for listener in tuple(unpack_listeners):
         listener(kept)

@@ -38,6 +38,8 @@ Name                                   Says                              Without
                                                                          that, as without ``_top_saved_...``
 ``_autograd._get_current_graph_...``   whether backward may run again    it may: ``linear_cross_entropy`` copies its
                                                                          gradients
+``_dynamo.eval_frame``'s strategies    keeps compilers out of hooks      they look for graphs there: slower, and
+  of code                                                                warnings
 ``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
                                                                          the dense model would keep is not known
 ``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
@@ -76,11 +78,13 @@ import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MISSING: list[str] = []
 """Names that this torch has not."""
@@ -282,6 +286,25 @@ get_sequence_nr: Callable[[], int] = found(_SEQUENCE[0], _gone(_SEQUENCE[0]))
 found(_SEQUENCE[1])  # asked of nodes
 current_autograd_node: Callable[[], Any] = found(_NODE, _gone(_NODE))
 current_graph_task_id: Callable[[], int] = found(_TASK, _gone(_TASK) if _NODE in MISSING else _task_of_node)
+_STRATEGIES = "torch._C._dynamo.eval_frame."
+_set_strategy, _strategy, _action = (
+    found(_STRATEGIES + name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+)
+
+
+def unseen_by_compilers(function: _Function) -> _Function:
+    """Return a function that a compiler runs as it is, and all that it calls; one that others call costs nothing.
+
+    Where the graph of a model breaks, a compiler looks for graphs in hooks, too, which are called there.
+    """
+    if None not in (_set_strategy, _strategy, _action):
+        _set_strategy(
+            function.__code__,
+            _strategy(_action.SKIP, _action.SKIP),
+        )
+    return function
+
+
 keeps_graph: Callable[[], bool] = found(_AUTOGRAD + "_get_current_graph_task_keep_graph", _always)
 """Return whether the backward that runs leaves the graph for another one (``retain_graph=True``)."""
 fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")

@@ -118,12 +118,13 @@ def inputs_of(joint: Joint) -> list[Source]:
     """Return the inputs of the graph of which backward reads a cast, though they are there anyway.
 
     These are weights, with which forward multiplies, and what gets no gradient, as the batch that the training holds.
+    Not what forward writes to.
     """
     reads, others = defaultdict[Node, list[Read]](list), set[Node]()
     for node in joint.graph.nodes:
-        if node not in joint.forward or not passes_on(node) or source_of(node).op != "placeholder":
+        source = source_of(node) if passes_on(node) else node
+        if node not in joint.forward or source is node or source.op != "placeholder" or source in joint.changing:
             continue
-        source = source_of(node)
         if any(name_of(on) in CASTS for on in path(node, source)):
             reads[source] += joint.reads(node)
             as_weight = all(_is_weight_of(user, node) for user in node.users if user in joint.forward)
@@ -145,7 +146,7 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
     for node in joint.graph.nodes:
         if node not in joint.forward or tensor_of(node) is None:
             continue
-        found = _base_of(node, base, model)
+        found = _base_of(joint, node, base, model)
         source = by_node.get(node)
         if source is not None:
             try:
@@ -171,8 +172,8 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
     else:
         source.ways = {read: norm if read.mark is None else way_of(joint, model, read) for read in source.reads}
     ways = [way for way in source.ways.values() if isinstance(way, Values)]
-    if source.reads_of("signs"):
-        memory_order(value_of(source.node))  # which there must be
+    if len(ways) < len(source.ways):
+        memory_order(value_of(source.node))  # which there must be for signs and memory of its shape
     if not ways:
         source.how = "signs" if source.reads_of("signs") else "shape"
         return
@@ -217,7 +218,7 @@ def _lay_out(source: Source) -> None:
     source.layout = layout_of(packed, source.way)
 
 
-def _base_of(node: Node, base: dict[Node, Source], model: Model) -> Source | None:
+def _base_of(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -> Source | None:
     """Return the one packed source that a node is steady and pointwise in, ``None`` if there is none."""
     if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
         return base.get(first_input(first_input(node)))
@@ -231,7 +232,7 @@ def _base_of(node: Node, base: dict[Node, Source], model: Model) -> Source | Non
     for other in node.all_input_nodes:
         value = tensor_of(other)
         large = value is not None and count_of(value) > most
-        if other not in base and (large or "val" not in other.meta):
+        if other not in base and (large or "val" not in other.meta or other in joint.changing):
             return None
     return source
 

@@ -76,6 +76,11 @@ def same_place(node: Node, other: Node) -> bool:
     return a.dim() == b.dim() and hints(a.shape) == hints(b.shape) and hints(a.stride()) == hints(b.stride())
 
 
+def is_size(node: Node) -> bool:
+    """Return whether a node stands for a number, as the size of a dimension is."""
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
 def hint(size: Size) -> int:
     """Return a size, for a symbol the one that was seen when the graph was traced; asking makes it no constant.
 
@@ -103,7 +108,10 @@ def bytes_of(x: Tensor) -> int:
 
 def passes_on(node: Node) -> bool:
     """Return whether a node holds the values of its first input, all of them, and nothing else."""
-    return name_of(node) in VIEWS or name_of(node) in COPIES or name_of(node) == MARK
+    name = name_of(node)
+    if name in CASTS:  # to whole numbers or to ``bool`` others come of it
+        return value_of(node).dtype.is_floating_point and value_of(first_input(node)).dtype.is_floating_point
+    return name in VIEWS or name in COPIES or name == MARK
 
 
 def multiplies(node: Node) -> bool:
@@ -185,6 +193,7 @@ class Joint:
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
         retained: Nodes in whose memory outputs lie.
         given: Inputs that get no gradient, such as the batch.
+        changing: Inputs that forward writes to, and what depends on them: backward would find other values there.
         order: Places of the nodes.
     """
 
@@ -197,6 +206,7 @@ class Joint:
         self.marked = closure(nodes, {*marks, *map(source_of, marks)}.__contains__)
         outputs = [node for node in graph.output_node().all_input_nodes if node not in self.tangent]
         written = [node for node in nodes if name_of(node) == "aten.copy_" and node not in self.tangent]
+        self.changing = closure(nodes, {memory_of(first_input(node)) for node in written}.__contains__)
         self.forward = set[Node]()
         waiting = outputs + written
         while waiting:
@@ -205,7 +215,7 @@ class Joint:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
         self.retained = {memory_of(node) for node in outputs}
-        self.given = self._without_gradient(nodes)
+        self.given = self._without_gradient(nodes) if self.tangent else set()
 
     def _without_gradient(self, nodes: list[Node]) -> set[Node]:
         """Return the inputs of forward in whose place there is no gradient, of which the last results are a list."""
@@ -224,7 +234,8 @@ class Joint:
 
     def readers(self, node: Node) -> list[Node]:
         """Return what reads a forward node and is no part of forward, in the order of the graph."""
-        readers = [user for user in node.users if user not in self.forward and user.op != "output"]
+        others = [user for user in node.users if user not in self.forward]
+        readers = [user for user in others if user.op != "output" and not is_size(user)]
         return sorted(readers, key=self.order.__getitem__)
 
     def reads(self, node: Node) -> list[Read]:
@@ -237,7 +248,7 @@ class Joint:
         waiting = [(node, reader)]
         while waiting:
             given, user = waiting.pop()
-            if user.op == "output":
+            if user.op == "output" or is_size(user):
                 continue
             if passes_on(user) and user not in self.tangent:
                 waiting += [(user, further) for further in user.users]

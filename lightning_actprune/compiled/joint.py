@@ -61,15 +61,20 @@ from lightning_actprune.compiled.rewrite import Rewriter
 def pack_joint_graph(graph: Graph) -> Packed | None:
     """Pack what backward reads in a joint graph, take all marks out of it, and return what was decided.
 
-    A graph without marks is left as it is, and nothing is decided.
+    A graph without marks is left as it is, and nothing is decided. Nor is it of one without backward, of whose outputs
+    none needs a gradient.
     """
     marks = [node for node in graph.nodes if name_of(node) == MARK]
     if not marks:
         return None
     joint = Joint(graph)
+    if not joint.tangent:
+        take_out(joint)
+        return None
     if run_again(joint):
         joint = Joint(graph)
-    model = Mark.read(str(marks[0].args[1])).model
+    models = [Mark.read(str(mark.args[1])).model for mark in marks]
+    model = next((model for model in models if model.saved), models[0])
     sources = sources_of(joint)
     base = decide(joint, model, sources)
     rows = [_row(source) for source in sources]

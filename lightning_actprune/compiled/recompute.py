@@ -32,6 +32,7 @@ from lightning_actprune.compiled.graphs import (
     after,
     closure,
     first_input,
+    is_size,
     must_be_saved,
     name_of,
     path,
@@ -58,7 +59,7 @@ def run_again(joint: Joint) -> bool:
     seeds = {node for node in joint.forward if name_of(node) == _SEEDS}
     copies = _Copies(joint, inputs | seeds, _repeatable(joint, inputs, seeds))
     for reader in list(joint.graph.nodes):
-        if reader.op == "call_function" and reader not in joint.forward and not _is_size(reader):
+        if reader.op == "call_function" and reader not in joint.forward and not is_size(reader):
             for node in reader.all_input_nodes:
                 if copies.has(node):
                     reader.replace_input_with(node, copies.of(node, reader))
@@ -79,10 +80,6 @@ def take_out(joint: Joint) -> None:
                 node = writer.call(_alias, node)
         mark.replace_all_uses_with(node)
         joint.graph.erase_node(mark)
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def _text(mark: Node) -> Mark:

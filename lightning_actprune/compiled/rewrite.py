@@ -124,9 +124,7 @@ class Rewriter:
         return [writer.call(operator.getitem, packed, place) for place in range(3)]
 
     def _in_memory_order(self, node: Node, layout: Layout) -> Node:
-        writer = self._writer
-        if layout.order != tuple(range(len(layout.order))):
-            node = writer.call(_aten.permute.default, node, list(layout.order))
+        writer, node = self._writer, self._turned(node, layout.order)
         if layout.copied:
             node = writer.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
         return writer.call(_aten.view.default, node, list(layout.shape))
@@ -150,11 +148,16 @@ class Rewriter:
             (values,) = kept
             rows = writer.compute(operator.floordiv, writer.size(values, 0), ceil_div(layout.shape[2], layout.block))
             flat = writer.call(_own.dequantize.default, values, rows, *how)
-        sizes = self._sizes(source.node, layout.order)
-        dense = writer.call(_aten.view.default, flat, sizes)
-        if layout.order == tuple(range(len(layout.order))):
-            return dense
-        return writer.call(_aten.permute.default, dense, [layout.order.index(dim) for dim in range(len(sizes))])
+        dense = writer.call(_aten.view.default, flat, self._sizes(source.node, layout.order))
+        return self._turned_back(dense, layout.order)
+
+    def _turned(self, node: Node, order: tuple[int, ...]) -> Node:
+        """Return a view of which the dimensions are in an order."""
+        return node if order == tuple(sorted(order)) else self._writer.call(_aten.permute.default, node, list(order))
+
+    def _turned_back(self, node: Node, order: tuple[int, ...]) -> Node:
+        """Undo ``_turned``."""
+        return self._turned(node, tuple(order.index(dim) for dim in range(len(order))))
 
     def _dtype(self, source: Source, value: Tensor) -> torch.dtype:
         """Return the type in which the value of a source is unpacked: few bits have no use for the places of fp32.
@@ -180,10 +183,8 @@ class Rewriter:
     def _signs(self, source: Source) -> Node:
         """Store the signs of a source and let those read them who ask for no more; return what is stored."""
         writer, node, order = self._writer, source.node, memory_order(value_of(source.node))
-        permuted = order != tuple(range(len(order)))
         with writer.before(after(node), FORWARD):
-            turned = writer.call(_aten.permute.default, node, list(order)) if permuted else node
-            flat = writer.call(_aten.reshape.default, turned, [-1])
+            flat = writer.call(_aten.reshape.default, self._turned(node, order), [-1])
             count = writer.size(flat, 0)
             stored = writer.call(_own.signs.default, flat)
         must_be_saved(stored)
@@ -191,8 +192,7 @@ class Rewriter:
         with writer.before(self._first([read.reader for read in reads]), BACKWARD):
             signs = writer.cast(self._split(stored, count), value_of(node).dtype)
             dense = writer.call(_aten.view.default, signs, self._sizes(node, order))
-            if permuted:
-                dense = writer.call(_aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
+            dense = self._turned_back(dense, order)
         self._give(source, dense, reads)
         return stored
 
@@ -213,10 +213,11 @@ class Rewriter:
     def _shape(self, source: Source) -> None:
         """Let those read memory that nobody has written to who ask for no more than its shape."""
         writer, value, reads = self._writer, value_of(source.node), source.reads_of("shape")
+        order = memory_order(value)
         with writer.before(self._first([read.reader for read in reads]), BACKWARD):
-            sizes = [writer.size(source.node, dim) for dim in range(value.dim())]
-            options = {"dtype": value.dtype, "device": value.device}
-            made = writer.call(_aten.empty_strided.default, sizes, list(value.stride()), **options)
+            sizes = [writer.size(source.node, dim) for dim in order]
+            made = writer.call(_aten.empty.memory_format, sizes, dtype=value.dtype, device=value.device)
+            made = self._turned_back(made, order)
         self._give(source, made, reads)
 
     def _values(self, source: Source) -> None:

@@ -27,7 +27,7 @@ from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, jo
 from lightning_actprune.compiled.calls import let_inductor_call
 from lightning_actprune.compiled.joint import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
-from lightning_actprune.compiled.report import Packed, Row
+from lightning_actprune.compiled.report import Packed
 from lightning_actprune.compiled.told import Rows, leave, listen, listening, settle, take_settled
 
 _FEATURE = "Packing what compiled layers keep"
@@ -73,11 +73,12 @@ class CompiledPacking:
 
     @property
     def was_missed(self) -> bool:
-        """Whether marks were left in code that ran since it was opened, which keeps what the dense model does.
+        """Whether marks were left in code that ran since it was opened, and no graph was packed.
 
-        So it is with compilers that run no pass over the joint graph of forward and backward.
+        So it is with compilers that run no pass over the joint graph of forward and backward. With others than inductor
+        marks stay in graphs that have no backward, where they cost a copy.
         """
-        return left_marks() > self._left
+        return left_marks() > self._left and not self.rows.passed
 
     def open(self) -> Self:
         """Pack from now on. Does nothing if it is open."""
@@ -113,7 +114,7 @@ class _Installed:
 
     def __init__(self) -> None:
         self.removed = False
-        self._last: tuple[Packed, list[tuple[list[Row], int]]] | None = None
+        self._last: Packed | None = None
         places, made = joint_passes(), _inductor_pass()
         self._passes: list[tuple[Any, str, Any]] = []
         for config, name, kind, run in (
@@ -148,20 +149,17 @@ class _Installed:
         if packed is not None:
             if inductor_runs():
                 let_inductor_call()
-            self._last = packed, [(rows, len(rows)) for rows in listening()]
+            self._last = packed
             for rows in listening():
-                rows += packed.rows
+                rows.packed(packed.rows)
 
     def _settle(self, graph: Graph) -> None:
         """Correct what was said of the last joint graph by what its forward saves, if this is that."""
         if self._last is None:
             return
-        packed, places = self._last
-        rows = packed.settled(graph)
+        rows = self._last.settled(graph)
         if rows is not None:
             self._last = None
-            for told, start in places:
-                told[start : start + len(packed.rows)] = rows
             settle(rows)
 
 

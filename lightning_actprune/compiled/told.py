@@ -2,7 +2,8 @@
 
 The pass over a joint graph tells those that listen while it runs. Code that comes out of a cache, or that an earlier
 training has compiled, runs without a pass. So inductor's code of a forward carries what was decided (``calls``), and
-says it when it runs: once to each listener, and not to those that the pass has told.
+says it when it runs: once to each listener, and not to those that the pass has told. Where the joint graph is made anew
+and its code comes out of a cache, the pass has told what only the code knows how the partitioner has settled.
 """
 
 from __future__ import annotations
@@ -15,11 +16,36 @@ from lightning_actprune.compiled.report import Row
 
 
 class Rows(list[Row]):
-    """What a listener was told, and by which texts."""
+    """What a listener was told.
+
+    Attributes:
+        texts: By which texts of settled rows.
+        open: Of each graph that was packed and is not settled, the place of its first row, and how many there are.
+        passed: Whether a graph was packed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.texts = set[str]()
+        self.open: list[tuple[int, int]] = []
+        self.passed = False
+
+    def packed(self, rows: list[Row]) -> None:
+        """Take in what was decided of a graph, which is not settled."""
+        self.open.append((len(self), len(rows)))
+        self.passed = True
+        self += rows
+
+    def settled(self, rows: list[Row]) -> None:
+        """Take in what a graph saves, in place of what was decided of it if that is here."""
+        for place in reversed(self.open):
+            start, count = place
+            if list(map(_key, self[start : start + count])) == list(map(_key, rows[:count])):
+                self.open.remove(place)
+                self[start : start + count] = rows
+                self.open = [(at if at < start else at + len(rows) - count, n) for at, n in self.open]
+                return
+        self += rows
 
 
 _listening: tuple[Rows, ...] = ()
@@ -44,11 +70,12 @@ def leave(rows: Rows) -> None:
 
 
 def settle(rows: list[Row]) -> None:
-    """Note what was said of the graph whose forward is compiled next, and that all who listen know."""
+    """Tell what the graph saves whose forward is compiled next, and note it for its code."""
     global _latest
     _latest = _written(rows)
     for others in _listening:
         others.texts.add(_latest)
+        others.settled(rows)
 
 
 def take_settled() -> str | None:
@@ -76,7 +103,12 @@ class Report:
             for rows in _listening:
                 if self._text not in rows.texts:
                     rows.texts.add(self._text)
-                    rows += _read(self._text)
+                    rows.settled(_read(self._text))
+
+
+def _key(row: Row) -> tuple[object, ...]:
+    """Return what is the same of a row before and after it is settled."""
+    return row.name, row.readers, row.shape, row.dtype, row.bits
 
 
 def _written(rows: list[Row]) -> str:

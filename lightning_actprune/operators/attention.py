@@ -114,6 +114,15 @@ def _linear(x: Tensor, weight: Tensor | Projection, bias: Tensor | None = None) 
             watcher.leave_projection(weight, y)
 
 
+_CHECK = "_check_key_padding_mask"
+
+
+def _checked(check: Callable[..., None], *arguments: Any) -> None:
+    """Check a mask by its shape, but not while a compiler traces: it cannot write down what the error would say."""
+    if not torch.compiler.is_compiling():
+        check(*arguments)
+
+
 def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return ``F.multi_head_attention_forward``, for which, and for what it calls, ``linear`` is another function."""
     # The compiler looks names up in the module of that name, if there is one.
@@ -123,6 +132,8 @@ def _attention_with(linear: Callable[..., Tensor]) -> Callable[..., tuple[Tensor
         if isinstance(value, FunctionType) and "linear" in value.__code__.co_names:
             scope[name] = FunctionType(value.__code__, scope, name, value.__defaults__, value.__closure__)
             scope[name].__kwdefaults__ = value.__kwdefaults__
+    if _CHECK in scope:
+        scope[_CHECK] = functools.partial(_checked, scope[_CHECK])
     return cast(Callable[..., tuple[Tensor, Tensor | None]], scope.get("multi_head_attention_forward"))
 
 

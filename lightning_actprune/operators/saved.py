@@ -101,6 +101,7 @@ from lightning_actprune.codec.private import (
     refusal,
     saved_tensors_hooks_are_enabled,
     top_saved_tensors_hooks,
+    unseen_by_compilers,
 )
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
@@ -1030,6 +1031,7 @@ class SavedTensorCompression:
             settled = self.decided.settled
             (settled.discard if hooks.operations.undecided else settled.add)(scope.outermost)
 
+    @unseen_by_compilers
     def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Unchanged | QuantizedView:
         # This runs for everything that is saved: what most of it is spared by comes first.
         saving = operations.saves(tensor)
@@ -1140,6 +1142,7 @@ class SavedTensorCompression:
         bits = self._attention[part]
         return Decision(bits, name, "" if bits else "a rule leaves it as it is")
 
+    @unseen_by_compilers
     def _pack_and_tell(
         self, tell: Callable[[Tensor, bool], None], outer: Hooks | None, operations: Operations, tensor: Tensor
     ) -> Unchanged | QuantizedView:
@@ -1217,6 +1220,7 @@ class SavedTensorCompression:
         row.stored_bytes += stored_bytes
 
 
+@unseen_by_compilers
 def unpack_saved(kept: Unchanged | QuantizedView) -> Tensor:
     """Return what was saved: the unpack hook of every scope."""
     return kept.tensor()

@@ -37,13 +37,13 @@ def mlp() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(64, 32)
 
 
-def convolutions() -> tuple[nn.Module, Tensor]:
+def convolutions(channels: int = 16) -> tuple[nn.Module, Tensor]:
     layers = [
-        Marked(nn.Conv2d(3, 16, 3, padding=1, bias=False), mark("convolution", 4)),
-        Marked(nn.BatchNorm2d(16), mark("norm", 4)),
+        Marked(nn.Conv2d(3, channels, 3, padding=1, bias=False), mark("convolution", 4)),
+        Marked(nn.BatchNorm2d(channels), mark("norm", 4)),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        Marked(nn.Conv2d(16, 32, 3, padding=1, bias=False), mark("convolution", 4)),
+        Marked(nn.Conv2d(channels, 32, 3, padding=1, bias=False), mark("convolution", 4)),
         Marked(nn.BatchNorm2d(32), mark("norm", 4)),
         nn.ReLU(),
         Marked(nn.Conv2d(32, 16, 3, padding=1), mark("convolution", 4)),
@@ -425,6 +425,89 @@ def test_an_input_that_gets_a_gradient_is_packed_and_a_parameter_is_not():
         with CompiledPacking() as packing:
             torch.compile(layer, backend="aot_eager", fullgraph=True)(of).square().mean().backward()
         assert [row.how for row in packing.rows if row.name == "linear"] == expected
+
+
+class Moving(nn.Module):
+    """Reads a buffer before it writes to it: as it is, and as autocast's copy."""
+
+    def __init__(self, writes: bool, copied: bool) -> None:
+        super().__init__()
+        self.first, self.last = (Marked(nn.Linear(64, 64), mark("linear", 8)) for _ in range(2))
+        self.act, self.writes, self.copied = Marked(nn.GELU(), mark("activation", 8)), writes, copied
+        self.register_buffer("mean", torch.full((64,), 5.0))
+        self.register_buffer("matrix", torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        output, y = self.last(y - self.mean), self.act(y)
+        output = output + (F.linear(y, self.matrix) if self.copied else y)
+        if self.writes:
+            with torch.no_grad():
+                self.mean.neg_()
+                self.matrix.neg_()
+        return output
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autocast):
+    torch.manual_seed(0)
+    model, x = Moving(True, autocast), torch.randn(4, 16, 64)
+    fixed = Moving(False, autocast)
+    fixed.load_state_dict(model.state_dict())
+    found = step(model, x, backend=backend, autocast=autocast)
+    expected = step(fixed, x, packs=False, backend=backend, autocast=autocast)
+    assert torch.equal(found.output, expected.output)
+    assert worst_cosine(found, expected) > 0.999
+
+
+class Cast(torch.autograd.Function):
+    """Lets gradients pass where ``x`` is above 1, by a cast to whole numbers in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.to(torch.int32).bool()
+
+
+def test_a_cast_to_whole_numbers_passes_no_values_on():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = (Marked(nn.Linear(64, 64), mark("linear", 2)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x) * 2
+            return Cast.apply(y) + self.last(y)
+
+    model, x = Masked(), torch.randn(4, 16, 64)
+    dense, found = step(model, x, packs=False), step(model, x)
+    for name in ("first.weight", "first.bias"):  # that of the mask, and of a layer whose input is the batch
+        torch.testing.assert_close(found.grads[name], dense.grads[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("last", [False, True])
+def test_height_and_width_may_be_symbols(backend, last):
+    model, x = convolutions(32)
+    form = torch.channels_last if last else torch.contiguous_format
+    model.to(memory_format=form)
+    torch._dynamo.reset()
+    with CompiledPacking(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for size in (16, 24, 32):
+            x = torch.randn(4, 3, size, size).contiguous(memory_format=form)
+            found = run(compiled, model, x, [], False)
+    dense = step(model, x, packs=False, backend=backend)
+    assert worst_cosine(found, dense) > 0.98
+    kept, of_dense = (nbytes([t for t in of.kept if t.dtype != torch.int64]) for of in (found, dense))
+    assert last == (kept < 0.5 * of_dense)  # otherwise no dimension makes rows of blocks
 
 
 class Unmarked(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.config import Config
@@ -157,3 +158,49 @@ def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it
     mark_layers(model, owner)
     model.act.inplace = True
     assert torch.equal(step(model, x).output, dense(x).detach())
+
+
+class Padded(nn.Module):
+    """A transformer's layer of tokens of which the last are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 4)
+
+
+def test_attention_with_padding_is_one_graph():
+    torch.manual_seed(0)
+    model, owner, x = Padded(), new_owner("a test"), torch.randn(8, 32, 64)
+    dense = step(copy.deepcopy(model), x)
+    convert_layers(model, Config("balanced"), owner)
+    attached_saved(model, owner).min_values = 512
+    mark_layers(model, owner)
+    found = step(model, x)
+    torch.testing.assert_close(found.output, dense.output)
+    assert torch.cosine_similarity(found.gradients, dense.gradients, 0) > 0.999
+    assert found.rows
+
+
+def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rnn, self.last = nn.Linear(64, 64), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.rnn(self.first(x).tanh())[0].square())
+
+    torch._dynamo.reset()
+    model, owner, x = Broken(), new_owner("a test"), torch.randn(8, 32, 64)
+    convert_layers(model, Config("balanced"), owner)
+    attached_saved(model, owner).min_values = 512
+    mark_layers(model, owner)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with CompiledPacking(), SavedTensorMeter(model):
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+    breaks = {text.partition("\n")[0] for kind in ("graph_break", "unimplemented") for text in counters[kind]}
+    assert breaks == {"Attempted to wrap RNN, GRU, or LSTM"}

@@ -88,6 +88,21 @@ def test_a_pass_that_was_there_runs_once():
     assert [row.how for row in found.rows] == ["packed"]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_without_backward_is_computed_and_nothing_is_missed(backend):
+    model = nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4)))
+    x = torch.randn(32, 64)
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True), CompiledPacking() as packing:
+        best = torch.compile(lambda x: model(x).argmax(-1), backend=backend, fullgraph=True)
+        assert torch.equal(best(x), model(x).argmax(-1))
+        assert packing.rows == []
+        torch.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+        assert torch.equal(best(x), model(x).argmax(-1))
+    assert [row.how for row in packing.rows] == ["packed"]
+    assert not packing.was_missed
+
+
 def test_a_model_may_be_given_to_the_compiler_meanwhile():
     """``torch.compile`` copies the configuration, as in ``configure_model``."""
     with CompiledPacking():

@@ -50,6 +50,25 @@ def test_a_listener_is_told_once_and_by_the_code_alone_who_was_not_by_the_pass(t
         told.leave(second)
 
 
+def test_what_the_code_says_stands_in_place_of_what_the_pass_has_told(text):
+    """As where the joint graph is made anew and its code comes out of a cache."""
+    other = [Row("other", (), (2,), torch.float32, 8, 8, "as it is")]
+    saved, rows = ROWS[0]._replace(stored_bytes=1000), Rows()
+    told.settle([saved, *ROWS[1:], *other])
+    text = told.take_settled()
+    listen(rows)
+    try:
+        rows.packed(ROWS)
+        rows.packed(other)
+        Report(text)()
+        assert rows == [saved, *ROWS[1:], *other, *other]
+        told.settle(other)
+        assert rows == [saved, *ROWS[1:], *other, *other]
+        assert rows.open == []
+    finally:
+        told.leave(rows)
+
+
 def test_what_is_settled_is_taken_once(text):
     told.settle(ROWS)
     assert (told.take_settled(), told.take_settled()) == (text, None)
