@@ -46,6 +46,8 @@ _STEADY = frozenset(
 _FEWER = 16
 """A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
 NORM = "aten.native_layer_norm"
+EXACT = Values(64, 1)
+"""How what is there anyway may be read in backward."""
 _WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
 """Operations with a weight, and its place."""
 
@@ -60,7 +62,7 @@ class Source:
         how: See ``compiled.joint``; ``"as it is"`` until something else is decided.
         way: How its values are packed.
         layout: How they are read for that.
-        base: The packed value that it is computed again from.
+        base: The packed value that it is computed again from, or one that is there anyway.
         reason: Why it stays as it is.
         ways: What each read needs.
     """
@@ -157,7 +159,16 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
             base[node] = source
         elif found is not None:
             base[node] = found
+        elif _stays(joint, model, node):
+            base[node] = Source(node, [], way=EXACT)
     return base
+
+
+def _stays(joint: Joint, model: Model, node: Node) -> bool:
+    """Return whether a node is an input that gets no gradient and stays what it is, and as large as what is packed."""
+    value = value_of(node)
+    is_given = node in joint.given and node not in joint.changing
+    return is_given and value.dtype in KERNEL_DTYPES and count_of(value) >= model.min_values
 
 
 def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None) -> None:
@@ -219,20 +230,21 @@ def _lay_out(source: Source) -> None:
 
 
 def _base_of(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -> Source | None:
-    """Return the one packed source that a node is steady and pointwise in, ``None`` if there is none."""
+    """Return the one source that a node is steady and pointwise in, ``None`` if there is none."""
     if name_of(node) == GETITEM and name_of(first_input(node)) == NORM and node.args[1] == 0:
         return base.get(first_input(first_input(node)))
     if not (passes_on(node) or name_of(node) in _STEADY or _is_quotient(node)):
         return None
     found = {id(base[source]): base[source] for source in node.all_input_nodes if source in base}
-    if len(found) != 1:
+    packed = [source for source in found.values() if source.how == "packed"]
+    if len(packed or found) != 1:
         return None
-    (source,) = found.values()
+    (source,) = packed or found.values()
     most = max(count_of(value_of(source.node)) // _FEWER, model.min_values)
     for other in node.all_input_nodes:
         value = tensor_of(other)
         large = value is not None and count_of(value) > most
-        if other not in base and (large or "val" not in other.meta or other in joint.changing):
+        if base.get(other) is not source and (large or "val" not in other.meta or other in joint.changing):
             return None
     return source
 

@@ -66,6 +66,10 @@ class Rewriter:
                 value = self._writer.call(_aten.view.default, source.node, self._sizes(source.node, None))
             self._give(source, value, source.reads, tag)
         first = self._first_readers()
+        for node in {source.base.node for source in self._sources if source.base is not None}:
+            if node in self._joint.given:
+                with self._writer.before(first[node], NOT_IN_FORWARD):
+                    self._restored[node] = self._writer.call(_aten.view.default, node, self._sizes(node, None))
         return [self._put(source, first) for source in self._sources]
 
     def _put(self, source: Source, first: dict[Node, Node]) -> list[Node]:
@@ -273,7 +277,7 @@ class Rewriter:
         """Return what ``node`` computes, computed again from values in ``made``, or itself if it depends on none."""
         if node in made:
             return made[node]
-        if node not in self._base:
+        if node not in self._base or node.op == "placeholder":
             return node
         if name_of(node) == GETITEM:
             made[node] = self._normalised(node, made)

@@ -55,7 +55,7 @@ def test_a_pass_that_came_later_stays():
 def test_scopes_may_be_closed_in_any_order():
     first, second = CompiledPacking().open(), CompiledPacking().open()
     first.close()
-    model = nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4)))
+    model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
     x = torch.randn(32, 64)
     step(model, x, packs=False)
     assert (len(first.rows), len(second.rows)) == (0, 1)
@@ -83,14 +83,14 @@ def test_the_caches_know_all_passes():
 def test_a_pass_that_was_there_runs_once():
     seen = []
     with functorch.patch(joint_custom_pass=lambda module, inputs: seen.append(module) or module):
-        found = step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+        found = step(nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
     assert len(seen) == 1
     assert [row.how for row in found.rows] == ["packed"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_without_backward_is_computed_and_nothing_is_missed(backend):
-    model = nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4)))
+    model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
     x = torch.randn(32, 64)
     torch._dynamo.reset()
     with inductor.patch(force_disable_caches=True), CompiledPacking() as packing:
@@ -117,7 +117,7 @@ def test_an_error_says_whose_it_is_and_what_to_do(monkeypatch):
 
     monkeypatch.setattr(scope, "pack_joint_graph", fails)
     with pytest.raises(Exception, match=r"(?s)lightning_actprune, please report it.*torch\.compiler\.disable"):
-        step(nn.Sequential(nn.Tanh(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+        step(nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
     assert installed() == (None, None, None)
 
 
