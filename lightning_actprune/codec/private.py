@@ -293,7 +293,7 @@ _set_strategy, _strategy, _action = (
 
 
 def unseen_by_compilers(function: _Function) -> _Function:
-    """Return a function that a compiler runs as it is, and all that it calls; one that others call costs nothing.
+    """Return a function that a compiler runs as it is, with all that it calls; without a compiler it costs no more.
 
     Where the graph of a model breaks, a compiler looks for graphs in hooks, too, which are called there.
     """

@@ -47,7 +47,7 @@ _FEWER = 16
 """A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
 NORM = "aten.native_layer_norm"
 EXACT = Values(64, 1)
-"""How what is there anyway may be read in backward."""
+"""How backward may read what it reads as it is."""
 _WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
 """Operations with a weight, and its place."""
 
@@ -62,7 +62,7 @@ class Source:
         how: See ``compiled.joint``; ``"as it is"`` until something else is decided.
         way: How its values are packed.
         layout: How they are read for that.
-        base: The packed value that it is computed again from, or one that is there anyway.
+        base: The packed value that it is computed again from, or an input that backward reads as it is.
         reason: Why it stays as it is.
         ways: What each read needs.
     """
@@ -144,6 +144,7 @@ def _is_weight_of(reader: Node, node: Node) -> bool:
 def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Source]:
     """Decide how each source is kept, and return what may be computed again, each with what from."""
     by_node = {source.node: source for source in sources}
+    read = {source_of(node) for node in joint.forward if joint.reads(node)}
     base: dict[Node, Source] = {}
     for node in joint.graph.nodes:
         if node not in joint.forward or tensor_of(node) is None:
@@ -159,7 +160,7 @@ def decide(joint: Joint, model: Model, sources: list[Source]) -> dict[Node, Sour
             base[node] = source
         elif found is not None:
             base[node] = found
-        elif _stays(joint, model, node):
+        elif node in read and _stays(joint, model, node):
             base[node] = Source(node, [], way=EXACT)
     return base
 

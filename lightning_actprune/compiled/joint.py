@@ -13,8 +13,8 @@ backward reads. Reads that differ by views, casts and copies alone are reads of 
     What is pointwise in ONE packed value, without a jump, and in tensors that are far smaller, is computed again from
     the unpacked value, and nothing is stored: the output of a GELU, of a norm, or of a ReLU behind a batch norm, that
     the next linear layer or convolution reads. Only where the packed value has as many bits as the reader asks for.
-    The statistics of a norm are the exact ones. So is what is pointwise in an input of the graph that gets no gradient,
-    as the batch, which is there anyway.
+    The statistics of a norm are the exact ones. So is what is pointwise in an input of the graph that gets no gradient
+    and that backward reads as it is, as a norm of the batch does.
 ``signs``
     One bit a value, exact, for ``relu``, also beside packed values for another reader: its gradient ``g`` where the
     output is above zero, or no number, asks for no more. In operations that the compiler fuses.

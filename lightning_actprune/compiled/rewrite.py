@@ -66,7 +66,7 @@ class Rewriter:
                 value = self._writer.call(_aten.view.default, source.node, self._sizes(source.node, None))
             self._give(source, value, source.reads, tag)
         first = self._first_readers()
-        for node in {source.base.node for source in self._sources if source.base is not None}:
+        for node in first:  # in the same order in every process
             if node in self._joint.given:
                 with self._writer.before(first[node], NOT_IN_FORWARD):
                     self._restored[node] = self._writer.call(_aten.view.default, node, self._sizes(node, None))

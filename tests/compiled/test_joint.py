@@ -475,6 +475,31 @@ def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(au
     assert sum(t.shape == x.shape and t.is_floating_point() for t in found.kept) == 1  # the batch
 
 
+def test_an_input_that_backward_does_not_read_is_not_kept_to_make_something_again():
+    """Who has made it may hold it no longer, as where a frozen part of the model is compiled by itself."""
+    model = nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
+    found = step(model, torch.randn(4, 16, 64))
+    assert [(row.how, row.bits) for row in found.rows if row.readers == ("aten.mm",)] == [("packed", 2)]
+    assert not [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024]
+
+
+def test_what_a_mark_says_of_the_model_counts_whichever_is_first():
+    """As of two callbacks of which one covers what operations save."""
+    first, second = (Marked(nn.Linear(64, 64), mark("linear", 4, given)) for given in (Model(min_values=1024), MODEL))
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x.sin())
+            return self.second(y) * y
+
+    found = step(Product(), torch.randn(4, 16, 64))
+    assert {row.how for row in found.rows} == {"packed"}
+
+
 class Cast(torch.autograd.Function):
     """Lets gradients pass where ``x`` is above 1, by a cast to whole numbers in backward."""
 
