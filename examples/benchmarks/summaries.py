@@ -228,7 +228,8 @@ def beside(record: dict[str, Any], dense: dict[str, Any], name: str, digits: int
     if record[name] is None:
         return "-"
     figure = f"{record[name]:.{digits}f}"
-    return figure if record is dense else f"{figure} ({percent(record[name] / dense[name])})"
+    compared = record is not dense and dense[name]  # of CUDA graphs all that a step keeps is in their own memory
+    return f"{figure} ({percent(record[name] / dense[name])})" if compared else figure
 
 
 def _time(record: dict[str, Any] | None, dense: dict[str, Any] | None) -> str:

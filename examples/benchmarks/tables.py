@@ -339,11 +339,11 @@ BUDGETS_TEXT = """\
 Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf16-mixed"`, eager, fused AdamW. Times
 are of one run with a slow host, each step waited for, but of GPT-2; in brackets, how much more or less than dense."""
 COMPILED_TEXT = """\
-All methods of a model were measured in turn, in steps one after the other. The Llama without a size is one of GPT-2's.
-On the ResNet, checkpointing waited for the host, which takes 34 ms of its own."""
+All methods of a model were measured in turn, in steps one after the other. The Llama without a size is one of
+GPT-2's size."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
-in all, gaps included."""
+in all, gaps included. In another run it held 1,500 MiB more or less of each method of the GPT-2."""
 RIVALS_TEXT = """\
 Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was slow:
 where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
