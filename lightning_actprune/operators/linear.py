@@ -504,6 +504,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
     """
 
     dense_class = nn.Linear
+    takes_shards = True
 
     def __init__(
         self,

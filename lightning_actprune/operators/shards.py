@@ -1,0 +1,119 @@
+r"""Tensor-parallel layers: each process compresses what it would keep of its own shard.
+
+``parallelize_module`` makes DTensors of the parameters of a layer and of what it is given, so that each process of a
+mesh has a shard ``x_s`` of the input and one of the weight, and computes its part of the output. What backward keeps is
+``x_s``. So the layer runs on shards as it would on tensors, and its output becomes a DTensor again. Blocks are those of
+a shard: they compete within it, and no process needs to know what another one drops.
+
+For ``y = x W^T + b`` and a norm ``y = x^ w + b`` over the last dimensions of ``x``, along a dimension of the mesh:
+
+=============  ===========  ===============  =======================================================================
+x              weight       y                gradients
+=============  ===========  ===============  =======================================================================
+replicated     by outputs   by features      column-wise: ``dx`` is a sum over the processes, ``dW`` and ``db`` are
+                                             the shard's own
+by features    by inputs    a sum            row-wise: ``dx`` and ``dW`` are the shard's own, ``db`` is the same in
+                                             every process
+by rows        replicated   by rows          sequence-parallel: ``dW`` and ``db`` are sums
+replicated     replicated   replicated       all are the same in every process
+=============  ===========  ===============  =======================================================================
+
+A sum is left to whoever asks for its value (``Partial``), as torch does. In the row-wise layer each process adds its
+part of the bias, ``b`` over the number of processes, as torch does too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+
+class Along(NamedTuple):
+    """How tensors lie along a dimension of the mesh.
+
+    Args:
+        y: The output.
+        grad_x: The gradient of the input.
+        grad_weight: That of the weight.
+        grad_bias: That of the bias.
+        adds_part: Whether each process adds its part of the bias.
+    """
+
+    y: Placement
+    grad_x: Placement
+    grad_weight: Placement
+    grad_bias: Placement
+    adds_part: bool = False
+
+
+def on_shards(layer: nn.Module, forward: Callable[[Any, Tensor], Tensor], x: DTensor) -> DTensor:
+    """Return what a layer makes of a DTensor, computed on the shard of this process.
+
+    Args:
+        layer: A linear layer or a norm.
+        forward: Maps such a layer, but with the parameters of this process, and its shard of ``x`` to the output.
+        x: The input.
+
+    Raises:
+        TypeError: If input and weight lie in a way in which no process can compute its part alone.
+    """
+    mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    read = len(getattr(layer, "normalized_shape", (0,)))
+    split = [along(x, weight, read, is_linear, dimension) for dimension in range(mesh.ndim)]
+    parameters = dict(layer._parameters)
+    if weight is not None:
+        parameters["weight"] = _local(weight, [each.grad_weight for each in split])
+    if bias is not None:
+        parts = math.prod(mesh.size(dimension) for dimension, each in enumerate(split) if each.adds_part)
+        local = _local(bias, [each.grad_bias for each in split])
+        parameters["bias"] = _Part.apply(local, parts) if parts > 1 else local
+    shard = object.__new__(type(layer))
+    shard.__dict__ = {**layer.__dict__, "_parameters": parameters}
+    y = forward(shard, _local(x, [each.grad_x for each in split])).contiguous()
+    shape = torch.Size([*x.shape[:-1], cast(Tensor, weight).shape[0]]) if is_linear else x.shape
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(y, mesh, [each.y for each in split], run_check=False, shape=shape, stride=strides)
+
+
+def along(x: DTensor, weight: Tensor | None, read: int, is_linear: bool, dimension: int) -> Along:
+    """Return how tensors lie along a dimension of the mesh; ``read``: how many dimensions of ``x`` are a row."""
+    given, last = x.placements[dimension], x.dim() - 1
+    of_weight = weight.placements[dimension] if isinstance(weight, DTensor) else Replicate()
+    whole = Replicate()
+    if of_weight.is_replicate():
+        if given.is_replicate():
+            return Along(whole, whole, whole, whole)
+        if any(given.is_shard(row) for row in range(x.dim() - read)):
+            return Along(given, given, Partial(), Partial())
+    elif is_linear and given.is_replicate() and of_weight.is_shard(0):
+        return Along(Shard(last), Partial(), of_weight, of_weight)
+    elif is_linear and given.is_shard(last) and of_weight.is_shard(1):
+        return Along(Partial(), given, of_weight, whole, adds_part=True)
+    raise TypeError(
+        f"A compressed layer cannot take an input that lies as {given} along dimension {dimension} of the mesh of "
+        f"processes, with a weight that lies as {of_weight} there: no process can compute its part alone. HINT: keep "
+        "the layer dense (`rules={name: None}`)."
+    )
+
+
+def _local(tensor: Tensor, grad_placements: Sequence[Placement]) -> Tensor:
+    """Return the shard of this process; ``grad_placements``: how the gradient of it lies."""
+    return tensor.to_local(grad_placements=grad_placements) if isinstance(tensor, DTensor) else tensor
+
+
+class _Part(torch.autograd.Function):
+    """The part of a bias that one of some processes adds, each of which has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
+        return bias / parts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
