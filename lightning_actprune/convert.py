@@ -453,7 +453,9 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     weights = weights_of(candidate.layer)
     split = [weight for weight in weights if isinstance(weight, DTensor)]
     if split and not (_takes_shards(candidate.layer) or (candidate.sharded and all(map(_whole_in_forward, split)))):
-        return "its weight is a tensor-parallel DTensor, of whose shards only those of linear layers and norms are taken"
+        return (
+            "its weight is a tensor-parallel DTensor, of whose shards only those of linear layers and norms are taken"
+        )
     if candidate.operator not in ("linear", "convolution"):
         return None
     if candidate.flattened:

@@ -115,7 +115,7 @@ def remember(x: Tensor, key: tuple[Any, ...], shared: Shared) -> None:
     _inputs[number] = weakref.ref(base, lambda _: _inputs.pop(number, None)), {key: entry}
 
 
-def _place_in_memory(x: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+def _place_in_memory(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.storage_offset()
 
 

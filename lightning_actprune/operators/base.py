@@ -21,7 +21,7 @@ from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import marked
 from lightning_actprune.config import Keep, Operator
-from lightning_actprune.operators.shards import on_shards
+from lightning_actprune.operators.shards import is_split, on_shards
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
 Marks = tuple[str, str, int]
@@ -153,7 +153,7 @@ class CompressedLayer(Converted):
                 state = self._state
                 if state.marks is not None and not is_exporting():
                     return traced(self, dense, state, args, kwargs)  # type: ignore[arg-type]
-            if args and isinstance(args[0], DTensor) and self.takes_shards:
+            if args and isinstance(args[0], DTensor) and self.takes_shards and is_split(self):
                 return on_shards(self, compressed, args[0])
             return compressed(self, *args, **kwargs)
 

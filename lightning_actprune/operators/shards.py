@@ -25,7 +25,7 @@ part of the bias, ``b`` over the number of processes, as torch does too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,11 +51,16 @@ class Along(NamedTuple):
     adds_part: bool = False
 
 
+def is_split(layer: nn.Module) -> bool:
+    """Return whether the parameters of a layer are DTensors, as far as it has any: torch takes no others with one."""
+    return all(parameter is None or isinstance(parameter, DTensor) for parameter in layer._parameters.values())
+
+
 def on_shards(layer: nn.Module, forward: Callable[[Any, Tensor], Tensor], x: DTensor) -> DTensor:
     """Return what a layer makes of a DTensor, computed on the shard of this process.
 
     Args:
-        layer: A linear layer or a norm.
+        layer: A linear layer or a norm, with DTensors as parameters.
         forward: Maps such a layer, but with the parameters of this process, and its shard of ``x`` to the output.
         x: The input.
 
@@ -63,29 +68,29 @@ def on_shards(layer: nn.Module, forward: Callable[[Any, Tensor], Tensor], x: DTe
         TypeError: If input and weight lie in a way in which no process can compute its part alone.
     """
     mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    weight, bias = (cast("DTensor | None", layer._parameters.get(name)) for name in ("weight", "bias"))
     read = len(getattr(layer, "normalized_shape", (0,)))
     split = [along(x, weight, read, is_linear, dimension) for dimension in range(mesh.ndim)]
-    parameters = dict(layer._parameters)
+    parameters: dict[str, Tensor | None] = dict(layer._parameters)
     if weight is not None:
-        parameters["weight"] = _local(weight, [each.grad_weight for each in split])
+        parameters["weight"] = weight.to_local(grad_placements=[each.grad_weight for each in split])
     if bias is not None:
         parts = math.prod(mesh.size(dimension) for dimension, each in enumerate(split) if each.adds_part)
-        local = _local(bias, [each.grad_bias for each in split])
+        local = bias.to_local(grad_placements=[each.grad_bias for each in split])
         parameters["bias"] = _Part.apply(local, parts) if parts > 1 else local
     shard = object.__new__(type(layer))
     shard.__dict__ = {**layer.__dict__, "_parameters": parameters}
-    y = forward(shard, _local(x, [each.grad_x for each in split])).contiguous()
-    shape = torch.Size([*x.shape[:-1], cast(Tensor, weight).shape[0]]) if is_linear else x.shape
+    y = forward(shard, x.to_local(grad_placements=[each.grad_x for each in split])).contiguous()
+    shape = torch.Size([*x.shape[:-1], weight.shape[0]]) if is_linear and weight is not None else x.shape
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(y, mesh, [each.y for each in split], run_check=False, shape=shape, stride=strides)
 
 
-def along(x: DTensor, weight: Tensor | None, read: int, is_linear: bool, dimension: int) -> Along:
+def along(x: DTensor, weight: DTensor | None, read: int, is_linear: bool, dimension: int) -> Along:
     """Return how tensors lie along a dimension of the mesh; ``read``: how many dimensions of ``x`` are a row."""
     given, last = x.placements[dimension], x.dim() - 1
-    of_weight = weight.placements[dimension] if isinstance(weight, DTensor) else Replicate()
     whole = Replicate()
+    of_weight = whole if weight is None else weight.placements[dimension]
     if of_weight.is_replicate():
         if given.is_replicate():
             return Along(whole, whole, whole, whole)
@@ -102,11 +107,6 @@ def along(x: DTensor, weight: Tensor | None, read: int, is_linear: bool, dimensi
     )
 
 
-def _local(tensor: Tensor, grad_placements: Sequence[Placement]) -> Tensor:
-    """Return the shard of this process; ``grad_placements``: how the gradient of it lies."""
-    return tensor.to_local(grad_placements=grad_placements) if isinstance(tensor, DTensor) else tensor
-
-
 class _Part(torch.autograd.Function):
     """The part of a bias that one of some processes adds, each of which has the whole gradient."""
 
@@ -115,5 +115,5 @@ class _Part(torch.autograd.Function):
         return bias / parts
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
