@@ -2,12 +2,14 @@
 
     python examples/benchmarks/compiled.py --out compiled.json
     python examples/benchmarks/compiled.py --mode reduce-overhead --models resmlp_12_224 --out compiled.json
-    python examples/benchmarks/compiled.py --methods dense checkpoint recompute --out compiled.json
+    python examples/benchmarks/compiled.py --methods dense checkpoint recompute compiler:0.5 --out compiled.json
 
 Models as their libraries build them, given to ``torch.compile`` as a whole, on one GPU,
 ``Trainer(precision="bf16-mixed")``, fused AdamW, the same batch over and over. All cases of a model run in processes of
 their own at the same time as far as the steps are concerned in which they compile; then one after the other measures,
 while the rest waits: first memory in one step, then the times of the others, as ``rivals.py`` does.
+
+``compiler:0.5`` is the dense model under ``torch._functorch.config.activation_memory_budget``, of that share.
 
 ``warm_up_s`` is what the steps before took, with compilation and the callback's probes in them, several processes at
 a time. ``reserved_mib`` is what the allocator holds at most: where steps are replayed from CUDA graphs, it alone has
@@ -49,6 +51,8 @@ from lightning_actprune import ActivationPruning
 MODELS = "vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel"
 METHODS = "dense", "balanced", "max"
 OTHERS = "checkpoint", "recompute"
+BUDGET = "compiler:"
+"""Before the compiler's own ``activation_memory_budget``, a share of what the dense model keeps compiled."""
 CASE_SECONDS = 400
 
 
@@ -107,9 +111,12 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
     batch = BATCHES * WORKLOADS[name].batch
     training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu", samples=batch)
     training.batch_size = batch
+    if method.startswith(BUDGET):
+        torch._functorch.config.activation_memory_budget = float(method.removeprefix(BUDGET))
     training.model = torch.compile(training.model, mode=mode)
     figures = Alone(ready, turn)
-    pruning = [] if method in ("dense", "checkpoint") else [ActivationPruning(method, verbose=0)]
+    exact = method in ("dense", "checkpoint") or method.startswith(BUDGET)
+    pruning = [] if exact else [ActivationPruning(method, verbose=0)]
     train(training, [*pruning, figures], STEPS, accelerator)
     found = {**figures.found(), "warm_up_s": figures.warm_up_s}
     for callback in pruning:
@@ -128,11 +135,23 @@ def run_models(names: Sequence[str], methods: Sequence[str], mode: str) -> Itera
         yield {**described(name, BATCHES), "method": method, "mode": mode, **finish_in_fork(CASE_SECONDS, *each)}
 
 
+def method_of(text: str) -> str:
+    """Return a method as it stands on the command line, if it is one."""
+    if text in (*METHODS, *OTHERS):
+        return text
+    try:
+        if 0 <= float(text.removeprefix(BUDGET)) <= 1 and text.startswith(BUDGET):
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join((*METHODS, *OTHERS))} and {BUDGET}SHARE")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases, write the records and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=(*METHODS, *OTHERS))
+    parser.add_argument("--methods", nargs="+", default=METHODS, type=method_of, metavar="METHOD")
     parser.add_argument("--mode", default="default", help="of torch.compile")
     parser.add_argument("--out", type=Path, default=Path("compiled.json"))
     args = parser.parse_args(argv)

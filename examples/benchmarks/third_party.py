@@ -1,10 +1,11 @@
 """Third-party models as their libraries build them, without weights: what ``models.py`` trains for a few steps.
 
-``resmlp_s12`` is that of ``examples/models``, with modules of their own for affine layers and layer scales.
+``resmlp_s12`` is that of ``examples/models``, with modules of their own for affine layers and layer scales. The
+``UNet`` is from there too, and finds the noise in images of 64 x 64.
 
-Images are 224 x 224, those of convolutional networks with their channels last in memory; a text is 1024 tokens long,
-BERT's the 512 that it has positions for. Losses are the usual ones of each task, computed by the library where it does
-that itself. Only ``LoRALinear`` is written here: a frozen layer with two small trainable ones beside it, named and
+Other images are 224 x 224, those of convolutional networks with their channels last in memory; a text is 1024 tokens
+long, BERT's the 512 that it has positions for. Losses are the usual ones of each task, computed by the library where it
+does that itself. Only ``LoRALinear`` is written here: a frozen layer with two small trainable ones beside it, named and
 nested as PEFT does.
 """
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from examples.models import build_model
+from examples.models.unet import UNet
 
 LABELS = 1000
 Batch = tuple[Tensor, Tensor]
@@ -73,7 +75,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """Let every block of a model of timm or torchvision, of GPT-2 or Llama keep only its input, and run it again."""
     names = {name for name, _ in model.named_modules()}
     known = ("blocks",), ("transformer.h",), ("model.layers",), ("encoder.layers",)
-    known += (("layer1", "layer2", "layer3", "layer4"),)
+    known += ("layer1", "layer2", "layer3", "layer4"), ("down", "up")
     for part in next(parts for parts in known if names.issuperset(parts)):
         for block in model.get_submodule(part):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -122,6 +124,14 @@ def _llama(width: int, hidden: int, layers: int, heads: int, groups: int) -> nn.
     )
 
 
+def _unet() -> nn.Module:
+    return UNet().to(memory_format=torch.channels_last)
+
+
+def _gpt2(**sizes: int) -> nn.Module:
+    return _transformers("GPT2LMHeadModel", "GPT2Config", use_cache=False, **sizes)
+
+
 def _encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True), 12)
 
@@ -133,6 +143,11 @@ def _images(batch: int) -> Batch:
 def _images_channels_last(batch: int) -> Batch:
     images, labels = _images(batch)
     return images.to(memory_format=torch.channels_last), labels
+
+
+def _noisy_images(batch: int) -> Batch:
+    images = torch.randn(batch, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+    return images, torch.randn(batch, 3, 64, 64)
 
 
 def _text(batch: int, length: int, vocabulary: int) -> Batch:
@@ -156,6 +171,11 @@ def _squared_error(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(model(x), target)
 
 
+def _noise_error(model: nn.Module, images: Tensor, noise: Tensor) -> Tensor:
+    times = torch.linspace(0, 1, len(images), device=images.device)
+    return F.mse_loss(model(images, times), noise)
+
+
 def _own_loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     loss: Tensor = model(x, labels=labels).loss
     return loss
@@ -163,6 +183,7 @@ def _own_loss(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
 
 _TIMM = (
     "resmlp_12_224",
+    "resmlp_24_224",
     "mixer_b16_224",
     "vit_base_patch16_224",
     "swin_tiny_patch4_window7_224",
@@ -183,10 +204,18 @@ WORKLOADS = {
     "GPT2LMHeadModel": Workload(
         "transformers",
         8,
-        partial(_transformers, "GPT2LMHeadModel", "GPT2Config", use_cache=False),
+        _gpt2,
         partial(_text, length=1024, vocabulary=50257),
         _own_loss,
     ),
+    "GPT2LMHeadModel, medium": Workload(
+        "transformers",
+        4,
+        partial(_gpt2, n_embd=1024, n_layer=24, n_head=16),
+        partial(_text, length=1024, vocabulary=50257),
+        _own_loss,
+    ),
+    "UNet": Workload("lightning_actprune", 32, _unet, _noisy_images, _noise_error),
     "BertForSequenceClassification": Workload(
         "transformers",
         16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import threading
@@ -428,3 +429,10 @@ def test_table_of_budgets():
     rows = summaries.budgets([dense, refused, {**head, **sizes, "step_ms": 12.0}]).rows
     assert rows[0] == ["net, batch 4", "dense", "-", "-", "900", "-", "500", "10.0"]
     assert rows[2][-1] == "12.0 (+20 %)"
+
+
+def test_methods_of_compiled_models():
+    assert [compiled.method_of(text) for text in ("max", "compiler:0.5")] == ["max", "compiler:0.5"]
+    for text in ("compiler:", "compiler:2", "compiler:half", "minimal", "0.5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is none of dense"):
+            compiled.method_of(text)
