@@ -37,6 +37,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from rich.console import Console
 from torch import Tensor
@@ -159,12 +160,19 @@ def callbacks_of(method: str) -> list[pl.Callback]:
     return [ActivationPruning(**arguments, verbose=0)]
 
 
-def train(training: Training, callbacks: list[pl.Callback], steps: int, accelerator: str) -> None:
+def train(
+    training: Training,
+    callbacks: list[pl.Callback],
+    steps: int,
+    accelerator: str,
+    strategy: str | Strategy = "auto",
+    devices: int = 1,
+) -> None:
     """Fit so many steps."""
     with TemporaryDirectory() as folder:
         pl.Trainer(
-            max_steps=steps, accelerator=accelerator, devices=1, precision="bf16-mixed", logger=False,
-            callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False,
+            max_steps=steps, accelerator=accelerator, strategy=strategy, devices=devices, precision="bf16-mixed",
+            logger=False, callbacks=callbacks, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, limit_val_batches=0, default_root_dir=folder,
         ).fit(training)  # fmt: skip
 

@@ -194,6 +194,24 @@ def graphs(records: Records) -> Summary:
     return Summary("Memory and time with CUDA graphs; in brackets, how much more or less than dense", header, rows)
 
 
+def scaling(records: Records) -> Summary:
+    """What each process needs on several GPUs and how long its steps take, beside dense on as many and on one."""
+    rows = []
+    alone = {(r["model"], r["method"]): r for r in records if r["devices"] == 1 and "error" not in r}
+    for (model, strategy, devices), group in groups(records, "model", "strategy", "devices").items():
+        dense = dense_of(group)
+        for r in group:
+            cells = [r.get("error", "-"), "-", "-", "-"]
+            if "error" not in r:
+                figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
+                one = alone.get((model, r["method"]))
+                cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+                cells.append("-" if one is None or one is r else percent(r["step_ms"] / one["step_ms"]))
+            rows.append([model, strategy if devices == 1 else f"{strategy}, {devices}", r["method"], *cells])
+    header = ("model", "on", "method", "activations MiB", "peak MiB", "ms a step", "than on one GPU")
+    return Summary("Memory and time of each process; in brackets, how much more or less than dense", header, rows)
+
+
 def budgets(records: Records) -> Summary:
     """What was allowed, predicted and measured of each budget, and what was chosen, or why nothing was; in MiB."""
     rows = []

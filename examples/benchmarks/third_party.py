@@ -73,12 +73,17 @@ def add_lora(model: nn.Module, trained: str) -> nn.Module:
 
 def checkpoint_blocks(model: nn.Module) -> None:
     """Let every block of a model of timm or torchvision, of GPT-2 or Llama keep only its input, and run it again."""
+    for block in blocks_of(model):
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model of timm or torchvision, GPT-2 or a Llama consists of."""
     names = {name for name, _ in model.named_modules()}
     known = ("blocks",), ("transformer.h",), ("model.layers",), ("encoder.layers",)
     known += ("layer1", "layer2", "layer3", "layer4"), ("down", "up")
-    for part in next(parts for parts in known if names.issuperset(parts)):
-        for block in model.get_submodule(part):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    parts = next(parts for parts in known if names.issuperset(parts))
+    return [block for part in parts for block in model.get_submodule(part)]
 
 
 def _timm(name: str) -> nn.Module:

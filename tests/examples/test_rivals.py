@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks import compiled, models, plots, rivals, summaries, third_party
+from examples.benchmarks import compiled, plots, rivals, summaries
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
-from tests.examples.stand_ins import PEAK, Blocks, vectors
+from tests.examples.stand_ins import PEAK, Event
 from tests.support.marks import quick
 
 ENVIRONMENT = {"gpu": "GPU", "torch": "2", "triton": "3", "command": "python made_up.py"}
@@ -35,39 +35,6 @@ class Manager:
 def get_act_offloading_ctx_manager(model, warn_if_no_head):
     return Manager()
 """
-
-
-class Event:
-    """A point in time of a device that does everything at once."""
-
-    def __init__(self, enable_timing=True, time=0.0):
-        assert enable_timing
-        self.time = time
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def elapsed_time(self, end):
-        return (end.time - self.time) * 1e3
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """A small model, and a made-up allocator that counts its calls: a MiB for each."""
-    workload = third_party.Workload("torch", 2, Blocks, vectors, third_party._cross_entropy)
-    for module in (models, rivals):
-        monkeypatch.setitem(module.WORKLOADS, "small", workload)
-    calls = []
-
-    def memory_stats():
-        calls.append(True)
-        return {"requested_bytes.all.current": len(calls) * MIB}
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: PEAK)
 
 
 @pytest.fixture
@@ -95,7 +62,7 @@ class Clock(pl.Callback):
         self.passed(3600 if self.last else 1)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_rival")
 def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_device(monkeypatch):
     figures, clock = rivals.StepFigures(), Clock(monkeypatch)
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
@@ -107,7 +74,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
     assert figures.found() == {**memory, **times}
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_rival")
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     clock, turn = Clock(monkeypatch), threading.Lock()
     clock.passed(1)
@@ -119,7 +86,7 @@ def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     assert turn.acquire(blocking=False)  # the next one
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
     found = rivals.measure("small", method, offload_file, accelerator="cpu")
@@ -133,7 +100,7 @@ def test_a_case(method, offload_file):
         assert 0.99 < found["cosine"] < 1
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_rival")
 def test_what_is_compared_differs_by_what_is_kept_alone(monkeypatch):
     """Without anything in few bits, the second step is the first one over again: weights, batch, random numbers."""
 
@@ -199,13 +166,13 @@ def test_the_largest_batch_of_offloading_is_searched_only_if_it_is_named():
     assert rivals.parsed(["--largest", "16", "--methods", "offload"]).methods == ["offload"]
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_rival")
 def test_offloading_without_the_file_is_an_error():
     assert "--offload-file" in rivals.run_case("small", "offload", None, None)["error"]
 
 
 @pytest.fixture
-def ran(small, monkeypatch):
+def ran(small_rival, monkeypatch):
     """Cases that end at once: a list of those that ran, dense in 10, 20, ... ms, and `max` with an error at first."""
     cases = []
 
@@ -300,7 +267,7 @@ def test_largest_batches_are_cases_of_their_own_and_so_are_settings_of_the_alloc
 
 
 @pytest.mark.slow
-def test_the_largest_batch_comes_with_its_figures(small, monkeypatch):
+def test_the_largest_batch_comes_with_its_figures(small_rival, monkeypatch):
     def loss(model, x, y):
         if len(x) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -312,7 +279,7 @@ def test_the_largest_batch_comes_with_its_figures(small, monkeypatch):
     assert found["samples_per_s"] == pytest.approx(3e3 / found["step_ms"], abs=0.1)
 
 
-def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small, monkeypatch):
+def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small_rival, monkeypatch):
     tried = []
 
     def fit(self, batch, figures, steps):
