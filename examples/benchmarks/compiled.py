@@ -20,21 +20,15 @@ the memory of those, which lies in pools of their own. ``packed_mib`` is what th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
-import multiprocessing
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
-from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from rich.console import Console
 
@@ -42,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import train
-from examples.benchmarks.common import MIB, finish_in_fork, require_gpu_in_fork, start_in_fork, write_records
+from examples.benchmarks.common import MIB, require_gpu_in_fork, write_records
 from examples.benchmarks.models import described
-from examples.benchmarks.rivals import BATCHES, STEPS, WARM_UP, Rival, StepFigures, with_speed
+from examples.benchmarks.rivals import BATCHES, STEPS, Alone, Rival, in_turns, with_speed
 from examples.benchmarks.third_party import WORKLOADS
 from lightning_actprune import ActivationPruning
 
@@ -56,57 +50,7 @@ BUDGET = "compiler:"
 CASE_SECONDS = 400
 
 
-class Alone(StepFigures):
-    """Measures when all others have compiled, and nobody else does.
-
-    Args:
-        ready: Passed by all of them when they have.
-        turn: Held while measuring.
-    """
-
-    def __init__(self, ready: Barrier, turn: Lock) -> None:
-        super().__init__()
-        self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
-        self.warm_up_s = 0.0
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == WARM_UP:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # for the others
-            self.warm_up_s = round(time.perf_counter() - self.made, 1)
-            with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
-                self.ready.wait(CASE_SECONDS)
-            self.held = self.turn.acquire()
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_end(self, *_: Any) -> None:
-        if torch.cuda.is_available():
-            self.memory["reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 2)
-        self.release()
-
-    def on_exception(self, *_: Any) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let another one measure."""
-        torch.cuda.synchronize()
-        if self.held:
-            self.held = False
-            self.turn.release()
-
-
-def measure(name: str, method: str, mode: str, ready: Barrier, turn: Lock, accelerator: str = "gpu") -> dict[str, Any]:
-    """Return the figures of one case; the others do not wait for one that fails."""
-    try:
-        return figures_of(name, method, mode, ready, turn, accelerator)
-    except BaseException:
-        ready.abort()
-        raise
-
-
-def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, accelerator: str) -> dict[str, Any]:
+def measure(name: str, method: str, mode: str, accelerator: str, figures: Alone) -> dict[str, Any]:
     """Compile and train a model, and return the figures of its steps."""
     batch = BATCHES * WORKLOADS[name].batch
     training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu", samples=batch)
@@ -114,7 +58,6 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
     if method.startswith(BUDGET):
         torch._functorch.config.activation_memory_budget = float(method.removeprefix(BUDGET))
     training.model = torch.compile(training.model, mode=mode)
-    figures = Alone(ready, turn)
     exact = method in ("dense", "checkpoint") or method.startswith(BUDGET)
     pruning = [] if exact else [ActivationPruning(method, verbose=0)]
     train(training, [*pruning, figures], STEPS, accelerator)
@@ -127,12 +70,9 @@ def figures_of(name: str, method: str, mode: str, ready: Barrier, turn: Lock, ac
 
 def run_models(names: Sequence[str], methods: Sequence[str], mode: str) -> Iterator[dict[str, Any]]:
     """Run all cases, and yield their records."""
-    context = multiprocessing.get_context("fork")
-    cases = [(name, method) for name in names for method in methods]
-    ready, turn = context.Barrier(len(cases)), context.Lock()
-    running = [start_in_fork(measure, *case, mode, ready, turn) for case in cases]
-    for (name, method), each in zip(cases, running, strict=True):
-        yield {**described(name, BATCHES), "method": method, "mode": mode, **finish_in_fork(CASE_SECONDS, *each)}
+    cases = [(name, method, mode, "gpu") for name in names for method in methods]
+    for (name, method, *_), found in zip(cases, in_turns(CASE_SECONDS, measure, cases), strict=True):
+        yield {**described(name, BATCHES), "method": method, "mode": mode, **found}
 
 
 def method_of(text: str) -> str:

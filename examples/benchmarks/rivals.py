@@ -7,7 +7,8 @@
 Models as their libraries build them, on one GPU, eager, ``Trainer(precision="bf16-mixed")``, fused AdamW, the same
 batch over and over, which lies on the GPU. Every case runs in a fresh process. The first steps of its fit warm up, with
 the callback's probes in them, in one the memory is measured, and the others are timed. With ``--rounds``, all methods
-of a model run one after the other and then again, so that a drift of the machine meets them alike.
+of a model run one after the other and then again, so that a drift of the machine meets them alike. With ``--together``
+so many cases warm up at the same time, and then one after the other measures while the rest waits.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
 allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
@@ -41,19 +42,23 @@ Records are written after every case. A case that the file has already is not ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,7 +72,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import RESOLUTION, Case, Training, search, train
-from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork, software, write_records
+from examples.benchmarks.common import (
+    MIB,
+    finish_in_fork,
+    in_fork,
+    require_gpu_in_fork,
+    software,
+    start_in_fork,
+    write_records,
+)
 from examples.benchmarks.models import described
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
@@ -90,7 +103,7 @@ BATCHES = 2
 WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
 """A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
 STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
-CASE_SECONDS, LARGEST_SECONDS = 120, 240
+CASE_SECONDS, LARGEST_SECONDS, WAIT_SECONDS = 200, 240, 400
 TIMES = ("step_ms", "host_ms")
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable with the settings of torch's allocator."""
@@ -218,6 +231,77 @@ class StepFigures(pl.Callback):
         return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
 
 
+class Alone(StepFigures):
+    """Measures when all others have warmed up, and nobody else does.
+
+    Args:
+        ready: Passed by all of them when they have.
+        turn: Held while measuring.
+    """
+
+    def __init__(self, ready: Barrier, turn: Lock) -> None:
+        super().__init__()
+        self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
+        self.warm_up_s = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == WARM_UP:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # for the others
+            self.warm_up_s = round(time.perf_counter() - self.made, 1)
+            with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
+                self.ready.wait(WAIT_SECONDS)
+            self.held = self.turn.acquire()
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_end(self, *_: Any) -> None:
+        if torch.cuda.is_available():
+            self.memory["reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 2)
+        self.release()
+
+    def on_exception(self, *_: Any) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let another one measure."""
+        torch.cuda.synchronize()
+        if self.held:
+            self.held = False
+            self.turn.release()
+
+
+def in_turns(
+    seconds: float, measure: Callable[..., dict[str, Any]], cases: Sequence[tuple[Any, ...]]
+) -> Iterator[dict[str, Any]]:
+    """Run cases at the same time but for the steps that they measure, each in a fresh process.
+
+    Args:
+        seconds: That one may take.
+        measure: Called with what a case consists of, and then with its ``Alone``.
+        cases: What to measure.
+
+    Yields:
+        The figures of each, or its error; the others do not wait for one that fails.
+    """
+    context = multiprocessing.get_context("fork")
+    ready, turn = context.Barrier(len(cases)), context.Lock()
+    running = [start_in_fork(_measured, measure, case, ready, turn) for case in cases]
+    for each in running:
+        yield finish_in_fork(seconds, *each)
+
+
+def _measured(
+    measure: Callable[..., dict[str, Any]], case: tuple[Any, ...], ready: Barrier, turn: Lock
+) -> dict[str, Any]:
+    try:
+        return measure(*case, Alone(ready, turn))
+    except BaseException:
+        ready.abort()
+        raise
+
+
 def requested() -> int:
     """Return the bytes that tensors have asked the allocator for."""
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -259,12 +343,14 @@ def cosine(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
     return dot / math.sqrt(math.prod(squares))
 
 
-def measure(name: str, method: str, offload_file: Path | None, accelerator: str = "gpu") -> dict[str, Any]:
+def measure(
+    name: str, method: str, offload_file: Path | None, accelerator: str, figures: StepFigures
+) -> dict[str, Any]:
     """Return the figures of one case."""
     place, batch = "cuda" if accelerator == "gpu" else "cpu", BATCHES * WORKLOADS[name].batch
     training = Rival(name, method, place, samples=batch)
     training.batch_size = batch
-    figures, error = StepFigures(), GradientError()
+    error = GradientError()
     callbacks = [*callbacks_of(method, offload_file), *([] if method in OTHERS else [error]), figures]
     train(training, callbacks, STEPS, accelerator)
     found = figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
@@ -303,13 +389,18 @@ def with_speed(record: Record) -> Record:
     return {**record, "samples_per_s": round(record["batch"] / record["step_ms"] * 1e3, 1)}
 
 
-def run_case(name: str, method: str, offload_file: Path | None, cap_gib: float | None) -> dict[str, Any]:
-    """Measure one case in a fresh process; return its figures, or its error."""
-    if method == "offload" and offload_file is None:
-        return {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
+def run_together(
+    cases: Sequence[tuple[str, str]], offload_file: Path | None, cap_gib: float | None
+) -> Iterator[dict[str, Any]]:
+    """Measure cases, each in a fresh process; yield the figures of each, or its error."""
+    missing = {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
+    possible = [case for case in cases if case[1] != "offload" or offload_file is not None]
     if cap_gib is not None:
-        return in_fork(LARGEST_SECONDS, measure_largest, name, method, offload_file, cap_gib)
-    return in_fork(CASE_SECONDS, measure, name, method, offload_file)
+        found = (in_fork(LARGEST_SECONDS, measure_largest, *case, offload_file, cap_gib) for case in possible)
+    else:
+        found = in_turns(CASE_SECONDS, measure, [(*case, offload_file, "gpu") for case in possible])
+    for case in cases:
+        yield next(found) if case in possible else missing
 
 
 Key = tuple[str, str, float | None, str | None]
@@ -344,23 +435,30 @@ def merged(before: Record | None, found: Record) -> Record:
 
 def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     """Run what ``records`` lack, a round of all methods of a model after the other, until the time is up."""
-    end, failed = time.monotonic() + args.seconds, set()
+    end, failed = time.monotonic() + args.seconds, set[Key]()
     rounds = range(args.rounds if args.largest is None else 1)
-    for name, number, method in itertools.product(args.models, rounds, args.methods):
-        key = name, method, args.largest, os.environ.get(ALLOCATOR)
-        if key in failed or rounds_of(records.get(key)) > number:
-            continue
+
+    def key(name: str, method: str) -> Key:
+        return name, method, args.largest, os.environ.get(ALLOCATOR)
+
+    lacking = [
+        (name, method)
+        for name, number, method in itertools.product(args.models, rounds, args.methods)
+        if rounds_of(records.get(key(name, method))) <= number
+    ]
+    while lacking and time.monotonic() < end:
+        cases, lacking = lacking[: args.together], lacking[args.together :]
+        cases = [case for case in cases if key(*case) not in failed]
         begin = time.monotonic()
-        if begin >= end:
-            return
-        found = run_case(name, method, args.offload_file, args.largest)
-        print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
-        if "error" in found:
-            failed.add(key)
-        # A round that fails must not take away those that did not.
-        if "error" not in found or not rounds_of(records.get(key)):
-            records[key] = recorded(records.get(key), name, method, args.largest, found)
-            write_records(args.out, list(records.values()))
+        for (name, method), found in zip(cases, run_together(cases, args.offload_file, args.largest), strict=True):
+            print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
+            case = key(name, method)
+            if "error" in found:
+                failed.add(case)
+            # A round that fails must not take away those that did not.
+            if "error" not in found or not rounds_of(records.get(case)):
+                records[case] = recorded(records.get(case), name, method, args.largest, found)
+                write_records(args.out, list(records.values()))
 
 
 def recorded(before: Record | None, name: str, method: str, cap_gib: float | None, found: Record) -> Record:
@@ -403,6 +501,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
     parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each case, whose median time counts")
+    parser.add_argument("--together", type=int, default=1, help="cases that warm up at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     parser.add_argument("--largest", type=float, metavar="CAP_GIB", help="search the largest batch under this cap")

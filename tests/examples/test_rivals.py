@@ -78,7 +78,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     clock, turn = Clock(monkeypatch), threading.Lock()
     clock.passed(1)
-    figures = compiled.Alone(threading.Barrier(1), turn)
+    figures = rivals.Alone(threading.Barrier(1), turn)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
     assert figures.warm_up_s == rivals.WARM_UP + 10  # a second a step, and until the device has ended the last one
@@ -89,7 +89,8 @@ def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
-    found = rivals.measure("small", method, offload_file, accelerator="cpu")
+    alone = rivals.Alone(threading.Barrier(1), threading.Lock())
+    found = rivals.measure("small", method, offload_file, "cpu", alone)
     assert found["step_ms"] > 0
     assert found["host_ms"] > 0
     assert {"activations_mib", "peak_mib"} < found.keys()
@@ -168,7 +169,30 @@ def test_the_largest_batch_of_offloading_is_searched_only_if_it_is_named():
 
 @pytest.mark.usefixtures("small_rival")
 def test_offloading_without_the_file_is_an_error():
-    assert "--offload-file" in rivals.run_case("small", "offload", None, None)["error"]
+    [found] = rivals.run_together([("small", "offload")], None, None)
+    assert "--offload-file" in found["error"]
+
+
+def in_the_middle(number, barred, figures):
+    """A case that says who else is measuring, or fails before it does."""
+    if number == barred:
+        raise RuntimeError("no memory is left")
+    figures.on_train_batch_start(None, None, None, rivals.WARM_UP)
+    held = not figures.turn.acquire(block=False)
+    figures.on_train_end()
+    return {"number": number, "alone": held}
+
+
+@pytest.mark.usefixtures("small_rival")
+@pytest.mark.parametrize("barred", [None, 1])
+def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(rivals.torch.cuda, "max_memory_reserved", lambda: PEAK)
+    found = list(rivals.in_turns(60, in_the_middle, [(number, barred) for number in range(3)]))
+    numbers = [number for number in range(3) if number != barred]
+    assert [each["number"] for each in found if "error" not in each] == numbers
+    assert all(each["alone"] for each in found if "error" not in each)
+    assert sum("no memory is left" in each.get("error", "") for each in found) == (barred is not None)
 
 
 @pytest.fixture
@@ -176,7 +200,7 @@ def ran(small_rival, monkeypatch):
     """Cases that end at once: a list of those that ran, dense in 10, 20, ... ms, and `max` with an error at first."""
     cases = []
 
-    def run_case(name, method, offload_file, cap_gib):
+    def run_case(name, method, cap_gib):
         cases.append((name, method))
         if method == "max" and cases.count((name, method)) == 1:
             return {"error": "CUDA out of memory."}
@@ -184,7 +208,10 @@ def ran(small_rival, monkeypatch):
         figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times, **ENVIRONMENT}
         return figures if cap_gib is None else with_batch(figures)
 
-    monkeypatch.setattr(rivals, "run_case", run_case)
+    def run_together(some, offload_file, cap_gib):
+        yield from (run_case(*case, cap_gib) for case in some)
+
+    monkeypatch.setattr(rivals, "run_together", run_together)
     monkeypatch.setattr(rivals, "require_gpu_in_fork", lambda: None)
     return cases
 
