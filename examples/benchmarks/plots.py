@@ -6,7 +6,7 @@ Writes one picture per dtype (``kernels_bfloat16.png``, ...): a column per case,
 horizontal line. The throughput is effective: the dense product's operations over the time taken, so that a line above
 dense is a gain, whatever was left out.
 
-``frontier_figure`` draws the memory, time and gradients of whole methods, for the benchmarks that measure these.
+``frontier_figure`` draws memory and time of whole methods, for the benchmarks that measure these.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.summaries import BUDGET, Record, Records, case_name, dense_of, groups
+from lightning_actprune.codec.blocks import ceil_div
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,65 +95,73 @@ def draw(records: Records, path: Path) -> None:
     save(figure, path)
 
 
-LEAST_ERROR = 1e-8
-"""What a cosine is rounded to: a gradient that equals the dense one has no place on an axis of powers of ten."""
+PANELS = 5
+"""In a row."""
 
 
-def frontier_figure(records: Records) -> Figure:
-    """Draw what methods keep of each model against the time they take, and against how far the gradient is off.
+def frontier_figure(records: Records, compiled: Records = ()) -> Figure:
+    """Draw the peak of a step of each model against the time that it takes, a panel per model and a dot per method.
 
-    A column per model: steps beside those of dense above, one minus the cosine below, where methods without one, whose
-    gradient is exact, are missing. Models of which there is no dense record are left out.
+    Models of which there is no dense record are left out.
 
     Args:
-        records: With ``model``, ``method``, ``activations_mib``, ``step_ms`` and ``cosine``; those with an ``error``
-            are passed over.
+        records: With ``model``, ``method``, ``peak_mib`` and ``step_ms``; those with an ``error`` are passed over.
+        compiled: Those of compiled models, as hollow dots beside the same eager dense step.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     measured = groups([r for r in records if "error" not in r], "model")
     models = {name: group for (name,), group in measured.items() if dense_of(group)}
-    alone = dict.fromkeys(r["method"] for r in records if not r["method"].startswith((BUDGET, "dense")))
+    alone = dict.fromkeys(r["method"] for r in [*records, *compiled] if not r["method"].startswith((BUDGET, "dense")))
     styles = {"dense": ("black", "o"), **dict(zip(alone, itertools.cycle(STYLES[1:])))}
+    columns = min(PANELS, max(1, len(models)))
+    rows = ceil_div(max(1, len(models)), columns)
     with matplotlib.rc_context(SETTINGS):
-        figure = Figure(figsize=(max(4.5, 3 * len(models)), 5.4), layout="constrained")
-        axes = figure.subplots(2, max(1, len(models)), sharex="col", squeeze=False)
-        for (top, bottom), (name, group) in zip(axes.T, models.items(), strict=False):
-            dense = dense_of(group)
-            draw_methods(top, group, dense, styles, lambda r, dense=dense: r["step_ms"] / dense["step_ms"])
-            ours = [r for r in group if r.get("cosine") is not None]
-            draw_methods(bottom, ours, dense, styles, lambda r: max(LEAST_ERROR, 1 - r["cosine"]))
-            bottom.set_yscale("log")
-            bottom.set_xlabel("activations, dense = 1")
-            bottom.set_xlim(0.01, 1.6)
-            top.set_title(name)
-        axes[0, 0].set_ylabel("step time, dense = 1")
-        axes[1, 0].set_ylabel("1 - cosine of the gradient")
-        if any(r["method"].startswith(BUDGET) for r in records):
-            handles, labels = axes[0, 0].get_legend_handles_labels()
-            figure.legend(handles, labels, loc="outside lower center", frameon=False)
+        figure = Figure(figsize=(max(4.5, 2.6 * columns), 2.6 * rows + 0.4), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, (name, group) in zip(panels, models.items(), strict=False):
+            draw_methods(axes, group, dense_of(group), styles)
+            also = [r for r in compiled if r["model"] == name and "error" not in r]
+            draw_methods(axes, also, dense_of(group), styles, hollow=True)
+            axes.set_title(name)
+        for axes in panels[len(models) :]:
+            axes.set_axis_off()
+        for axes in panels[-columns:]:
+            axes.set_xlabel("peak of a step, eager dense = 1")
+        for axes in panels[::columns]:
+            axes.set_ylabel("step time, eager dense = 1")
+        known = dict[str, Any]()
+        for axes in panels[: len(models)]:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                known.setdefault(label, handle)
+        figure.legend(known.values(), known, loc="outside lower center", frameon=False, ncols=max(1, len(known)))
     return figure
 
 
-def draw_methods(
-    axes: Axes, records: Records, dense: Record, styles: dict[str, Style], height: Callable[[Record], float]
-) -> None:
-    """Draw a labelled dot per record, and a line through those of budgets."""
-    axes.set_xscale("log")
+def draw_methods(axes: Axes, records: Records, dense: Record, styles: dict[str, Style], hollow: bool = False) -> None:
+    """Draw a dot per record, and a line with numbers through those of budgets."""
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+    for scale, axis in ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis)):
+        scale("log")
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xticks([0.2, 0.3, 0.5, 1.0])
+    axes.set_yticks([0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0, 6.0])
     axes.grid(alpha=0.25, linewidth=0.5)
-    points = sorted((r["activations_mib"] / dense["activations_mib"], height(r), r["method"]) for r in records)
+    points = sorted((r["peak_mib"] / dense["peak_mib"], r["step_ms"] / dense["step_ms"], r["method"]) for r in records)
     line = [point for point in points if point[2].startswith(BUDGET)]
-    axes.plot([x for x, *_ in line], [y for _, y, _ in line], color=STYLES[0][0], linewidth=1.2, label="memory_budget")
+    if line:
+        x, y, _ = zip(*line, strict=True)
+        axes.plot(x, y, color=STYLES[0][0], linewidth=1.2, label="memory_budget")
     for x, y, method in points:
         color, marker = styles.get(method, STYLES[0])
-        axes.plot(x, y, marker, color=color, markersize=4)
-        # On the line a number says enough, on the side of it where the others have no label.
-        side = {"xytext": (3, 2), "ha": "left", "va": "bottom"}
-        if (x, y, method) in line:
-            side = {"xytext": (-3, -2), "ha": "right", "va": "top"}
-        text = method.removeprefix(BUDGET)
-        axes.annotate(text, (x, y), textcoords="offset points", fontsize=5.5, color=color, **side)
+        label = None if hollow or method.startswith(BUDGET) else method
+        axes.plot(x, y, marker, color=color, markersize=4, fillstyle="none" if hollow else "full", label=label)
+    for x, y, method in line:
+        where = {"xytext": (3, 2), "textcoords": "offset points", "fontsize": 5.5}
+        axes.annotate(method.removeprefix(BUDGET), (x, y), color=STYLES[0][0], **where)
     axes.margins(x=0.2, y=0.15)
 
 

@@ -11,12 +11,13 @@ of a model run one after the other and then again, so that a drift of the machin
 so many cases warm up at the same time, and then one after the other measures while the rest waits.
 
 ``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
-allocated in that step. ``step_ms`` is the time of a step where the host issues one after the other without waiting for
-the device, as trainings do: from where the device ends one step to where it ends the next, the median of ``in_a_row``
-steps. Before that, ``host_ms`` is how long the host takes to issue a step to a device that has nothing to do, the
-median of some steps. Both are medians over the rounds. Records without ``in_a_row`` are of an earlier version that
-waited for the device after each step: there ``step_ms`` has the host's time in forward in it. Those of GPT-2 in
-``budgets.json`` and of ``rivals_453fd4e.json`` have the mean of steps in a row.
+allocated in that step, and ``reserved_mib`` the most that the allocator held in it. ``step_ms`` is the time of a step
+where the host issues one after the other without waiting for the device, as trainings do: from where the device ends
+one step to where it ends the next, the median of ``in_a_row`` steps. Before that, ``host_ms`` is how long the host
+takes to issue a step to a device that has nothing to do, the median of some steps. Both are medians over the rounds.
+Records without ``in_a_row`` are of an earlier version that waited for the device after each step: there ``step_ms`` has
+the host's time in forward in it. Those of GPT-2 in ``budgets.json`` and of ``rivals_453fd4e.json`` have the mean of
+steps in a row.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
 weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
 
@@ -215,7 +216,8 @@ class StepFigures(pl.Callback):
         if 0 <= timed <= ALONE:
             torch.cuda.synchronize()
         if timed == 0:
-            self.memory["peak_mib"] = round(torch.cuda.max_memory_allocated() / MIB, 2)
+            most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
+            self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
         elif 0 < timed <= ALONE:
@@ -257,8 +259,6 @@ class Alone(StepFigures):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_end(self, *_: Any) -> None:
-        if torch.cuda.is_available():
-            self.memory["reserved_mib"] = round(torch.cuda.max_memory_reserved() / MIB, 2)
         self.release()
 
     def on_exception(self, *_: Any) -> None:

@@ -174,13 +174,23 @@ def frontier(records: Records) -> Summary:
     for (model,), group in groups(records, "model").items():
         dense = dense_of(group)
         for r in group:
-            cells = [r.get("error", "-"), "-", "-", "-"]
+            cells = [r.get("error", "-"), *"-----"]
             if "error" not in r:
                 figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+                cells += [f"{r[name]:.0f}" if name in r else "-" for name in ("host_ms", "samples_per_s")]
                 cells.append("-" if r.get("cosine") is None else f"{1 - r['cosine']:.1e}")
             rows.append([model, r["method"], *cells])
-    header = ("model", "method", "activations MiB", "peak MiB", "ms a step", "1 - cosine")
+    header = (
+        "model",
+        "method",
+        "activations MiB",
+        "peak MiB",
+        "ms a step",
+        "host's ms",
+        "samples a second",
+        "1 - cosine",
+    )
     return Summary("Memory, time and gradients; in brackets, how much more or less than dense", header, rows)
 
 
@@ -201,14 +211,15 @@ def scaling(records: Records) -> Summary:
     for (model, strategy, devices), group in groups(records, "model", "strategy", "devices").items():
         dense = dense_of(group)
         for r in group:
-            cells = [r.get("error", "-"), "-", "-", "-"]
+            cells = [r.get("error", "-"), *"----"]
             if "error" not in r:
                 figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
                 one = alone.get((model, r["method"]))
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
                 cells.append("-" if one is None or one is r else percent(r["step_ms"] / one["step_ms"]))
+                cells.append(f"{r['host_ms']:.0f}")
             rows.append([model, strategy if devices == 1 else f"{strategy}, {devices}", r["method"], *cells])
-    header = ("model", "on", "method", "activations MiB", "peak MiB", "ms a step", "than on one GPU")
+    header = ("model", "on", "method", "activations MiB", "peak MiB", "ms a step", "than on one GPU", "host's ms")
     return Summary("Memory and time of each process; in brackets, how much more or less than dense", header, rows)
 
 

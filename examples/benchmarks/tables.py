@@ -345,8 +345,14 @@ GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run it held 1,500 MiB more or less of each method of the GPT-2."""
 RIVALS_TEXT = """\
-Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. The host was slow:
-where it takes nearly as long as the step, another one takes less. `checkpoint` is the library's own."""
+Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. `checkpoint` is the
+library's own, `offload` is TRL's streamed offloading to the host's memory. One round, six methods of a model warmed up
+at a time (GPT-2s: three) and measured in turn; the Llama is of an earlier run. Samples are images or texts. The host's
+time is that of a step for a GPU that has nothing to do; it varies, and where it is longer than the GPU's, it decides,
+as for the ResMLP-24 with `recompute`."""
+SCALING_TEXT = """\
+The same batch on each GPU, eager, of the process that needs most and of the slowest. In brackets, how much more or less
+than dense on as many GPUs; the last column compares each method with itself."""
 LOGITS_TEXT = """\
 One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cross_entropy`."""
 
@@ -354,6 +360,11 @@ One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cros
 def rivals(records: Records) -> str:
     """Presets and checkpointing through a Trainer."""
     return RIVALS_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
+
+
+def scaling(records: Records) -> str:
+    """Steps on several GPUs."""
+    return SCALING_TEXT + "\n\n" + summarised(grouped(summaries.scaling(records)), records)
 
 
 def compiled(records: Records) -> str:
@@ -404,6 +415,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "zoo_causes": (("zoo_causes",), zoo_causes),
     "lightning_tests": (("lightning_tests",), lightning_tests),
     "rivals": (("rivals",), rivals),
+    "scaling": (("scaling",), scaling),
     "largest": (("rivals_largest",), largest),
     "compiled": (("compiled",), compiled),
     "graphs": (("compiled_graphs",), graphs),
@@ -462,7 +474,7 @@ def main() -> int:
         timeline.draw(steps)
     methods = load("rivals")
     if methods is not None:
-        plots.save(plots.frontier_figure(methods), DOCS / "frontier.png", colors=256)
+        plots.save(plots.frontier_figure(methods, load("compiled") or []), DOCS / "frontier.png", colors=256)
     return 0
 
 

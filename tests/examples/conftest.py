@@ -31,3 +31,4 @@ def small_rival(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_stats", memory_stats)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: PEAK)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * PEAK)

@@ -69,7 +69,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
     assert figures.issued == [1000] * rivals.ALONE
     assert len(figures.ended) == rivals.IN_A_ROW + 1
     # The first of them begins where the device has nothing to do, after a synchronisation, and the last one is slow.
-    memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB}
+    memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB, "reserved_mib": 2 * PEAK / MIB}
     times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": rivals.IN_A_ROW}
     assert figures.found() == {**memory, **times}
 
@@ -187,7 +187,6 @@ def in_the_middle(number, barred, figures):
 @pytest.mark.parametrize("barred", [None, 1])
 def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(rivals.torch.cuda, "max_memory_reserved", lambda: PEAK)
     found = list(rivals.in_turns(60, in_the_middle, [(number, barred) for number in range(3)]))
     numbers = [number for number in range(3) if number != barred]
     assert [each["number"] for each in found if "error" not in each] == numbers
@@ -340,7 +339,8 @@ def test_table_of_largest_batches():
 
 def frontier_record(method, activations, milliseconds, cosine=None, model="net"):
     memory = {"activations_mib": activations, "peak_mib": 2 * activations}
-    return {"model": model, "method": method, **memory, "step_ms": milliseconds, "cosine": cosine}
+    times = {"step_ms": milliseconds, "host_ms": 7.0, "samples_per_s": 64.0}
+    return {"model": model, "method": method, **memory, **times, "cosine": cosine}
 
 
 FRONTIER = [
@@ -355,24 +355,28 @@ FRONTIER = [
 
 def test_table_of_the_frontier():
     rows = summaries.frontier(FRONTIER).rows
-    assert rows[0] == ["net", "dense", "400", "800", "10.00", "-"]
-    assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", "11.00 (+10 %)", "1.0e-02"]
-    assert rows[4] == ["net", "offload", "took over 120 s", "-", "-", "-"]
-    assert rows[5] == ["without dense", "max", "50", "100", "5.00", "5.0e-01"]
+    assert rows[0] == ["net", "dense", "400", "800", "10.00", "7", "64", "-"]
+    assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", "11.00 (+10 %)", "7", "64", "1.0e-02"]
+    assert rows[4] == ["net", "offload", "took over 120 s", *"-----"]
+    assert rows[5] == ["without dense", "max", "50", "100", "5.00", "7", "64", "5.0e-01"]
 
 
 def test_picture_of_the_frontier(tmp_path):
     pytest.importorskip("matplotlib", reason="only pictures need it")
-    figure = plots.frontier_figure(FRONTIER)
-    top, bottom = figure.axes
-    assert top.get_title() == "net"
-    lines = [axes.lines[0] for axes in (top, bottom)]
-    assert [list(line.get_xdata()) for line in lines] == [[0.1, 0.3]] * 2
-    assert list(lines[0].get_ydata()) == [1.2, 1.0]
-    assert list(lines[1].get_ydata()) == pytest.approx([0.1, plots.LEAST_ERROR])
-    assert [text.get_text() for text in top.texts] == ["0.1", "max", "0.3", "dense"]
-    assert [text.get_text() for text in bottom.texts] == ["0.1", "max", "0.3"]
-    assert bottom.get_yscale() == top.get_xscale() == "log"
+    compiled = [frontier_record("dense", 300.0, 8.0), frontier_record("max", 50.0, 9.0)]
+    figure = plots.frontier_figure(FRONTIER, compiled)
+    (panel,) = figure.axes
+    assert panel.get_title() == "net"
+    line = panel.lines[0]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([0.1, 0.3], [1.2, 1.0])
+    assert [text.get_text() for text in panel.texts] == ["0.1", "0.3"]
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels == {"memory_budget", "max", "dense"}
+    dots = [
+        (*dot.get_xdata(), *dot.get_ydata(), dot.get_fillstyle()) for dot in panel.lines if len(dot.get_xdata()) == 1
+    ]
+    assert dots[-2:] == [(0.125, 0.9, "none"), (0.75, 0.8, "none")]
+    assert panel.get_yscale() == panel.get_xscale() == "log"
     plots.save(figure, tmp_path / "frontier.png", colors=256)
     assert (tmp_path / "frontier.png").stat().st_size > 1000
 

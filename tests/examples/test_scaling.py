@@ -40,7 +40,7 @@ def test_a_process_that_fails_is_the_error_of_its_case(monkeypatch):
 
 
 def made_up(strategy, devices, method, step_ms, **more):
-    figures = {"activations_mib": 100.0, "peak_mib": 200.0, "step_ms": step_ms}
+    figures = {"activations_mib": 100.0, "peak_mib": 200.0, "step_ms": step_ms, "host_ms": 9.0}
     return {"model": "a", "strategy": strategy, "devices": devices, "method": method, **figures, **more, **ENVIRONMENT}
 
 
@@ -49,7 +49,7 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
 
     def run_case(*case):
         asked.append(case)
-        return {"activations_mib": 1.0, "peak_mib": 2.0, "step_ms": 3.0, **ENVIRONMENT}
+        return {"activations_mib": 1.0, "peak_mib": 2.0, "step_ms": 3.0, "host_ms": 2.0, **ENVIRONMENT}
 
     monkeypatch.setattr(scaling, "run_case", run_case)
     monkeypatch.setattr(scaling, "require_gpu_in_fork", lambda: None)
@@ -76,6 +76,6 @@ def test_the_table_compares_with_dense_on_as_many_and_with_one():
         | {"error": "none"},
     ]
     rows = summaries.scaling(records).rows
-    assert rows[0] == ["a", "one GPU", "dense", "100", "200", "10.00", "-"]
-    assert rows[3] == ["a", "ddp, 2", "max", "100 (0 %)", "100 (-50 %)", "12.10 (+1 %)", "+10 %"]
-    assert rows[4] == ["a", "fsdp2, 2", "dense", "none", "-", "-", "-"]
+    assert rows[0] == ["a", "one GPU", "dense", "100", "200", "10.00", "-", "9"]
+    assert rows[3] == ["a", "ddp, 2", "max", "100 (0 %)", "100 (-50 %)", "12.10 (+1 %)", "+10 %", "9"]
+    assert rows[4] == ["a", "fsdp2, 2", "dense", "none", *"----"]
