@@ -13,14 +13,25 @@ graph. `accuracy` is the percentage of test images that are classified correctly
 per byte.
 
 The seed fixes the weights, the order of the samples and every window and mirroring, for all settings alike. One record
-is written as soon as its run is over; with an existing `--out` the runs already in it are skipped. `--compile` compiles
+is written as soon as its run is over; with an existing `--out` the runs already in it are skipped. With `--states`, a
+run that the time budget cuts short goes on from its last epoch when the command is called again. `--compile` compiles
 the blocks before the capture, which fuses what lies between the matrix products. Without a GPU the steps run eagerly,
 for a smoke test with `--limit-batches`.
+
+Long trainings have more to learn from: `--strong` augments images by RandAugment and mixup, `--packages` lets a GPT
+read all text that the installed packages ship, some hundred million bytes:
+
+    python examples/benchmarks/accuracy.py --root data/cifar10 --task vit --epochs 100 --strong --settings preset:max
+    python examples/benchmarks/accuracy.py --task gpt --packages --dim 768 --depth 12 --context 1024 --batch-size 16 \\
+        --epochs 163 --compile --settings dense preset:max
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -37,10 +48,10 @@ from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import PRESET, Setting, bits_of_all, bits_per_value, kept_rows, prune
 from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study
 from examples.benchmarks.study.tasks import parse as parse_study
-from examples.benchmarks.study.training import first_choices, train_and_score
+from examples.benchmarks.study.training import Cut, Until, first_choices, train_and_score
 
 
-def measure(study: Study, setting: Setting, seed: int, limit: int | None) -> dict[str, Any]:
+def measure(study: Study, setting: Setting, seed: int, limit: int | None, until: Until | None = None) -> dict[str, Any]:
     """Train and test one model and return what came out."""
     data, recipe = study.data, study.recipe
     model = study.build(seed)
@@ -50,7 +61,7 @@ def measure(study: Study, setting: Setting, seed: int, limit: int | None) -> dic
         bits = bits_of_all(model, batch, recipe.precision)
     else:
         bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
-    figures = train_and_score(model, data, recipe, seed, limit)
+    figures = train_and_score(model, data, recipe, seed, limit, until)
     return {"bits_per_value": bits, "left_dense": left_dense, **figures}
 
 
@@ -60,12 +71,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("accuracy.json"))
     parser.add_argument("--time-budget-s", type=float, help="start no run that would end later than this")
+    parser.add_argument(
+        "--states", type=Path, help="folder for runs that the budget cuts short, and that go on from there"
+    )
     return parse_study(parser, argv)
+
+
+def until_of(args: argparse.Namespace, key: dict[str, Any], begin: float) -> Until:
+    """Return where the state of a run lies, and when it has to stop."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    end = math.inf if args.time_budget_s is None else begin + args.time_budget_s
+    return Until(args.states / f"{name}.pt", end)
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run the study and return its records, old ones included."""
-    begin = time.perf_counter()
+    begin = time.monotonic()
     args = parse(argv)
     study = open_study(args)
     limit = args.limit_batches * study.recipe.batch if args.limit_batches else None
@@ -77,15 +98,24 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         if is_recorded(key, records):
             print(f"{run}: already in {args.out}")
             continue
-        start = time.perf_counter()
+        start = time.monotonic()
         expected = durations.get(setting.method, 1.5 * max(durations.values(), default=0.0))
+        expected *= args.states is None  # or it begins, and goes on another time
         if args.time_budget_s is not None and start - begin + expected > args.time_budget_s:
             print(f"{run}: not started, it would exceed the time budget of {args.time_budget_s:.0f} s")
             continue
         print(run, flush=True)
-        records.append({**key, **measure(study, setting, seed, limit), **environment()})
+        until = None if args.states is None else until_of(args, key, begin)
+        try:
+            found = measure(study, setting, seed, limit, until)
+        except Cut:
+            print(f"{run}: cut short, its state is in {args.states}")
+            continue
+        records.append({**key, **found, **environment()})
         write_records(args.out, records)
-        durations[setting.method] = time.perf_counter() - start
+        if until is not None:
+            until.path.unlink(missing_ok=True)
+        durations[setting.method] = time.monotonic() - start
     for summary, _ in results.tables(records):
         Console().print(summary.rich())
     return records

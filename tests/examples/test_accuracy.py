@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -187,6 +187,37 @@ def test_an_interruption_leaves_what_was_done(study, tmp_path, monkeypatch):
 def test_study_keeps_to_its_time_budget(study, capsys):
     assert study("resmlp", "--time-budget-s", "0") == []
     assert capsys.readouterr().out.count("would exceed the time budget") == 4
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_a_run_that_is_cut_short_goes_on_as_if_nothing_had_been(study, task, tmp_path, monkeypatch, capsys):
+    whole = study(task, "--epochs", "3", "--seeds", "0")
+    (tmp_path / "accuracy.json").unlink()
+    more = ["--epochs", "3", "--seeds", "0", "--states", str(tmp_path / "states")]
+    until_of = accuracy.until_of
+    monkeypatch.setattr(accuracy, "until_of", lambda *args: replace(until_of(*args), end=0.0))  # an epoch at a time
+    records = study(task, *more, runs=("0.5:8:same",))
+    assert (records, "cut short" in capsys.readouterr().out) == ([], True)
+    assert len(list((tmp_path / "states").iterdir())) == 1
+    assert study(task, *more, runs=("0.5:8:same",)) == []
+    [record] = study(task, *more, runs=("0.5:8:same",))
+    assert (record["losses"], record["accuracy"]) == (whole[1]["losses"], whole[1]["accuracy"])
+    assert list((tmp_path / "states").iterdir()) == []
+
+
+def test_strong_augmentation_trains_on_shares_of_classes_and_is_part_of_the_record(study):
+    plain, strong = (study("resmlp", *more, "--seeds", "0", runs=("dense",))[-1] for more in ((), ("--strong",)))
+    assert strong["augmentation"] == "RandAugment and mixup"
+    assert "augmentation" not in plain
+    assert strong["losses"] != plain["losses"]
+    assert "RandAugment and mixup" in results.study_title(strong)
+
+
+@pytest.mark.parametrize("more", [["--strong"], ["--packages", "--root", "."]])
+def test_options_of_the_other_kind_of_task_are_refused(more, capsys):
+    with pytest.raises(SystemExit):
+        accuracy.parse(["--task", "gpt", "--settings", "dense", *more])
+    assert more[0] in capsys.readouterr().err
 
 
 def test_settings_are_read_as_they_are_printed():

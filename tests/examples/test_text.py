@@ -1,11 +1,12 @@
 """The text of the study: which files it is made of, how it is split, and how a model of it is scored."""
 
+import importlib.metadata
 import math
 
 import pytest
 import torch
 
-from examples.benchmarks.study.text import VALIDATION_WINDOWS, Text, read_sources
+from examples.benchmarks.study.text import VALIDATION_WINDOWS, Text, packages_text, read_sources
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,27 @@ def test_sources_are_read_in_the_order_of_their_paths(sources):
     text = read_sources(sources).decode()
     assert text == "".join((sources / name).read_text() for name in order)
     assert len(text) == 5000
+
+
+def test_packages_give_each_text_once_and_no_data(tmp_path, monkeypatch):
+    class Package:
+        files = "a.py", "copy/a.py", "b.h", "weights.bin", "huge.txt", "gone.md"
+
+        def locate_file(self, name):
+            return tmp_path / name
+
+    class Empty:
+        files = None
+
+    (tmp_path / "copy").mkdir()
+    content = {"a.py": b"one", "copy/a.py": b"one", "b.h": b"two", "weights.bin": b"data", "huge.txt": b"x" * 2_000_001}
+    for name, text in content.items():
+        (tmp_path / name).write_bytes(text)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [Package(), Empty(), Package()])
+    assert packages_text() in (b"onetwo", b"twoone")
+    data = Text(None, CPU, context=1, packages=packages_text() * 20)
+    assert data.facts["dataset"] == "packages"
+    assert data.facts["bytes"] == 120
 
 
 def test_last_tenth_is_for_validation_alone(sources):

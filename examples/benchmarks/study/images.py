@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from examples.benchmarks.study import augment
 from examples.data import load_image_folder_tensors
 
 
@@ -21,11 +22,12 @@ class Images:
         root: Folder of images with `train/<class>/` and `test/<class>/`.
         device: Where the tensors live.
         padding: Black pixels put around each training image, out of which windows of its size are cut.
+        strong: Whether training images get RandAugment and mixup besides.
     """
 
-    def __init__(self, root: Path, device: torch.device, padding: int = 4) -> None:
+    def __init__(self, root: Path, device: torch.device, padding: int = 4, strong: bool = False) -> None:
         train, labels, test, test_labels = load_image_folder_tensors(root)
-        self.device, self.padding = device, padding
+        self.device, self.padding, self.strong = device, padding, strong
         self.size, self.classes = train.shape[-1], int(labels.max()) + 1
         self.sha256 = fingerprint(train, labels, test, test_labels)
         sample = train[:: max(1, len(train) // 5000)].float()
@@ -39,7 +41,8 @@ class Images:
     def facts(self) -> dict[str, Any]:
         """What identifies the data set in a record, wherever its folder lies and whatever it is called."""
         counts = {"train_images": len(self.labels), "test_images": len(self.test_labels)}
-        return {"dataset": "images", **counts, "image_size": self.size, "classes": self.classes, "sha256": self.sha256}
+        facts = {"dataset": "images", **counts, "image_size": self.size, "classes": self.classes, "sha256": self.sha256}
+        return {**facts, "augmentation": "RandAugment and mixup"} if self.strong else facts
 
     @property
     def shape(self) -> dict[str, int]:
@@ -56,19 +59,30 @@ class Images:
         return len(self.labels) // batch
 
     def draw(self, steps: int, batch: int, generator: torch.Generator) -> Tensor:
-        """Return the choices of one epoch, `[steps, 4, batch]`: image, top and left of its window, mirrored or not."""
+        """Return the choices of one epoch, `[steps, 4, batch]`: image, top and left of its window, mirrored or not.
+
+        With strong augmentation, what that draws comes behind.
+        """
         order = torch.randperm(len(self.labels), generator=generator)[: steps * batch].view(steps, 1, batch)
         window = torch.randint(2 * self.padding + 1, (steps, 2, batch), generator=generator)
         mirrored = torch.randint(2, (steps, 1, batch), generator=generator)
-        return torch.cat([order, window, mirrored], dim=1).to(self.device)
+        more = [augment.drawn(steps, batch, generator)] if self.strong else []
+        return torch.cat([order, window, mirrored, *more], dim=1).to(self.device)
 
     def batch(self, choices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised images and the labels that `choices` (`[4, batch]`) name, in one gather."""
-        index, top, left, mirrored = choices.unsqueeze(-1)
+        """Return the normalised images that `choices` (`[4, batch]`) name, in one gather, and their labels.
+
+        With strong augmentation, labels are how much of each class an image has, `[batch, classes]`.
+        """
+        index, top, left, mirrored = choices[:4].unsqueeze(-1)
         rows = top + self.pixels
         columns = left + torch.where(mirrored == 1, self.pixels.flip(0), self.pixels)
         images = self.padded[index.unsqueeze(-1), :, rows.unsqueeze(2), columns.unsqueeze(1)]  # [batch, h, w, channels]
-        return self.normalise(images.permute(0, 3, 1, 2)), self.labels[index.squeeze(-1)]
+        images, labels = images.permute(0, 3, 1, 2), self.labels[index.squeeze(-1)]
+        if not self.strong:
+            return self.normalise(images), labels
+        images = augment.augment(images.float(), choices[4:])
+        return augment.mix(self.normalise(images), labels, self.classes, choices[4:])
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return bytes as normalised floats."""

@@ -14,7 +14,7 @@ from examples.benchmarks.study.settings import PRESET, parse_setting
 from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.vocabulary import PRESETS
 
-RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256")
+RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256", "augmentation")
 RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
 """What a training has to share with another for their accuracies to be compared."""
 BATCH = ("batches", "batch", "lr")
@@ -141,7 +141,8 @@ def batch_sizes(records: Records) -> Summary:
 def study_title(record: dict[str, Any]) -> str:
     """Return what the runs of a study train on what and how."""
     training = f"{record['epochs']} epochs of {record['batches']} batches of {record['batch']}, {record['precision']}"
-    return f"{subject(record)}, {training}" + (", compiled" if record.get("compile") else "")
+    more = [record["augmentation"]] if record.get("augmentation") else []
+    return ", ".join([subject(record), training, *more, *(["compiled"] if record.get("compile") else [])])
 
 
 def subject(record: dict[str, Any]) -> str:

@@ -114,7 +114,8 @@ def training_loss(model: nn.Module, batch: Batch, precision: str) -> Tensor:
     """Return the cross-entropy of the class scores, be it one per image or one per byte."""
     inputs, targets = batch
     with autocast(inputs.device, precision):
-        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        shares = targets.is_floating_point()  # of classes, by sample
+        return F.cross_entropy(model(inputs).flatten(0, -2), targets if shares else targets.flatten())
 
 
 def prune(model: nn.Module, setting: Setting, batch: Batch, precision: str) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from examples.benchmarks.study.images import Images
 from examples.benchmarks.study.settings import parse_setting
-from examples.benchmarks.study.text import Text
+from examples.benchmarks.study.text import Text, packages_text
 from examples.benchmarks.study.training import Data, Recipe
 from examples.models import LANGUAGE_MODELS, MODELS, build_model
 
@@ -71,6 +71,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--task", choices=sorted(TASKS), default="resmlp")
     parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
     parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
+    parser.add_argument("--strong", action="store_true", help="RandAugment and mixup for images")
+    parser.add_argument("--packages", action="store_true", help="for gpt: the text that installed packages ship")
     parser.add_argument("--patch-size", type=int, default=4, help="of images; not for resnet")
     parser.add_argument("--context", type=int, default=256, help="bytes of text that the model sees at a time")
     parser.add_argument("--dim", type=int, help="channels, in place of the model's")
@@ -87,6 +89,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     args = parser.parse_args(argv)
     if args.task != "gpt" and args.root is None:
         parser.error(f"--root must be a folder of images with train/ and test/ for --task {args.task}")
+    if args.strong and args.task == "gpt":
+        parser.error("--strong augments images, and gpt reads text")
+    if args.packages and (args.task != "gpt" or args.root is not None):
+        parser.error("--packages is the text of --task gpt, in place of --root")
     if args.model is not None and not args.model.startswith(f"{args.task}_"):
         parser.error(f"--model must be one of --task {args.task}, got {args.model}")
     return args
@@ -103,10 +109,11 @@ def open_study(args: argparse.Namespace) -> Study:
     data: Data
     if args.task == "gpt":
         options = {"context": args.context, **size}
-        data = Text(args.root, device, args.context)
+        text = packages_text() if args.packages else None
+        data = Text(args.root, device, args.context, text)
     else:
         options = size if args.task == "resnet" else {"patch_size": args.patch_size, **size}
-        data = Images(args.root, device)
+        data = Images(args.root, device, strong=args.strong)
     batch = args.batch_size or task.batch
     batches = data.epoch_batches(batch)
     batches = min(batches, args.limit_batches or batches)

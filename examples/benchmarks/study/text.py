@@ -2,11 +2,16 @@
 
 It is there wherever Python is, so nothing is downloaded; but it differs from one Python to the next, and so a record
 states how many bytes there were and their hash. Packages that somebody installed do not belong to it.
+
+For long trainings there is more of it: all text that the installed packages ship, sources, headers and documentation.
+Each file is taken once, whatever it is called, in the order of the files' hashes, so that the last tenth is of all
+packages.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 import sysconfig
 from collections.abc import Callable
@@ -21,6 +26,13 @@ EPOCH_BATCHES = 75
 VALIDATION_SHARE = 0.1
 VALIDATION_WINDOWS = 2048
 INSTALLED = {"site-packages", "dist-packages"}
+SUFFIXES = {
+    *(".py", ".pyi", ".pyx", ".md", ".rst", ".txt", ".html", ".js", ".css"),
+    *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl"),
+}
+"""Of files of text."""
+LONGEST = 2_000_000
+"""Bytes; longer files are data."""
 
 
 class Text:
@@ -30,13 +42,15 @@ class Text:
         root: Folder of Python sources; by default the standard library's.
         device: Where the tensors live.
         context: Bytes that the model sees at a time; a window has one more.
+        packages: Text to take in place of the sources, that of `packages_text`.
     """
 
-    def __init__(self, root: Path | None, device: torch.device, context: int) -> None:
-        text = read_sources(root or Path(sysconfig.get_paths()["stdlib"]))
+    def __init__(self, root: Path | None, device: torch.device, context: int, packages: bytes | None = None) -> None:
+        text = read_sources(root or Path(sysconfig.get_paths()["stdlib"])) if packages is None else packages
+        known = "packages" if packages is not None else f"stdlib-{platform.python_version()}"
         self.device = device
         self.facts = {
-            "dataset": "text" if root else f"stdlib-{platform.python_version()}",
+            "dataset": "text" if root else known,
             "bytes": len(text),
             "sha256": hashlib.sha256(text).hexdigest()[:16],
         }
@@ -87,3 +101,15 @@ def read_sources(root: Path) -> bytes:
     files = {path.relative_to(root): path for path in root.rglob("*.py") if path.is_file()}
     names = sorted((name for name in files if not INSTALLED & set(name.parts)), key=Path.as_posix)
     return b"".join(files[name].read_bytes() for name in names)
+
+
+def packages_text() -> bytes:
+    """Return the text that the installed packages ship, each file once, in the order of their hashes."""
+    found = {}
+    for package in importlib.metadata.distributions():
+        for file in package.files or ():
+            path = Path(str(package.locate_file(file)))
+            if path.suffix.lower() in SUFFIXES and path.is_file() and path.stat().st_size <= LONGEST:
+                content = path.read_bytes()
+                found[hashlib.sha256(content).digest()] = content
+    return b"".join(content for _, content in sorted(found.items()))

@@ -8,10 +8,12 @@ cosine.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +107,23 @@ class TrainStep:
         else:
             self.graph.replay()
 
+    def state(self) -> dict[str, Any]:
+        """Return what the next step depends on, but for its number."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state, in the memory that a captured step knows."""
+        self.model.load_state_dict(state["model"])
+        if self.graph is None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
+            return
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, values in state["optimizer"]["state"].items():
+            for name, value in values.items():
+                self.optimizer.state[parameters[number]][name].copy_(value)
+
     def _step(self) -> None:
         loss = training_loss(self.model, self.data.batch(self.choices), self.precision)
         loss.backward()
@@ -140,8 +159,39 @@ def first_choices(data: Data, recipe: Recipe) -> Tensor:
     return data.draw(1, recipe.batch, torch.Generator().manual_seed(0))[0]
 
 
+class Cut(Exception):  # noqa: N818 - it is no error of anybody's
+    """A training had to stop, and goes on from its state when it is run again."""
+
+
+@dataclass(frozen=True)
+class Until:
+    """Where a training that takes long leaves its state, and until when it may go on.
+
+    Args:
+        path: Of the state, which is read if it is there.
+        end: On the clock of `time.monotonic`.
+    """
+
+    path: Path
+    end: float = math.inf
+
+    def check(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Write the state and raise `Cut` if the time is up."""
+        if time.monotonic() < self.end:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f"{self.path.name}.part")
+        torch.save(state(), unfinished)
+        unfinished.replace(self.path)
+        raise Cut
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what an earlier run has left."""
+        return torch.load(self.path, weights_only=True) if self.path.is_file() else None
+
+
 def train(
-    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, until: Until | None = None
 ) -> tuple[list[float], float]:
     """Train `model` and return the mean loss of each epoch and the seconds, without those of compilation and capture.
 
@@ -151,19 +201,32 @@ def train(
         recipe: How to train.
         seed: Fixes order and augmentation.
         epochs: Stop after so many epochs of the recipe, in the middle of its learning rates.
+        until: Where to go on and when to stop; without one, all is done at once.
+
+    Raises:
+        Cut: If the time was up after an epoch that was not the last one.
     """
     if recipe.compile is not None:
         compile_blocks(model, recipe.compile)
     step, batches = TrainStep(model, data, recipe), recipe.batches
     generator = torch.Generator().manual_seed(seed)
-    start, losses = time.perf_counter(), []
-    for epoch in range(epochs or recipe.epochs):
+    losses, before = list[float](), 0.0
+    state = None if until is None else until.state()
+    if state is not None:
+        step.restore(state["step"])
+        generator.set_state(state["generator"])
+        losses, before = state["losses"], state["seconds"]
+    start, last = time.perf_counter() - before, epochs or recipe.epochs
+    for epoch in range(len(losses), last):
         for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
             step(choices, recipe.lr * cosine_factor(epoch * batches + i, recipe.epochs * batches, WARMUP))
         losses.append(step.loss_sum.item() / batches)  # also waits for the GPU
         step.loss_sum.zero_()
         seconds = time.perf_counter() - start
         print(f"  epoch {epoch + 1}/{recipe.epochs}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
+        if until is not None and epoch + 1 < last:
+            now = {"generator": generator.get_state(), "losses": losses, "seconds": seconds}
+            until.check(lambda now=now: {"step": step.state(), **now})
     return losses, time.perf_counter() - start
 
 
@@ -184,13 +247,15 @@ def packing(model: nn.Module) -> Iterator[Sequence[Row]]:
         yield packed.rows
 
 
-def train_and_score(model: nn.Module, data: Data, recipe: Recipe, seed: int, limit: int | None) -> dict[str, Any]:
+def train_and_score(
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, limit: int | None, until: Until | None = None
+) -> dict[str, Any]:
     """Train `model`, test it on `limit` samples, or all, and return what came out, for a record.
 
     What it keeps for backward may be pruned: without gradients nothing is kept.
     """
     with nullcontext(()) if recipe.compile is None else packing(model) as rows:
-        losses, seconds = train(model, data, recipe, seed)
+        losses, seconds = train(model, data, recipe, seed, until=until)
     return {
         **({} if recipe.compile is None else {"packs": sum(row.how == "packed" for row in rows)}),
         "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
