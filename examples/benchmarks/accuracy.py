@@ -18,8 +18,10 @@ run that the time budget cuts short goes on from its last epoch when the command
 the blocks before the capture, which fuses what lies between the matrix products. Without a GPU the steps run eagerly,
 for a smoke test with `--limit-batches`.
 
-Long trainings have more to learn from: `--strong` augments images by RandAugment and mixup, `--packages` lets a GPT
-read all text that the installed packages ship, some hundred million bytes:
+For fine-tuning, `--save` keeps the weights of a run on one half of the classes (`--part`), and `--start` begins with
+them on the other, with `--lora` by updates of low rank. Long trainings have more to learn from: `--strong` augments
+images by RandAugment and mixup, `--packages` lets a GPT read all text that the installed packages ship, some hundred
+million bytes:
 
     python examples/benchmarks/accuracy.py --root data/cifar10 --task vit --epochs 100 --strong --settings preset:max
     python examples/benchmarks/accuracy.py --task gpt --packages --dim 768 --depth 12 --context 1024 --batch-size 16 \\
@@ -39,6 +41,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -51,7 +54,14 @@ from examples.benchmarks.study.tasks import parse as parse_study
 from examples.benchmarks.study.training import Cut, Until, first_choices, train_and_score
 
 
-def measure(study: Study, setting: Setting, seed: int, limit: int | None, until: Until | None = None) -> dict[str, Any]:
+def measure(
+    study: Study,
+    setting: Setting,
+    seed: int,
+    limit: int | None,
+    until: Until | None = None,
+    save: Path | None = None,
+) -> dict[str, Any]:
     """Train and test one model and return what came out."""
     data, recipe = study.data, study.recipe
     model = study.build(seed)
@@ -62,6 +72,8 @@ def measure(study: Study, setting: Setting, seed: int, limit: int | None, until:
     else:
         bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
     figures = train_and_score(model, data, recipe, seed, limit, until)
+    if save is not None:
+        torch.save(model.state_dict(), save)
     return {"bits_per_value": bits, "left_dense": left_dense, **figures}
 
 
@@ -74,7 +86,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--states", type=Path, help="folder for runs that the budget cuts short, and that go on from there"
     )
-    return parse_study(parser, argv)
+    parser.add_argument("--save", type=Path, help="file for the weights that a single run ends with")
+    args = parse_study(parser, argv)
+    if args.save is not None and len(args.seeds) * len(args.settings) > 1:
+        parser.error("--save takes the weights of one run: one setting and one seed")
+    return args
 
 
 def until_of(args: argparse.Namespace, key: dict[str, Any], begin: float) -> Until:
@@ -107,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         print(run, flush=True)
         until = None if args.states is None else until_of(args, key, begin)
         try:
-            found = measure(study, setting, seed, limit, until)
+            found = measure(study, setting, seed, limit, until, args.save)
         except Cut:
             print(f"{run}: cut short, its state is in {args.states}")
             continue

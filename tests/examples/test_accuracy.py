@@ -213,7 +213,38 @@ def test_strong_augmentation_trains_on_shares_of_classes_and_is_part_of_the_reco
     assert "RandAugment and mixup" in results.study_title(strong)
 
 
-@pytest.mark.parametrize("more", [["--strong"], ["--packages", "--root", "."]])
+@pytest.mark.parametrize("lora", [False, True])
+def test_fine_tuning_begins_with_what_another_run_has_saved(study, lora, tmp_path):
+    weights = tmp_path / "weights.pt"
+    one = "--seeds", "0"
+    [first] = study("vit", *one, "--part", "first", "--save", str(weights), runs=("dense",))
+    more = "--part", "second", "--start", str(weights), *(["--lora"] if lora else [])
+    before, *tuned = study("vit", *one, *more, runs=("dense", "0.5:8:same"))
+    assert before == first
+    assert first["classes"] == 1
+    assert [r["classes"] for r in tuned] == [2, 2]
+    assert all(r["lora"] is lora and len(r["start"]) == 16 for r in tuned)
+    assert "fine-tuned from" in results.study_title(tuned[0])
+    assert tuned[0]["losses"] != tuned[1]["losses"]
+
+
+def test_a_model_that_is_fine_tuned_keeps_all_but_its_head(study, image_folder, tmp_path):
+    weights = tmp_path / "weights.pt"
+    study("vit", "--seeds", "0", "--part", "first", "--save", str(weights), runs=("dense",))
+    saved = torch.load(weights, weights_only=True)
+    command = ["--task", "vit", "--root", str(image_folder), *SIZE, "--patch-size", "2", "--settings", "dense"]
+    opened = tasks.open_study(accuracy.parse([*command, "--part", "second", "--start", str(weights), "--lora"]))
+    model = opened.build(0)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name or name.startswith("head.")}
+    weight = model.blocks[0].fc1.base_layer.weight
+    assert torch.equal(weight, saved["blocks.0.fc1.weight"])
+    assert not model.head.weight.any()
+
+
+@pytest.mark.parametrize(
+    "more", [["--strong"], ["--packages", "--root", "."], ["--part", "first"], ["--lora"], ["--save", "a.pt"]]
+)
 def test_options_of_the_other_kind_of_task_are_refused(more, capsys):
     with pytest.raises(SystemExit):
         accuracy.parse(["--task", "gpt", "--settings", "dense", *more])

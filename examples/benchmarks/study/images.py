@@ -23,10 +23,18 @@ class Images:
         device: Where the tensors live.
         padding: Black pixels put around each training image, out of which windows of its size are cut.
         strong: Whether training images get RandAugment and mixup besides.
+        part: `first` or `second` half of the classes, or all.
     """
 
-    def __init__(self, root: Path, device: torch.device, padding: int = 4, strong: bool = False) -> None:
+    def __init__(
+        self, root: Path, device: torch.device, padding: int = 4, strong: bool = False, part: str | None = None
+    ) -> None:
         train, labels, test, test_labels = load_image_folder_tensors(root)
+        if part is not None:
+            classes = range(int(labels.max()) + 1)
+            half = classes[: len(classes) // 2] if part == "first" else classes[len(classes) // 2 :]
+            train, labels = of_classes(train, labels, half)
+            test, test_labels = of_classes(test, test_labels, half)
         self.device, self.padding, self.strong = device, padding, strong
         self.size, self.classes = train.shape[-1], int(labels.max()) + 1
         self.sha256 = fingerprint(train, labels, test, test_labels)
@@ -97,6 +105,12 @@ class Images:
         for pixels, truth in zip(test.split(500), labels.split(500), strict=True):
             correct += (model(self.normalise(pixels)).argmax(1) == truth).sum().item()
         return 100 * correct / len(labels)
+
+
+def of_classes(images: Tensor, labels: Tensor, classes: range) -> tuple[Tensor, Tensor]:
+    """Return the images of some classes, which are counted from 0 then."""
+    chosen = (labels >= classes.start) & (labels < classes.stop)
+    return images[chosen], labels[chosen] - classes.start
 
 
 def fingerprint(*tensors: Tensor) -> str:

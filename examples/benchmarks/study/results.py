@@ -15,6 +15,7 @@ from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.vocabulary import PRESETS
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256", "augmentation")
+RECIPE += ("start", "lora")
 RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
 """What a training has to share with another for their accuracies to be compared."""
 BATCH = ("batches", "batch", "lr")
@@ -142,6 +143,8 @@ def study_title(record: dict[str, Any]) -> str:
     """Return what the runs of a study train on what and how."""
     training = f"{record['epochs']} epochs of {record['batches']} batches of {record['batch']}, {record['precision']}"
     more = [record["augmentation"]] if record.get("augmentation") else []
+    if record.get("start"):
+        more += [f"fine-tuned from {record['start']}" + (" by updates of low rank" if record["lora"] else "")]
     return ", ".join([subject(record), training, *more, *(["compiled"] if record.get("compile") else [])])
 
 

@@ -6,6 +6,7 @@ Models, data and recipe are put together here from a command line that the study
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,11 @@ from examples.benchmarks.study.images import Images
 from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.study.text import Text, packages_text
 from examples.benchmarks.study.training import Data, Recipe
+from examples.benchmarks.third_party import add_lora
 from examples.models import LANGUAGE_MODELS, MODELS, build_model
+
+HEAD = "head"
+"""What all models call their last layer."""
 
 
 class Task(NamedTuple):
@@ -47,6 +52,8 @@ class Study:
         options: Its options that the data do not determine.
         data: The data set.
         recipe: How to train.
+        start: File of the weights to begin with, but for those of the head, which is new.
+        lora: Whether linear layers are frozen and get an update of low rank, and all but the head is frozen too.
     """
 
     task: str
@@ -54,16 +61,28 @@ class Study:
     options: dict[str, int | None]
     data: Data
     recipe: Recipe
+    start: Path | None = None
+    lora: bool = False
 
     def build(self, seed: int) -> nn.Module:
-        """Return the model with the weights of `seed`."""
+        """Return the model with the weights of `seed`, or those to begin with."""
         torch.manual_seed(seed)
         options = {name: value for name, value in self.options.items() if value is not None}
-        return build_model(self.model, **self.data.shape, **options).to(self.data.device)
+        model = build_model(self.model, **self.data.shape, **options)
+        if self.start is not None:
+            weights = torch.load(self.start, map_location="cpu", weights_only=True)
+            weights |= {name: value for name, value in model.state_dict().items() if name.startswith(f"{HEAD}.")}
+            model.load_state_dict(weights)
+        if self.lora:
+            add_lora(model, HEAD)
+        return model.to(self.data.device)
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the study in the records."""
-        return {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
+        known = {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
+        if self.start is not None:
+            known |= {"start": hashlib.sha256(self.start.read_bytes()).hexdigest()[:16], "lora": self.lora}
+        return known
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings: bool = True) -> argparse.Namespace:
@@ -72,6 +91,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
     parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
     parser.add_argument("--strong", action="store_true", help="RandAugment and mixup for images")
+    parser.add_argument("--part", choices=["first", "second"], help="half of the classes of images")
+    parser.add_argument("--start", type=Path, help="weights to begin with, but for those of the head; see --save")
+    parser.add_argument("--lora", action="store_true", help="with --start: updates of low rank for linear layers alone")
     parser.add_argument("--packages", action="store_true", help="for gpt: the text that installed packages ship")
     parser.add_argument("--patch-size", type=int, default=4, help="of images; not for resnet")
     parser.add_argument("--context", type=int, default=256, help="bytes of text that the model sees at a time")
@@ -89,8 +111,10 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     args = parser.parse_args(argv)
     if args.task != "gpt" and args.root is None:
         parser.error(f"--root must be a folder of images with train/ and test/ for --task {args.task}")
-    if args.strong and args.task == "gpt":
-        parser.error("--strong augments images, and gpt reads text")
+    if args.task == "gpt" and (args.strong or args.part):
+        parser.error("--strong and --part are for images, and gpt reads text")
+    if args.lora and (args.start is None or args.task == "resnet"):
+        parser.error("--lora needs --start, and a model of linear layers, which resnet is not")
     if args.packages and (args.task != "gpt" or args.root is not None):
         parser.error("--packages is the text of --task gpt, in place of --root")
     if args.model is not None and not args.model.startswith(f"{args.task}_"):
@@ -113,12 +137,12 @@ def open_study(args: argparse.Namespace) -> Study:
         data = Text(args.root, device, args.context, text)
     else:
         options = size if args.task == "resnet" else {"patch_size": args.patch_size, **size}
-        data = Images(args.root, device, strong=args.strong)
+        data = Images(args.root, device, strong=args.strong, part=args.part)
     batch = args.batch_size or task.batch
     batches = data.epoch_batches(batch)
     batches = min(batches, args.limit_batches or batches)
     recipe = Recipe(args.epochs, batches, batch, args.lr, args.weight_decay, args.precision, args.compile)
-    return Study(args.task, args.model or task.model, options, data, recipe)
+    return Study(args.task, args.model or task.model, options, data, recipe, args.start, args.lora)
 
 
 def load_records(path: Path) -> list[dict[str, Any]]:

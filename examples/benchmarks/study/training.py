@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from examples.benchmarks.common import MIB
 from examples.benchmarks.study.settings import Batch, autocast, training_loss
 from examples.classifier import cosine_factor, parameter_groups
 from lightning_actprune.compiled.report import Row
@@ -96,6 +97,8 @@ class TrainStep:
         self.loss_sum = torch.zeros((), device=data.device)
         groups = parameter_groups(model, recipe.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.lr, capturable=cuda, fused=cuda)
+        self.peak_bytes: int | None = None
+        """The most that is allocated in a step, on a GPU."""
         self.graph = self._capture() if cuda else None
 
     def __call__(self, choices: Tensor, lr: float) -> None:
@@ -135,6 +138,7 @@ class TrainStep:
         """Return a graph of one step; weights, buffers and optimizer state are then as they were before."""
         tensors = *self.model.parameters(), *self.model.buffers()
         initial = [tensor.detach().clone() for tensor in tensors]
+        torch.cuda.reset_peak_memory_stats()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -144,6 +148,7 @@ class TrainStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
+        self.peak_bytes = torch.cuda.max_memory_allocated() - sum(value.nbytes for value in initial)
         with torch.no_grad():
             for tensor, value in zip(tensors, initial, strict=True):
                 tensor.copy_(value)
@@ -157,6 +162,20 @@ class TrainStep:
 def first_choices(data: Data, recipe: Recipe) -> Tensor:
     """Return choices of one step that depend on no seed: for what comes before the training."""
     return data.draw(1, recipe.batch, torch.Generator().manual_seed(0))[0]
+
+
+class Trained(NamedTuple):
+    """What came out of a training.
+
+    Args:
+        losses: Mean loss of each epoch.
+        seconds: Without those of compilation and capture.
+        peak_bytes: The most that was allocated in a step, on a GPU.
+    """
+
+    losses: list[float]
+    seconds: float
+    peak_bytes: int | None
 
 
 class Cut(Exception):  # noqa: N818 - it is no error of anybody's
@@ -192,8 +211,8 @@ class Until:
 
 def train(
     model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, until: Until | None = None
-) -> tuple[list[float], float]:
-    """Train `model` and return the mean loss of each epoch and the seconds, without those of compilation and capture.
+) -> Trained:
+    """Train `model` and return what came out.
 
     Args:
         model: The model, already converted where it shall be.
@@ -227,7 +246,7 @@ def train(
         if until is not None and epoch + 1 < last:
             now = {"generator": generator.get_state(), "losses": losses, "seconds": seconds}
             until.check(lambda now=now: {"step": step.state(), **now})
-    return losses, time.perf_counter() - start
+    return Trained(losses, time.perf_counter() - start, step.peak_bytes)
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:
@@ -252,16 +271,21 @@ def train_and_score(
 ) -> dict[str, Any]:
     """Train `model`, test it on `limit` samples, or all, and return what came out, for a record.
 
-    What it keeps for backward may be pruned: without gradients nothing is kept.
+    What it keeps for backward may be pruned: without gradients nothing is kept. `peak_mib` leaves out what was there
+    besides the model.
     """
+    before = 0
+    if data.device.type == "cuda":
+        before = torch.cuda.memory_allocated() - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     with nullcontext(()) if recipe.compile is None else packing(model) as rows:
-        losses, seconds = train(model, data, recipe, seed, until=until)
+        trained = train(model, data, recipe, seed, until=until)
     return {
         **({} if recipe.compile is None else {"packs": sum(row.how == "packed" for row in rows)}),
         "accuracy": round(evaluate(model, data, recipe.precision, limit), 4),
-        "final_loss": losses[-1],
-        "losses": [round(loss, 5) for loss in losses],
-        "seconds": round(seconds, 2),
+        "final_loss": trained.losses[-1],
+        "losses": [round(loss, 5) for loss in trained.losses],
+        "seconds": round(trained.seconds, 2),
+        **({} if trained.peak_bytes is None else {"peak_mib": round((trained.peak_bytes - before) / MIB, 2)}),
     }
 
 
