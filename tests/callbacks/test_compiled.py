@@ -126,6 +126,50 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
 
 
+class Validated(Wide):
+    """Is validated as well, by batches of another size, and takes note of the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert not torch.is_grad_enabled()
+        self.scores.append(self(batch).square().mean())
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.ones(16, 64, 64)], batch_size=None)
+
+
+def validated(*callbacks: pl.Callback, mode: str | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Fit for two epochs, of two batches a step, and return the losses of training and of validation."""
+    torch._dynamo.reset()
+    model, losses = Validated(), Losses()
+    whole = model if mode is None else torch.compile(model, **({"mode": mode} if mode else {"backend": "aot_eager"}))
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
+    trainer(*callbacks, losses, **options).fit(whole)
+    return losses.found, model.scores
+
+
+@pytest.mark.parametrize(
+    "mode", ["", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("reduce-overhead", "max-autotune"))]
+)
+def test_accumulation_and_validation_in_between(mode):
+    pruning = ActivationPruning("balanced", verbose=0)
+    losses, scores = validated(pruning, mode=mode)
+    right, right_scores = validated()
+    assert len(losses) == 2 * BATCHES
+    assert len(scores) == 3
+    torch.testing.assert_close(losses[:2], right[:2], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, right, rtol=0, atol=0.05 * right[0].item())
+    torch.testing.assert_close(scores, right_scores, rtol=0, atol=0.05 * right_scores[0].item())
+    plain = ActivationPruning("balanced", verbose=0)
+    fit(Wide(), plain)
+    both = pruning.compiled, plain.compiled
+    packed = [[(row.name, row.shape, row.stored_bytes) for row in rows if row.how == "packed"] for rows in both]
+    assert packed[0] == packed[1] != []
+
+
 def test_code_of_several_graphs_is_not_listed_by_the_monitor():
     pruning, monitor, losses = ActivationPruning(verbose=0), ActivationMemoryMonitor(2, verbose=0), Losses()
     torch._dynamo.reset()
