@@ -230,22 +230,24 @@ HEADLINE = {
     "resmlp_12_224": ("ResMLP-12", "resmlp"),
 }
 """Models of the first tables: what they are called, and the task of the study that trains a small one."""
-HEADLINE_METHODS = ("checkpoint", "max, others")
-_COMPARED = "activations_mib", "peak_mib", "ms_median"
+HEADLINE_METHODS = ("checkpoint", "max")
+TRAINED = "preset:max"
+_COMPARED = "activations_mib", "peak_mib", "step_ms"
 HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with checkpointing of every block;
-step times are changes too. One training step in eager mode on an {gpu}, in bf16 autocast with fused AdamW. Accuracy
-is that of *smaller* models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of Python, where
-a higher loss is worse): mean ± standard deviation of the difference to dense runs of the same seeds
+step times are changes too. Eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}.
+Accuracy is that of *smaller* models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of
+Python, where a higher loss is worse): mean ± standard deviation of the difference to dense runs of the same seeds
 ({trained}).
-The models of the table were not trained; all was measured before `"max"` kept fewer bits of attention."""
+The models of the table were not trained. [More models and methods](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
-One training step with `ActivationPruning("max")` in eager mode on an {gpu}, in bf16 autocast with fused AdamW, beside
-dense training. In brackets: the same step with every block checkpointed. Times of eager steps depend on [how fast the
-host is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller* models of the same kind, `"max"` beside
-dense (a higher loss is worse). [Benchmarks](benchmarks.md) and [accuracy](accuracy.md) have the whole tables."""
+Eager steps with `ActivationPruning("max")` through a Trainer, bf16-mixed, fused AdamW, on an
+{gpu}, beside dense ones. In brackets: the same steps with every block checkpointed. Times
+of eager steps depend on [how fast the host is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
+models of the same kind, `"max"` beside dense (a higher loss is worse). [Benchmarks](benchmarks.md) and
+[accuracy](accuracy.md) have the whole tables."""
 
 
 def brief(steps: Records, trainings: Records) -> str:
@@ -254,7 +256,7 @@ def brief(steps: Records, trainings: Records) -> str:
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
         cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _COMPARED]
-        change, _ = study.difference_of("max+others", [r for r in trainings if r["task"] == task])
+        change, _ = study.difference_of(TRAINED, [r for r in trainings if r["task"] == task])
         rows.append([title, *cells, change or "not measured"])
     header = ["model", "activations", "peak memory", "step time", "accuracy"]
     return markdown(header, rows) + "\n\n" + BRIEF_TEXT.format(gpu=steps[0]["gpu"])
@@ -262,7 +264,7 @@ def brief(steps: Records, trainings: Records) -> str:
 
 def headline_steps(steps: Records, model: str) -> Records:
     """Return the steps of a model that the first tables show: dense, checkpointed, ours."""
-    found = {r["method"]: r for r in steps if (r["model"], r["mode"]) == (model, "eager")}
+    found = {r["method"]: r for r in steps if r["model"] == model}
     return [found[method] for method in ("dense", *HEADLINE_METHODS)]
 
 
@@ -275,7 +277,7 @@ def headline(steps: Records, trainings: Records) -> str:
             (f"{dense[name]:.0f} MiB: " if name.endswith("_mib") else "") + _changes(dense, checkpoint, ours, name, " ")
             for name in _COMPARED
         ]
-        change, what = study.difference_of("max+others", [r for r in trainings if r["task"] == task])
+        change, what = study.difference_of(TRAINED, [r for r in trainings if r["task"] == task])
         trained += [f"{title}: {what}"] if what else []
         rows.append([f"{title}, batch {dense['batch']}", *cells, change or "not measured"])
     header = ["model", "activations", "peak memory", "step time", "accuracy of a smaller model"]
@@ -397,8 +399,8 @@ def logits(records: Records) -> str:
 
 
 TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
-    "headline": (("others", "accuracy"), headline),
-    "brief": (("others", "accuracy"), brief),
+    "headline": (("rivals", "accuracy"), headline),
+    "brief": (("rivals", "accuracy"), brief),
     "memory": (("memory",), memory),
     "presets": (("accuracy",), presets),
     "preset_steps": (("presets",), preset_steps),
