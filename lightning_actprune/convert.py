@@ -475,9 +475,9 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
 
 
 def _takes_shards(layer: nn.Module) -> bool:
-    """Return whether the layer, once it is converted, runs on shards."""
-    made = compressed_class(type(layer))
-    return made is not None and made.takes_shards
+    """Return whether the layer, once it is converted, runs on shards; what a hook makes of parameters is none."""
+    made, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
+    return made is not None and made.takes_shards and all(id(weight) in own for weight in weights_of(layer))
 
 
 def _whole_in_forward(weight: DTensor) -> bool:

@@ -90,6 +90,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parse_study(parser, argv)
     if args.save is not None and len(args.seeds) * len(args.settings) > 1:
         parser.error("--save takes the weights of one run: one setting and one seed")
+    if args.save is not None and not args.save.parent.is_dir():
+        parser.error(f"--save must be a file in a folder that exists, got {args.save}")
     return args
 
 
@@ -113,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         run, key = f"{args.task} {setting}, seed {seed}", {**study.describe(), **asdict(setting), "seed": seed}
         if is_recorded(key, records):
             print(f"{run}: already in {args.out}")
+            if args.save is not None and not args.save.is_file():
+                raise SystemExit(f"--save {args.save}: the run is not made again. HINT: name another file with --out.")
             continue
         start = time.monotonic()
         expected = durations.get(setting.method, 1.5 * max(durations.values(), default=0.0))

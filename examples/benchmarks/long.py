@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import write_records
 from examples.benchmarks.study.settings import parse_setting
-from examples.benchmarks.study.tasks import is_recorded, load_records
+from examples.benchmarks.study.tasks import is_recorded, load_records, parse
 
 IMAGES = "--task {} --strong --epochs {} --lr {}"
 TASKS = {
@@ -56,15 +56,25 @@ class Run(NamedTuple):
 
     @property
     def key(self) -> dict[str, Any]:
-        """What a record of it says."""
-        words = TASKS[self.task].split()
-        epochs = int(words[words.index("--epochs") + 1])
-        return {**asdict(parse_setting(self.setting)), "task": self.task, "epochs": epochs, "seed": self.seed}
+        """What a record of it says, but for the data."""
+        args = parse(argparse.ArgumentParser(), [*self.words, *self.given(Path())], settings=False)
+        said = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile", "dim", "depth")}
+        data = {"dataset": "packages" if args.packages else "images", "start": None}
+        strong = {"augmentation": "RandAugment and mixup" if args.strong else None}
+        return {**asdict(parse_setting(self.setting)), **said, **data, **strong, "seed": self.seed}
+
+    def given(self, root: Path | None) -> list[str]:
+        """Return what names the folder of images, if it takes one."""
+        return [] if root is None or self.task == "gpt" else ["--root", str(root)]
+
+    @property
+    def words(self) -> list[str]:
+        """What tells its task from others on the command line."""
+        return TASKS[self.task].split()
 
     def command(self, root: Path | None, out: Path, states: Path, seconds: float) -> list[str]:
         """Return the command line."""
-        words = [sys.executable, str(SCRIPT), *TASKS[self.task].split()]
-        words += [] if root is None or self.task == "gpt" else ["--root", str(root)]
+        words = [sys.executable, str(SCRIPT), *self.words, *self.given(root)]
         words += ["--settings", self.setting, "--seeds", str(self.seed), "--out", str(out)]
         return [*words, "--states", str(states), "--time-budget-s", f"{seconds:.0f}"]
 

@@ -43,7 +43,6 @@ Records are written after every case. A case that the file has already is not ru
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import json
@@ -53,13 +52,12 @@ import multiprocessing
 import os
 import statistics
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.synchronize import Barrier, Lock
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,17 +231,41 @@ class StepFigures(pl.Callback):
         return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
 
 
+class Arrivals:
+    """Counts the processes that have warmed up, or failed, and waits for all.
+
+    Args:
+        parties: How many there are.
+    """
+
+    def __init__(self, parties: int) -> None:
+        self.parties, self.count = parties, multiprocessing.get_context("fork").Value("i", 0)
+
+    def arrive(self) -> None:
+        """Count this process."""
+        with self.count.get_lock():
+            self.count.value += 1
+
+    def wait(self, seconds: float) -> None:
+        """Count this process, and return when all are there, or the time is up."""
+        self.arrive()
+        end = time.monotonic() + seconds
+        while self.count.value < self.parties and time.monotonic() < end:
+            time.sleep(0.02)
+
+
 class Alone(StepFigures):
     """Measures when all others have warmed up, and nobody else does.
 
     Args:
-        ready: Passed by all of them when they have.
+        ready: Passed by all of them when all have warmed up or failed.
         turn: Held while measuring.
     """
 
-    def __init__(self, ready: Barrier, turn: Lock) -> None:
+    def __init__(self, ready: Arrivals, turn: Lock) -> None:
         super().__init__()
         self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
+        self.arrived = False
         self.warm_up_s = 0.0
 
     def on_train_batch_start(
@@ -253,8 +275,8 @@ class Alone(StepFigures):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # for the others
             self.warm_up_s = round(time.perf_counter() - self.made, 1)
-            with contextlib.suppress(threading.BrokenBarrierError):  # another one has failed
-                self.ready.wait(WAIT_SECONDS)
+            self.arrived = True
+            self.ready.wait(WAIT_SECONDS)
             self.held = self.turn.acquire()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -286,20 +308,21 @@ def in_turns(
         The figures of each, or its error; the others do not wait for one that fails.
     """
     context = multiprocessing.get_context("fork")
-    ready, turn = context.Barrier(len(cases)), context.Lock()
+    ready, turn = Arrivals(len(cases)), context.Lock()
     running = [start_in_fork(_measured, measure, case, ready, turn) for case in cases]
     for each in running:
         yield finish_in_fork(seconds, *each)
 
 
 def _measured(
-    measure: Callable[..., dict[str, Any]], case: tuple[Any, ...], ready: Barrier, turn: Lock
+    measure: Callable[..., dict[str, Any]], case: tuple[Any, ...], ready: Arrivals, turn: Lock
 ) -> dict[str, Any]:
+    alone = Alone(ready, turn)
     try:
-        return measure(*case, Alone(ready, turn))
-    except BaseException:
-        ready.abort()
-        raise
+        return measure(*case, alone)
+    finally:
+        if not alone.arrived:
+            ready.arrive()
 
 
 def requested() -> int:

@@ -21,7 +21,7 @@ from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import marked
 from lightning_actprune.config import Keep, Operator
-from lightning_actprune.operators.shards import is_split, on_shards
+from lightning_actprune.operators.shards import forward_of, is_split
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
 Marks = tuple[str, str, int]
@@ -145,6 +145,7 @@ class CompressedLayer(Converted):
             return
         # Bound here: of what is looked up in a layer or its class, a compiler checks in every step that it is the same.
         own, dense, traced = cls.always_own, getattr(cls, "dense_class", None), cls._dense_forward
+        splits = cls.takes_shards
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, cls):
@@ -153,8 +154,10 @@ class CompressedLayer(Converted):
                 state = self._state
                 if state.marks is not None and not is_exporting():
                     return traced(self, dense, state, args, kwargs)  # type: ignore[arg-type]
-            if args and isinstance(args[0], DTensor) and self.takes_shards and is_split(self):
-                return on_shards(self, compressed, args[0])
+            if splits and len(args) + len(kwargs) == 1:
+                x = args[0] if args else next(iter(kwargs.values()))
+                if isinstance(x, DTensor) and is_split(self):
+                    return forward_of(self, compressed, dense.forward, x)  # type: ignore[union-attr]
             return compressed(self, *args, **kwargs)
 
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.

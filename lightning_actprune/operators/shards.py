@@ -19,18 +19,24 @@ replicated     replicated   replicated       all are the same in every process
 =============  ===========  ===============  =======================================================================
 
 A sum is left to whoever asks for its value (``Partial``), as torch does. In the row-wise layer each process adds its
-part of the bias, ``b`` over the number of processes, as torch does too.
+part of the bias, ``b`` over the number of processes, as torch does too. A bias lies as the features of the output do.
+Where input and parameters lie in another way, no process can compute its part alone: the dense layer runs, as torch
+runs it on DTensors, and a warning says so.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Forward = Callable[[Any, Any], Any]
+"""Of a layer, which comes first."""
 
 
 class Along(NamedTuple):
@@ -56,26 +62,56 @@ def is_split(layer: nn.Module) -> bool:
     return all(parameter is None or isinstance(parameter, DTensor) for parameter in layer._parameters.values())
 
 
-def on_shards(layer: nn.Module, forward: Callable[[Any, Tensor], Tensor], x: DTensor) -> DTensor:
+def forward_of(layer: nn.Module, compressed: Forward, dense: Forward, x: DTensor) -> Any:
+    """Return what a layer makes of a DTensor, computed on the shard of this process, or else by the dense forward."""
+    split = ways(layer, x)
+    if split is not None:
+        return on_shards(layer, compressed, x, split)
+    if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in layer._parameters.values()):
+        parameters = zip(("weight", "bias"), _parameters(layer), strict=True)
+        lie = {name: parameter.placements for name, parameter in parameters if parameter is not None}
+        warnings.warn(
+            f"A {type(layer).__name__} runs as the dense layer and keeps its whole input, since no process can compute "
+            f"its part alone of an input that lies as {x.placements}, with parameters that lie as {lie}. HINT: to "
+            "silence this, say so in the rules (`rules={name: None}`).",
+            stacklevel=3,
+        )
+    return dense(layer, x)
+
+
+def ways(layer: nn.Module, x: DTensor) -> list[Along] | None:
+    """Return how tensors lie along each dimension of the mesh, ``None`` if there is no way in one of them."""
+    weight, bias = _parameters(layer)
+    read = len(getattr(layer, "normalized_shape", (0,)))
+    found = []
+    for dimension in range(x.device_mesh.ndim):
+        way = along(x, weight, bias, read, isinstance(layer, nn.Linear), dimension)
+        if way is None:
+            return None
+        found.append(way)
+    return found
+
+
+def _parameters(layer: nn.Module) -> list[DTensor | None]:
+    return [cast("DTensor | None", layer._parameters.get(name)) for name in ("weight", "bias")]
+
+
+def on_shards(layer: nn.Module, forward: Forward, x: DTensor, split: list[Along]) -> DTensor:
     """Return what a layer makes of a DTensor, computed on the shard of this process.
 
     Args:
         layer: A linear layer or a norm, with DTensors as parameters.
         forward: Maps such a layer, but with the parameters of this process, and its shard of ``x`` to the output.
         x: The input.
-
-    Raises:
-        TypeError: If input and weight lie in a way in which no process can compute its part alone.
+        split: How all lie along each dimension of the mesh.
     """
     mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
-    weight, bias = (cast("DTensor | None", layer._parameters.get(name)) for name in ("weight", "bias"))
-    read = len(getattr(layer, "normalized_shape", (0,)))
-    split = [along(x, weight, read, is_linear, dimension) for dimension in range(mesh.ndim)]
+    weight, bias = _parameters(layer)
     parameters: dict[str, Tensor | None] = dict(layer._parameters)
     if weight is not None:
         parameters["weight"] = weight.to_local(grad_placements=[each.grad_weight for each in split])
     if bias is not None:
-        parts = math.prod(mesh.size(dimension) for dimension, each in enumerate(split) if each.adds_part)
+        parts = math.prod([mesh.size(dimension) for dimension, each in enumerate(split) if each.adds_part])
         local = bias.to_local(grad_placements=[each.grad_bias for each in split])
         parameters["bias"] = _Part.apply(local, parts) if parts > 1 else local
     shard = object.__new__(type(layer))
@@ -86,25 +122,23 @@ def on_shards(layer: nn.Module, forward: Callable[[Any, Tensor], Tensor], x: DTe
     return DTensor.from_local(y, mesh, [each.y for each in split], run_check=False, shape=shape, stride=strides)
 
 
-def along(x: DTensor, weight: DTensor | None, read: int, is_linear: bool, dimension: int) -> Along:
+def along(
+    x: DTensor, weight: DTensor | None, bias: DTensor | None, read: int, is_linear: bool, dimension: int
+) -> Along | None:
     """Return how tensors lie along a dimension of the mesh; ``read``: how many dimensions of ``x`` are a row."""
     given, last = x.placements[dimension], x.dim() - 1
     whole = Replicate()
-    of_weight = whole if weight is None else weight.placements[dimension]
-    if of_weight.is_replicate():
+    of_weight, of_bias = (whole if p is None else p.placements[dimension] for p in (weight, bias))
+    if of_weight.is_replicate() and of_bias.is_replicate():
         if given.is_replicate():
             return Along(whole, whole, whole, whole)
         if any(given.is_shard(row) for row in range(x.dim() - read)):
             return Along(given, given, Partial(), Partial())
-    elif is_linear and given.is_replicate() and of_weight.is_shard(0):
+    elif is_linear and given.is_replicate() and of_weight.is_shard(0) and (bias is None or of_bias.is_shard(0)):
         return Along(Shard(last), Partial(), of_weight, of_weight)
-    elif is_linear and given.is_shard(last) and of_weight.is_shard(1):
+    elif is_linear and given.is_shard(last) and of_weight.is_shard(1) and of_bias.is_replicate():
         return Along(Partial(), given, of_weight, whole, adds_part=True)
-    raise TypeError(
-        f"A compressed layer cannot take an input that lies as {given} along dimension {dimension} of the mesh of "
-        f"processes, with a weight that lies as {of_weight} there: no process can compute its part alone. HINT: keep "
-        "the layer dense (`rules={name: None}`)."
-    )
+    return None
 
 
 class _Part(torch.autograd.Function):

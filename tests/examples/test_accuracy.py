@@ -206,9 +206,8 @@ def test_a_run_that_is_cut_short_goes_on_as_if_nothing_had_been(study, task, tmp
 
 
 def test_strong_augmentation_trains_on_shares_of_classes_and_is_part_of_the_record(study):
-    plain, strong = (study("resmlp", *more, "--seeds", "0", runs=("dense",))[-1] for more in ((), ("--strong",)))
-    assert strong["augmentation"] == "RandAugment and mixup"
-    assert "augmentation" not in plain
+    strong, plain = (study("resmlp", *more, "--seeds", "0", runs=("dense",))[-1] for more in (("--strong",), ()))
+    assert (strong["augmentation"], plain["augmentation"]) == ("RandAugment and mixup", None)
     assert strong["losses"] != plain["losses"]
     assert "RandAugment and mixup" in results.study_title(strong)
 
@@ -222,8 +221,13 @@ def test_fine_tuning_begins_with_what_another_run_has_saved(study, lora, tmp_pat
     before, *tuned = study("vit", *one, *more, runs=("dense", "0.5:8:same"))
     assert before == first
     assert first["classes"] == 1
+    weights.unlink()
+    with pytest.raises(SystemExit, match=r"not made again\. HINT"):
+        study("vit", *one, "--part", "first", "--save", str(weights), runs=("dense",))
     assert [r["classes"] for r in tuned] == [2, 2]
-    assert all(r["lora"] is lora and len(r["start"]) == 16 for r in tuned)
+    assert all(r["lora"] == (lora or None) and len(r["start"]) == 16 for r in tuned)
+    *_, scratch = study("vit", *one, "--part", "second", runs=("dense",))
+    assert (scratch["start"], scratch["losses"] != tuned[0]["losses"]) == (None, True)
     assert "fine-tuned from" in results.study_title(tuned[0])
     assert tuned[0]["losses"] != tuned[1]["losses"]
 
@@ -243,11 +247,20 @@ def test_a_model_that_is_fine_tuned_keeps_all_but_its_head(study, image_folder, 
 
 
 @pytest.mark.parametrize(
-    "more", [["--strong"], ["--packages", "--root", "."], ["--part", "first"], ["--lora"], ["--save", "a.pt"]]
+    "more",
+    [
+        ["--strong"],
+        ["--packages", "--root", "."],
+        ["--part", "first"],
+        ["--lora"],
+        ["--save", "a.pt"],
+        ["--save", "no/a.pt"],
+    ],
 )
 def test_options_of_the_other_kind_of_task_are_refused(more, capsys):
+    seeds = ["--seeds", "0"] if "no/a.pt" in more else []
     with pytest.raises(SystemExit):
-        accuracy.parse(["--task", "gpt", "--settings", "dense", *more])
+        accuracy.parse(["--task", "gpt", "--settings", "dense", *seeds, *more])
     assert more[0] in capsys.readouterr().err
 
 

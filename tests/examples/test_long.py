@@ -25,8 +25,10 @@ def started(monkeypatch):
         args = accuracy.parse(command[2:])
         [setting], [seed] = args.settings, args.seeds
         if seed != 9:
-            record = {"task": args.task, "epochs": args.epochs, "seed": seed, **long.asdict(setting)}
-            args.out.write_text(json.dumps([record]))
+            told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile", "dim", "depth")}
+            told |= {"dataset": "packages"} if args.packages else {"dataset": "images"}
+            told |= {"augmentation": "RandAugment and mixup"} if args.strong else {}
+            args.out.write_text(json.dumps([{**told, "seed": seed, **long.asdict(setting)}]))
         return Done()
 
     monkeypatch.setattr(long.subprocess, "run", run)
@@ -47,6 +49,17 @@ def test_all_runs_are_made_once_on_all_gpus(started, tmp_path, capsys):
     assert len(started) == 12
     assert all(("--root" in words) == ("gpt" not in words) for words, _ in started)
     assert all("--states" in words for words, _ in started)
+
+
+def test_other_trainings_in_the_file_do_not_count(started, tmp_path):
+    out = tmp_path / "long.json"
+    command = ["--root", str(tmp_path), "--tasks", "vit", "--settings", "dense", "--seeds", "0", "--out", str(out)]
+    assert long.main(command) == 0
+    [record] = json.loads(out.read_text())
+    for change in ({"augmentation": None}, {"dim": 64}, {"start": "weights"}, {"dataset": "text"}):
+        out.write_text(json.dumps([{**record, **change}]))
+        assert long.main(command) == 0
+    assert len(started) == 5
 
 
 def test_nothing_starts_when_the_time_is_up(started, tmp_path):

@@ -78,7 +78,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     clock, turn = Clock(monkeypatch), threading.Lock()
     clock.passed(1)
-    figures = rivals.Alone(threading.Barrier(1), turn)
+    figures = rivals.Alone(rivals.Arrivals(1), turn)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
     assert figures.warm_up_s == rivals.WARM_UP + 10  # a second a step, and until the device has ended the last one
@@ -89,7 +89,7 @@ def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
-    alone = rivals.Alone(threading.Barrier(1), threading.Lock())
+    alone = rivals.Alone(rivals.Arrivals(1), threading.Lock())
     found = rivals.measure("small", method, offload_file, "cpu", alone)
     assert found["step_ms"] > 0
     assert found["host_ms"] > 0
@@ -174,13 +174,15 @@ def test_offloading_without_the_file_is_an_error():
 
 
 def in_the_middle(number, barred, figures):
-    """A case that says who else is measuring, or fails before it does."""
+    """A case that says who else is measuring, or fails before it does; the last one is slow to warm up."""
     if number == barred:
         raise RuntimeError("no memory is left")
+    time.sleep(number)
+    warm = time.monotonic()
     figures.on_train_batch_start(None, None, None, rivals.WARM_UP)
     held = not figures.turn.acquire(block=False)
     figures.on_train_end()
-    return {"number": number, "alone": held}
+    return {"number": number, "alone": held, "warm": warm, "measured": time.monotonic()}
 
 
 @pytest.mark.usefixtures("small_rival")
@@ -191,6 +193,8 @@ def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monke
     numbers = [number for number in range(3) if number != barred]
     assert [each["number"] for each in found if "error" not in each] == numbers
     assert all(each["alone"] for each in found if "error" not in each)
+    measured = [each for each in found if "error" not in each]
+    assert min(each["measured"] for each in measured) >= max(each["warm"] for each in measured)
     assert sum("no memory is left" in each.get("error", "") for each in found) == (barred is not None)
 
 

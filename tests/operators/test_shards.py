@@ -6,6 +6,7 @@ import copy
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import prune
 
 from lightning_actprune import Keep, convert
 from lightning_actprune.compiled.scope import CompiledPacking
@@ -167,20 +169,87 @@ def layers_that_read_one_tensor_keep_it_once(mesh: DeviceMesh) -> None:
 
 
 @check
+def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMesh) -> None:
+    features, outputs, whole = [Shard(1)], [Shard(0)], [Replicate()]
+    cases = (  # how input, weight and bias lie
+        (features, whole, whole),
+        ([Partial()], whole, whole),
+        (whole, [Shard(1)], whole),
+        (outputs, outputs, outputs),
+        (whole, outputs, whole),
+        (whole, whole, outputs),
+        (features, [Shard(1)], outputs),
+    )
+    for given, *lie in cases:
+        for out in (RANKS, HIDDEN):  # with one output each, a bias that lies elsewhere would be broadcast
+            x, layer = distribute_tensor(torch.randn(RANKS, WIDTH), mesh, whole), nn.Linear(WIDTH, out)
+            for name, placements in zip(("weight", "bias"), lie, strict=True):
+                parameter = distribute_tensor(getattr(layer, name).detach(), mesh, placements)
+                layer.register_parameter(name, nn.Parameter(parameter))
+            x = DTensor.from_local(x.to_local(), mesh, given) if given == [Partial()] else x.redistribute(mesh, given)
+            ours = convert_alone(copy.deepcopy(layer))
+            found = []
+            for model in (layer, ours):
+                with warnings.catch_warnings(record=True) as caught:
+                    y = model(x)
+                told = [str(each.message) for each in caught if "runs as the dense layer" in str(each.message)]
+                assert len(told) == (model is ours)
+                y.full_tensor().square().sum().backward()
+                found.append([y.full_tensor(), model.weight.grad.full_tensor(), model.bias.grad.full_tensor()])
+            assert all(map(torch.equal, *found)), (given, lie)
+            with torch.no_grad(), warnings.catch_warnings(action="error"):
+                ours(x)
+
+
+@check
+def an_input_may_be_given_by_name(mesh: DeviceMesh) -> None:
+    dense = parallelize_module(nn.Sequential(nn.Linear(WIDTH, HIDDEN)), mesh, {"0": ColwiseParallel()})
+    ours = copy.deepcopy(dense)
+    convert(ours, sparsity=0.0)
+    x = distribute_tensor(torch.randn(3, WIDTH), mesh, [Replicate()])
+    assert torch.equal(nn.Linear.forward(ours[0], input=x).to_local(), ours[0].forward(input=x).to_local())
+    assert torch.equal(dense(x), ours(x))
+
+
+@check
+def a_process_may_have_no_outputs(mesh: DeviceMesh) -> None:
+    for keep in (Keep(sparsity=0.5, block_size=8), Keep(bits=8), Keep(sparsity=0.0)):
+        torch.manual_seed(0)
+        dense = parallelize_module(
+            nn.Sequential(nn.Linear(WIDTH, 1)), mesh, {"0": ColwiseParallel(use_local_output=False)}
+        )
+        ours, found = copy.deepcopy(dense), []
+        convert(ours, rules={"0": keep})
+        x = torch.randn(3, 2, WIDTH)
+        for model in (dense, ours):
+            y = model(x).full_tensor()
+            y.sum().backward()
+            found.append((y, model[0].bias.grad.full_tensor(), model[0].weight.grad.full_tensor().shape))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        assert found[0][2] == found[1][2]
+
+
+@check
+def weights_that_a_hook_makes_stay_dense(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN // RANKS, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    prune.identity(model[0], "weight")
+    report = convert(model, rules={"type:linear": Keep(bits=8)})
+    assert [layer.fqn for layer in report.converted] == ["1"]
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+@check
 def what_is_refused(mesh: DeviceMesh) -> None:
     layer = convert_alone(nn.Linear(WIDTH, HIDDEN))
-    halves = DTensor.from_local(torch.randn(3, WIDTH // 2), mesh, [Shard(1)])
-    parts = DTensor.from_local(torch.randn(3, WIDTH), mesh, [Partial()])
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
     layer.bias = None
-    for x in (halves, parts):
-        with pytest.raises(TypeError, match=r"no process can compute its part alone\. HINT"):
-            layer(x)
     with pytest.raises(TypeError, match="its weight is one"):
         layer(torch.randn(3, WIDTH))
     act = convert_alone(nn.GELU())
     with pytest.raises(TypeError, match="cannot take DTensors"):
-        act(halves.requires_grad_())
+        act(distribute_tensor(torch.randn(3, WIDTH), mesh, [Shard(1)]).requires_grad_())
 
 
 def convert_alone(layer: nn.Module) -> nn.Module:

@@ -50,7 +50,7 @@ class Images:
         """What identifies the data set in a record, wherever its folder lies and whatever it is called."""
         counts = {"train_images": len(self.labels), "test_images": len(self.test_labels)}
         facts = {"dataset": "images", **counts, "image_size": self.size, "classes": self.classes, "sha256": self.sha256}
-        return {**facts, "augmentation": "RandAugment and mixup"} if self.strong else facts
+        return {**facts, "augmentation": "RandAugment and mixup" if self.strong else None}
 
     @property
     def shape(self) -> dict[str, int]:

@@ -144,7 +144,7 @@ def study_title(record: dict[str, Any]) -> str:
     training = f"{record['epochs']} epochs of {record['batches']} batches of {record['batch']}, {record['precision']}"
     more = [record["augmentation"]] if record.get("augmentation") else []
     if record.get("start"):
-        more += [f"fine-tuned from {record['start']}" + (" by updates of low rank" if record["lora"] else "")]
+        more += [f"fine-tuned from {record['start']}" + (" by updates of low rank" if record.get("lora") else "")]
     return ", ".join([subject(record), training, *more, *(["compiled"] if record.get("compile") else [])])
 
 

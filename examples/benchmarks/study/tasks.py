@@ -79,10 +79,10 @@ class Study:
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the study in the records."""
+        start = None if self.start is None else hashlib.sha256(self.start.read_bytes()).hexdigest()[:16]
+        begins = {"start": start, "lora": self.lora or None}
         known = {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
-        if self.start is not None:
-            known |= {"start": hashlib.sha256(self.start.read_bytes()).hexdigest()[:16], "lora": self.lora}
-        return known
+        return {**known, **begins}
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings: bool = True) -> argparse.Namespace:
@@ -151,5 +151,5 @@ def load_records(path: Path) -> list[dict[str, Any]]:
 
 
 def is_recorded(key: dict[str, Any], records: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a record says all that `key` says; a field that is not there says nothing, as `None` does."""
+    """Return whether a record says all that `key` says; a field that is not there is `None`."""
     return any(all(record.get(name) == value for name, value in key.items()) for record in records)

@@ -138,13 +138,13 @@ class TrainStep:
         """Return a graph of one step; weights, buffers and optimizer state are then as they were before."""
         tensors = *self.model.parameters(), *self.model.buffers()
         initial = [tensor.detach().clone() for tensor in tensors]
-        torch.cuda.reset_peak_memory_stats()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_STEPS):
                 self._step()
         torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
@@ -235,6 +235,7 @@ def train(
         step.restore(state["step"])
         generator.set_state(state["generator"])
         losses, before = state["losses"], state["seconds"]
+    del state  # or weights and moments stay twice
     start, last = time.perf_counter() - before, epochs or recipe.epochs
     for epoch in range(len(losses), last):
         for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
