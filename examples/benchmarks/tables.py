@@ -239,7 +239,7 @@ step times are changes too. Eager steps through a Trainer, bf16-mixed, fused Ada
 Accuracy is that of *smaller* models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of
 Python, where a higher loss is worse): mean ± standard deviation of the difference to dense runs of the same seeds
 ({trained}).
-The models of the table were not trained. [More models and methods](docs/benchmarks.md#through-a-trainer)."""
+The models were not trained; the Llama's steps are of an older run. [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
