@@ -452,8 +452,10 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
     """Return why what the layer reads cannot, or should not, be kept compressed."""
     weights = weights_of(candidate.layer)
     split = [weight for weight in weights if isinstance(weight, DTensor)]
-    if split and not (candidate.sharded and all(map(_whole_in_forward, split))):
-        return "its weight is a tensor-parallel DTensor; choosing blocks on one shard is a different method"
+    if split and not (_takes_shards(candidate.layer) or (candidate.sharded and all(map(_whole_in_forward, split)))):
+        return (
+            "its weight is a tensor-parallel DTensor, of whose shards only those of linear layers and norms are taken"
+        )
     if candidate.operator not in ("linear", "convolution"):
         return None
     if candidate.flattened:
@@ -470,6 +472,12 @@ def _weight_refusal(candidate: Candidate, config: Config) -> str | None:
             "there (H200, eager); a rule that matches it compresses it all the same"
         )
     return None
+
+
+def _takes_shards(layer: nn.Module) -> bool:
+    """Return whether the layer, once it is converted, runs on shards; what a hook makes of parameters is none."""
+    made, own = compressed_class(type(layer)), set(map(id, layer.parameters(recurse=False)))
+    return made is not None and made.takes_shards and all(id(weight) in own for weight in weights_of(layer))
 
 
 def _whole_in_forward(weight: DTensor) -> bool:

@@ -17,10 +17,11 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from lightning_actprune import ActivationPrunedLinear, convert, revert
 from lightning_actprune.config import Keep
+from lightning_actprune.operators.scale import Affine
 from tests.support.conversion_models import gradients, mlp
 
 # In one process of a group.
@@ -66,21 +67,22 @@ def test_fully_sharded_leaf_is_skipped_by_its_type(mesh):
     assert [(layer.fqn, layer.kind) for layer in report.skipped] == [("fc1", "FSDPLinear")]
 
 
-def test_tensor_parallel_layer_is_skipped(mesh):
-    model = parallelize_module(mlp(), mesh, {"fc1": ColwiseParallel()})
-    report = convert(model, sparsity=0.6)
-    assert [layer.fqn for layer in report.converted] == ["fc2"]
-    assert [layer.fqn for layer in report.skipped] == ["fc1"]
-    assert "tensor-parallel DTensor" in report.skipped[0].reason
-    assert type(model.fc1) is nn.Linear
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.affine = nn.Linear(65, 64), Affine(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.affine(self.fc1(x))
 
 
-def test_tensor_parallel_layer_in_a_fully_sharded_model_is_skipped(mesh):
-    grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(mlp(), grid["tensor"], {"fc1": ColwiseParallel()})
-    report = convert(fully_shard(model, mesh=grid["data"]), sparsity=0.6)
-    assert [layer.fqn for layer in report.converted] == ["fc2"]
+def test_tensor_parallel_layers_but_linear_ones_and_norms_are_skipped(mesh):
+    model = parallelize_module(Scaled(), mesh, {"fc1": ColwiseParallel(), "affine": SequenceParallel()})
+    report = convert(model, rules={"*": Keep(bits=4)})
+    assert [layer.fqn for layer in report.converted] == ["fc1"]
+    assert [layer.fqn for layer in report.skipped] == ["affine"]
     assert "tensor-parallel DTensor" in report.skipped[0].reason
+    assert type(model.affine) is Affine
 
 
 def test_revert_keeps_a_layer_sharded_after_conversion(mesh):

@@ -3,9 +3,10 @@
 Query, key and value projections, or gate and up, read one tensor. A dense model keeps it once, so packing it once per
 layer could cost more than it saves. The layers here find each other through the tensor *object*: nothing is looked up
 by address, which the allocator gives to other tensors, and under autocast the object is the one before the cast (each
-layer casts for itself, to equal copies). Shared is what was packed
+layer casts for itself, to equal copies). Of a view it is the tensor that this is a view of: each tensor-parallel layer
+makes a view of its own of what it is given. Shared is what was packed
 
-- from the same object, unmodified since (its version counter is part of the key),
+- from the same object, unmodified since (its version counter is part of the key), or from the same view of it,
 - with the same settings, under the same autocast,
 - on the same CUDA stream, and if a CUDA graph is being recorded, in that recording: otherwise a later consumer could
   read what is not written yet, or a graph replay what is no longer there.
@@ -60,7 +61,11 @@ def key_of(x: Tensor, *settings: Any) -> tuple[Any, ...] | None:
 
     ``settings``: what it is packed with, the type of autocast and the backend that is asked for included.
     """
-    return None if x.is_inference() else (x._version, place_of(x), *settings)
+    if x.is_inference():
+        return None
+    base = x._base
+    view = None if base is None or _place_in_memory(x) == _place_in_memory(base) else _place_in_memory(x)
+    return x._version, place_of(x), view, *settings
 
 
 def place_of(x: Tensor) -> tuple[int, bool]:
@@ -82,8 +87,9 @@ def live(reference: weakref.ref[Tensor]) -> Tensor | None:
 
 def find(x: Tensor, key: tuple[Any, ...]) -> Shared | None:
     """Return what was packed from ``x`` under ``key`` if all of it is still there."""
-    known = _inputs.get(id(x))
-    entry = known[1].get(key) if known is not None and known[0]() is x else None
+    base = _base(x)
+    known = _inputs.get(id(base))
+    entry = known[1].get(key) if known is not None and known[0]() is base else None
     if entry is None:
         return None
     values, bitmap, offsets = [live(reference) for reference in entry.packed]
@@ -97,12 +103,23 @@ def remember(x: Tensor, key: tuple[Any, ...], shared: Shared) -> None:
     values, bitmap, offsets = shared.packed
     references = weakref.ref(values), weakref.ref(bitmap), weakref.ref(offsets)
     entry = _Entry(references, shared.shape, shared.transposed, shared.block)
-    number = id(x)
+    base = _base(x)
+    number = id(base)
     known = _inputs.get(number)
-    if known is not None and known[0]() is x:
+    if known is not None and known[0]() is base:
         # An input that lives on, such as a batch used again: entries of earlier versions and graphs go.
         for old in [k for k, e in known[1].items() if k[0] != key[0] or e.packed[0]() is None]:
             del known[1][old]
         known[1][key] = entry
         return
-    _inputs[number] = weakref.ref(x, lambda _: _inputs.pop(number, None)), {key: entry}
+    _inputs[number] = weakref.ref(base, lambda _: _inputs.pop(number, None)), {key: entry}
+
+
+def _place_in_memory(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset()
+
+
+def _base(x: Tensor) -> Tensor:
+    """Return what ``x`` is a view of, or ``x``."""
+    base: Tensor | None = x._base
+    return x if base is None else base

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_actprune.codec.packed import LIBRARY, TAGS
 
@@ -157,3 +159,10 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 
 
 torch.library.register_autograd("actprune::mark", _gradient, lib=LIBRARY)
+
+
+@register_sharding(torch.ops.actprune.mark.default)
+def _mark_sharding(x: Any, keep: str, parts: int = 0) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """Return how a DTensor may lie that is marked: as it does."""
+    lie = [Replicate(), Partial(), *map(Shard, range(x.ndim))]
+    return [([placement], [placement, None, None]) for placement in lie]

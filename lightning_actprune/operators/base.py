@@ -21,6 +21,7 @@ from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
 from lightning_actprune.compiled.marks import marked
 from lightning_actprune.config import Keep, Operator
+from lightning_actprune.operators.shards import forward_of, is_split
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
 Marks = tuple[str, str, int]
@@ -121,6 +122,8 @@ class CompressedLayer(Converted):
     """Name of a child that the compressed layer computes itself, and does not call."""
     stores: ClassVar[bool] = True
     """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    takes_shards: ClassVar[bool] = False
+    """Whether it runs on shards of DTensors (``operators.shards``)."""
     always_own: ClassVar[bool] = False
     """Whether a compiler sees its own operators, whatever it is told; what only routes has no state."""
     reads: ClassVar[tuple[str, ...]] = ()
@@ -142,6 +145,7 @@ class CompressedLayer(Converted):
             return
         # Bound here: of what is looked up in a layer or its class, a compiler checks in every step that it is the same.
         own, dense, traced = cls.always_own, getattr(cls, "dense_class", None), cls._dense_forward
+        splits = cls.takes_shards
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(self, cls):
@@ -150,6 +154,10 @@ class CompressedLayer(Converted):
                 state = self._state
                 if state.marks is not None and not is_exporting():
                     return traced(self, dense, state, args, kwargs)  # type: ignore[arg-type]
+            if splits and len(args) + len(kwargs) == 1:
+                x = args[0] if args else next(iter(kwargs.values()))
+                if isinstance(x, DTensor) and is_split(self):
+                    return forward_of(self, compressed, dense.forward, x)  # type: ignore[union-attr]
             return compressed(self, *args, **kwargs)
 
         # Of its own for each class, since a compiler allows so many compilations of a code object and no more.
@@ -279,8 +287,8 @@ def refuse_dtensors(x: Tensor) -> None:
     """Raise for a layer whose input ``x`` or weight is a DTensor: blocks of one shard are not those of the tensor."""
     if isinstance(x, DTensor):
         raise TypeError(
-            "A compressed layer cannot take DTensors: its blocks would be those of one shard, which is a different "
-            "method. HINT: keep tensor-parallel layers dense (`rules={name: None}`)."
+            "This compressed layer cannot take DTensors. HINT: keep it dense (`rules={name: None}`), or give it "
+            "`x.to_local()`."
         )
     raise TypeError(
         "A compressed layer cannot take DTensors, and its weight is one. HINT: if `fully_shard` has split it, call the "

@@ -30,6 +30,7 @@ becomes ``.grad``.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -413,7 +414,7 @@ def _flat(grad_y: Tensor) -> Tensor:
         return grad_y
     if grad_y.dim() == 3 and grad_y.stride(1) == 1 and grad_y.stride(2) != 1:
         return grad_y.permute(2, 0, 1).reshape(grad_y.shape[2], -1).t()
-    return grad_y.reshape(-1, grad_y.shape[-1])
+    return grad_y.reshape(math.prod(grad_y.shape[:-1]), grad_y.shape[-1])  # of a shard without outputs, too
 
 
 def _sums_launch(
@@ -504,6 +505,7 @@ class ActivationPrunedLinear(CompressedLinear, nn.Linear):
     """
 
     dense_class = nn.Linear
+    takes_shards = True
 
     def __init__(
         self,

@@ -517,6 +517,7 @@ class CompressedLayerNorm(CompressedNorm, nn.LayerNorm):
     """``nn.LayerNorm`` that keeps its normalised input quantized; see ``CompressedNorm``."""
 
     dense_class = nn.LayerNorm
+    takes_shards = True
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
@@ -530,6 +531,7 @@ class CompressedRMSNorm(CompressedNorm, nn.RMSNorm):
     """``nn.RMSNorm`` that keeps its normalised input quantized; see ``CompressedNorm``."""
 
     dense_class = nn.RMSNorm
+    takes_shards = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised input: ``[..., *normalized_shape]``."""
@@ -552,6 +554,8 @@ class CompressedTimmLayerNorm(CompressedLayerNorm):
 class CompressedTimmLayerNorm2d(CompressedTimmLayerNorm):
     """Mixin of timm's ``LayerNorm2d``, which normalises over the channels of images."""
 
+    takes_shards = False
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised input: ``[N, C, H, W]``."""
         channels_last = x.permute(0, 2, 3, 1)
@@ -567,6 +571,7 @@ class CompressedLlamaRMSNorm(CompressedNorm):
     under autocast too.
     """
 
+    takes_shards = True
     reads = "weight", "variance_epsilon"
     weight: nn.Parameter
     variance_epsilon: float

@@ -58,7 +58,7 @@ def test_three_layers_keep_one_packed_input_and_get_the_gradients_of_their_own(d
     modules = [made(x) for _ in range(3)]
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         shared = [module(x) for module in modules]
-        alone = [module(x.view_as(x)) for module in modules]
+        alone = [module(x.clone()) for module in modules]
     assert distinct(*shared) == 1
     assert distinct(*alone) == 3
     for module, y, other in zip(modules, shared, alone, strict=True):
@@ -81,10 +81,15 @@ def test_other_settings_share_nothing():
     assert distinct(y, layer(x)[1]) == 2
 
 
-def test_views_copies_and_tensors_at_the_same_address_share_nothing():
-    x = torch.randn(2, 6, 16)
-    outputs = [layer(one)[1] for one in (x, x.view_as(x), x.clone(), x.detach())]
-    assert distinct(*outputs) == 4
+def test_views_of_all_of_a_tensor_are_that_tensor():
+    x = torch.randn(2, 6, 16, requires_grad=True) * 1.0
+    assert distinct(*(layer(one)[1] for one in (x, x.view_as(x), x.view(12, 16).view(x.shape)))) == 1
+
+
+def test_copies_and_other_views_share_nothing():
+    x = torch.randn(4, 4, 16)
+    others = x[:2], x[2:], x.transpose(0, 1), x.view(2, 8, 16), x.view(-1, 16), x.clone(), x.detach()
+    assert distinct(*(layer(one)[1] for one in (x, *others))) == len(others) + 1
 
 
 def gradient(x: Tensor) -> Tensor:

@@ -157,6 +157,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
 @pytest.mark.cases(lambda case: not case.inside and not case.seeded)  # a bit of dropout belongs to one value
 def test_dtensors_are_refused(case: Case, mesh: DeviceMesh):
     _, model = case.pair()
+    if not list(model.parameters()) and getattr(model.layer, "takes_shards", False):
+        pytest.skip("a norm without a weight runs on shards")
     x = DTensor.from_local(case.input().detach(), mesh, [Replicate()]).requires_grad_()
     with pytest.raises(TypeError, match=r"cannot take DTensors.*HINT"):
         run(model, x)

@@ -1,0 +1,336 @@
+"""Tensor-parallel layers in two processes: dense where nothing is left out, and otherwise what each shard would do."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.utils import prune
+
+from lightning_actprune import Keep, convert
+from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.convert import mark_layers
+from tests.support.saving import saved_tensors
+
+RANKS, WIDTH, HIDDEN, TOKENS = 2, 80, 66, 6
+EIGHT_BITS = {f"type:{operator}": Keep(bits=8) for operator in ("linear", "norm", "activation")}
+BY_TOKENS = Shard(1)
+Found = dict[str, Any]
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+"""What both processes do, by the name of the test."""
+
+
+def check(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Block(nn.Module):
+    """Attention's projections and an MLP, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.q, self.k = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.out, self.down = nn.Linear(HIDDEN, WIDTH), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up, self.act = nn.Linear(WIDTH, HIDDEN), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.out(self.q(y) * self.k(y))
+        return x + self.down(self.act(self.up(self.norm2(x))))
+
+
+def plan(sequence: bool) -> dict[str, Any]:
+    """Return how a block is split: its linear layers, and with ``sequence`` its norms' tokens too."""
+    given = BY_TOKENS if sequence else Replicate()
+    columns = {name: ColwiseParallel(input_layouts=given) for name in ("q", "k", "up")}
+    rows = {name: RowwiseParallel(output_layouts=given) for name in ("out", "down")}
+    norms = {name: SequenceParallel(use_local_output=True) for name in ("norm1", "norm2")}
+    return columns | rows | (norms if sequence else {})
+
+
+def block(mesh: DeviceMesh, sequence: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize_module(Block(), mesh, plan(sequence))
+
+
+def given(sequence: bool) -> tuple[Tensor, Tensor]:
+    """Return this process' input, and what its output is multiplied by."""
+    torch.manual_seed(1)
+    x, grad = torch.randn(2, 3, TOKENS, WIDTH)
+    rank = dist.get_rank()
+    return (x.chunk(RANKS, 1)[rank], grad.chunk(RANKS, 1)[rank]) if sequence else (x, grad)
+
+
+def step(model: nn.Module, x: Tensor, grad: Tensor) -> Found:
+    """Return output and gradients, those of DTensors as they lie and whole."""
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.backward(grad)
+    found: Found = {"output": y.detach(), "input": x.grad}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor) == isinstance(parameter, DTensor), name
+        found[name] = whole(parameter.grad)
+        if isinstance(parameter.grad, DTensor):
+            found[f"{name} lies"] = parameter.grad.placements
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@check
+def dense_where_nothing_is_left_out(mesh: DeviceMesh) -> None:
+    for sequence in (False, True):
+        dense, ours = block(mesh, sequence), block(mesh, sequence)
+        report = convert(ours, sparsity=0.0)
+        assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
+        expected, found = (step(model, *given(sequence)) for model in (dense, ours))
+        assert expected.keys() == found.keys()
+        for name, right in expected.items():
+            assert torch.equal(found[name], right) if isinstance(right, Tensor) else found[name] == right, name
+
+
+@check
+def blocks_of_each_shard(mesh: DeviceMesh) -> None:
+    """A row-wise layer drops blocks of its own features, a column-wise one those of the whole input."""
+    x, grad = given(False)
+    layer = nn.Linear(WIDTH, 8)
+    expected = copy.deepcopy(layer)
+    for style, features in ((ColwiseParallel(), WIDTH), (RowwiseParallel(input_layouts=Replicate()), WIDTH // RANKS)):
+        ours = parallelize_module(nn.Sequential(copy.deepcopy(layer)), mesh, {"0": style})
+        convert(ours, sparsity=0.5, block_size=8)
+        kept = [nn.Linear(features, 8, bias=False) for _ in range(WIDTH // features)]
+        parts = zip(kept, x.split(features, -1), expected.weight.split(features, 1), strict=True)
+        grad_y = grad[..., :8]
+        by_hand = []
+        for part, shard, weight in parts:
+            part.weight.data.copy_(weight)
+            convert(holder := nn.Sequential(part), rules={"0": Keep(sparsity=0.5, block_size=8)})
+            holder(shard).backward(grad_y)
+            by_hand.append(part.weight.grad)
+        y = ours(x)
+        y.backward(grad_y if y.shape == grad_y.shape else grad_y.chunk(RANKS, -1)[dist.get_rank()])
+        found = whole(ours[0].weight.grad)
+        torch.testing.assert_close(found, torch.cat(by_hand, 1))
+        assert not torch.allclose(found, grad_y.flatten(0, 1).T @ x.flatten(0, 1), rtol=0.1)
+
+
+@check
+def few_bits(mesh: DeviceMesh) -> None:
+    for sequence in (False, True):
+        dense, ours = block(mesh, sequence), block(mesh, sequence)
+        report = convert(ours, rules=EIGHT_BITS)
+        assert {layer.fqn for layer in report.converted} >= {"norm1", "norm2", "q", "out"}
+        expected, found = (step(model, *given(sequence)) for model in (dense, ours))
+        for name, right in expected.items():
+            if isinstance(right, Tensor):
+                assert torch.cosine_similarity(found[name].flatten(), right.flatten(), 0) > 0.999, name
+            else:
+                assert found[name] == right, name
+        assert not torch.equal(found["q.weight"], expected["q.weight"])
+
+
+@check
+def layers_that_read_one_tensor_keep_it_once(mesh: DeviceMesh) -> None:
+    model, (x, _) = block(mesh, False), given(False)
+    convert(model, sparsity=0.5, block_size=8)
+    own = {part.to_local().untyped_storage().data_ptr() for part in (model.q.weight, model.k.weight)}
+    y, kept = x * 1.0, []
+    for read in ([model.q], [model.q, model.k]):
+        with saved_tensors() as saved:
+            outputs = [layer(y) for layer in read]
+        kept.append({t.untyped_storage().data_ptr() for t in saved if type(t) is Tensor} - own)
+        assert len(outputs) == len(read)
+    assert len(kept[0]) == len(kept[1]) == 3  # values, which blocks they are, and where rows begin
+
+
+@check
+def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMesh) -> None:
+    features, outputs, whole = [Shard(1)], [Shard(0)], [Replicate()]
+    cases = (  # how input, weight and bias lie
+        (features, whole, whole),
+        ([Partial()], whole, whole),
+        (whole, [Shard(1)], whole),
+        (outputs, outputs, outputs),
+        (whole, outputs, whole),
+        (whole, whole, outputs),
+        (features, [Shard(1)], outputs),
+    )
+    for given, *lie in cases:
+        for out in (RANKS, HIDDEN):  # with one output each, a bias that lies elsewhere would be broadcast
+            x, layer = distribute_tensor(torch.randn(RANKS, WIDTH), mesh, whole), nn.Linear(WIDTH, out)
+            for name, placements in zip(("weight", "bias"), lie, strict=True):
+                parameter = distribute_tensor(getattr(layer, name).detach(), mesh, placements)
+                layer.register_parameter(name, nn.Parameter(parameter))
+            x = DTensor.from_local(x.to_local(), mesh, given) if given == [Partial()] else x.redistribute(mesh, given)
+            ours = convert_alone(copy.deepcopy(layer))
+            found = []
+            for model in (layer, ours):
+                with warnings.catch_warnings(record=True) as caught:
+                    y = model(x)
+                told = [str(each.message) for each in caught if "runs as the dense layer" in str(each.message)]
+                assert len(told) == (model is ours)
+                y.full_tensor().square().sum().backward()
+                found.append([y.full_tensor(), model.weight.grad.full_tensor(), model.bias.grad.full_tensor()])
+            assert all(map(torch.equal, *found)), (given, lie)
+            with torch.no_grad(), warnings.catch_warnings(action="error"):
+                ours(x)
+
+
+@check
+def an_input_may_be_given_by_name(mesh: DeviceMesh) -> None:
+    dense = parallelize_module(nn.Sequential(nn.Linear(WIDTH, HIDDEN)), mesh, {"0": ColwiseParallel()})
+    ours = copy.deepcopy(dense)
+    convert(ours, sparsity=0.0)
+    x = distribute_tensor(torch.randn(3, WIDTH), mesh, [Replicate()])
+    assert torch.equal(nn.Linear.forward(ours[0], input=x).to_local(), ours[0].forward(input=x).to_local())
+    assert torch.equal(dense(x), ours(x))
+
+
+@check
+def a_process_may_have_no_outputs(mesh: DeviceMesh) -> None:
+    for keep in (Keep(sparsity=0.5, block_size=8), Keep(bits=8), Keep(sparsity=0.0)):
+        torch.manual_seed(0)
+        dense = parallelize_module(
+            nn.Sequential(nn.Linear(WIDTH, 1)), mesh, {"0": ColwiseParallel(use_local_output=False)}
+        )
+        ours, found = copy.deepcopy(dense), []
+        convert(ours, rules={"0": keep})
+        x = torch.randn(3, 2, WIDTH)
+        for model in (dense, ours):
+            y = model(x).full_tensor()
+            y.sum().backward()
+            found.append((y, model[0].bias.grad.full_tensor(), model[0].weight.grad.full_tensor().shape))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        assert found[0][2] == found[1][2]
+
+
+@check
+def weights_that_a_hook_makes_stay_dense(mesh: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN // RANKS, 4))
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    prune.identity(model[0], "weight")
+    report = convert(model, rules={"type:linear": Keep(bits=8)})
+    assert [layer.fqn for layer in report.converted] == ["1"]
+    model(torch.randn(3, WIDTH)).sum().backward()
+
+
+@check
+def what_is_refused(mesh: DeviceMesh) -> None:
+    layer = convert_alone(nn.Linear(WIDTH, HIDDEN))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+    layer.bias = None
+    with pytest.raises(TypeError, match="its weight is one"):
+        layer(torch.randn(3, WIDTH))
+    act = convert_alone(nn.GELU())
+    with pytest.raises(TypeError, match="cannot take DTensors"):
+        act(distribute_tensor(torch.randn(3, WIDTH), mesh, [Shard(1)]).requires_grad_())
+
+
+def convert_alone(layer: nn.Module) -> nn.Module:
+    convert(nn.Sequential(layer), rules={"0": Keep(bits=4)})
+    return layer
+
+
+@check
+def of_two_dimensions(mesh: DeviceMesh) -> None:
+    """``fully_shard`` along one dimension of a mesh of two, tensor-parallel along the other."""
+    grid = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
+    models = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = parallelize_module(Block(), grid["tensor"], plan(True))
+        fully_shard(model, mesh=grid["data"])
+        if ours:
+            report = convert(model, sparsity=0.0)
+            assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
+        models.append(step(model, *given(True)))
+    for name, right in models[0].items():
+        assert torch.equal(models[1][name], right) if isinstance(right, Tensor) else models[1][name] == right, name
+
+
+@check
+def compiled(mesh: DeviceMesh) -> None:
+    """A compiler packs what the shards keep, and its marks lie as what they mark does."""
+    x = torch.randn(256, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
+    dense, ours = block(mesh, False), block(mesh, False)
+    convert(ours, rules=EIGHT_BITS)
+    with CompiledPacking() as packing:
+        mark_layers(ours, ours.q.owner, weight_gradients=True)
+        found = step(torch.compile(ours, backend="aot_eager"), x, torch.ones_like(x))
+    expected = step(torch.compile(dense, backend="aot_eager"), x, torch.ones_like(x))
+    assert torch.equal(found["output"], expected["output"])
+    assert sum(row.stored_bytes < row.dense_bytes for row in packing.rows) >= 3
+    for name, right in expected.items():
+        if isinstance(right, Tensor):
+            assert torch.cosine_similarity(found[name].flatten(), right.flatten(), 0) > 0.999, name
+
+
+class Noted:
+    """Notes what goes wrong in its context, pytest's own exceptions too."""
+
+    def __init__(self, name: str, errors: dict[str, str]) -> None:
+        self.name, self.errors = name, errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is not None:
+            self.errors[self.name] = "".join(traceback.format_exception(error))
+        return True
+
+
+def run(rank: int, port: int, folder: Path) -> None:
+    """Run all checks in one process, and leave what went wrong in each."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh, errors = init_device_mesh("cpu", (RANKS,)), {}
+    for name, one in CHECKS.items():
+        with Noted(name, errors):
+            one(mesh)
+    torch.save(errors, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What went wrong in each process; one pair of them does all checks, since starting it takes longer."""
+    folder = tmp_path_factory.mktemp("shards")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(run, (port, folder), RANKS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_two_processes(name: str, errors: list[dict[str, str]]):
+    for rank, of_rank in enumerate(errors):
+        assert name not in of_rank, f"in process {rank}: {of_rank[name]}"
