@@ -212,6 +212,23 @@ def test_strong_augmentation_trains_on_shares_of_classes_and_is_part_of_the_reco
     assert "RandAugment and mixup" in results.study_title(strong)
 
 
+@pytest.mark.parametrize("strong", [False, True])
+def test_turned_images_are_as_many_in_eight_times_the_classes(study, image_folder, strong):
+    [record] = study("resmlp", "--turned", "--seeds", "0", *["--strong"] * strong, runs=("dense",))
+    plain, turned = (Images(image_folder, torch.device("cpu"), 0, strong, turned=turned) for turned in (False, True))
+    assert (record["turned"], record["classes"]) == (True, turned.classes)
+    assert torch.equal(turned.labels // 8, plain.labels)
+    assert turned.labels.unique().numel() > plain.classes
+    choices = torch.tensor([[0, 5, 7], [0] * 3, [0] * 3, [0] * 3] + [[0] * 3] * 4 * strong + [[1000] * 3] * strong)
+    images = [data.batch(choices)[0] for data in (plain, turned)]
+    for each, right, found in zip(choices[0], *images, strict=True):
+        way = turned.labels[each] % 8
+        assert way == each % 8
+        right = right.rot90(int(way) % 4, (1, 2)) * plain.std + plain.mean
+        right = 255 - right if way >= 4 else right
+        torch.testing.assert_close(found * turned.std + turned.mean, right)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_fine_tuning_begins_with_what_another_run_has_saved(study, lora, tmp_path):
     weights = tmp_path / "weights.pt"
@@ -252,6 +269,7 @@ def test_a_model_that_is_fine_tuned_keeps_all_but_its_head(study, image_folder, 
         ["--strong"],
         ["--packages", "--root", "."],
         ["--part", "first"],
+        ["--turned"],
         ["--lora"],
         ["--save", "a.pt"],
         ["--save", "no/a.pt"],

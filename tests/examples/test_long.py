@@ -24,10 +24,15 @@ def started(monkeypatch):
             found.append((command[2:], env["CUDA_VISIBLE_DEVICES"]))
         args = accuracy.parse(command[2:])
         [setting], [seed] = args.settings, args.seeds
-        if seed != 9:
-            told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile", "dim", "depth")}
+        if args.save:
+            args.save.write_bytes(b"weights")
+        elif seed != 9:
+            told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile")}
+            told |= tasks.options_of(args) | {"batch": args.batch_size or tasks.TASKS[args.task].batch}
             told |= {"dataset": "packages"} if args.packages else {"dataset": "images"}
             told |= {"augmentation": "RandAugment and mixup"} if args.strong else {}
+            told |= {"start": tasks.digest(args.start)} if args.start else {}
+            told |= {name: True for name in ("lora", "turned") if getattr(args, name)}
             args.out.write_text(json.dumps([{**told, "seed": seed, **long.asdict(setting)}]))
         return Done()
 
@@ -56,10 +61,49 @@ def test_other_trainings_in_the_file_do_not_count(started, tmp_path):
     command = ["--root", str(tmp_path), "--tasks", "vit", "--settings", "dense", "--seeds", "0", "--out", str(out)]
     assert long.main(command) == 0
     [record] = json.loads(out.read_text())
-    for change in ({"augmentation": None}, {"dim": 64}, {"start": "weights"}, {"dataset": "text"}):
-        out.write_text(json.dumps([{**record, **change}]))
+    changes = {"augmentation": None, "dim": 64, "start": "weights", "dataset": "text", "turned": True, "batch": 8}
+    for name, value in changes.items():
+        out.write_text(json.dumps([{**record, name: value}]))
         assert long.main(command) == 0
+    assert len(started) == 1 + len(changes)
+
+
+def test_fine_tuning_begins_with_weights_that_are_made_once(started, tmp_path):
+    out, first = tmp_path / "long.json", tmp_path / "states" / "first.pt"
+    command = ["--root", str(tmp_path), "--tasks", "tuned", "lora", "--settings", "dense", "--first", str(first)]
+    assert long.main([*command, "--seeds", "0", "1", "--out", str(out)]) == 0
     assert len(started) == 5
+    assert "first" in started[0][0]
+    assert {(r["start"], r.get("lora")) for r in json.loads(out.read_text())} == {
+        (tasks.digest(first), None),
+        (tasks.digest(first), True),
+    }
+    assert long.main([*command, "--seeds", "0", "1", "--out", str(out)]) == 0
+    assert len(started) == 5
+    first.write_bytes(b"other weights")
+    assert long.main([*command, "--seeds", "0", "--out", str(out)]) == 0
+    assert len(started) == 7
+
+
+def test_sizes_of_a_file_are_trained_with_the_setting_that_has_room_for_them(started, tmp_path):
+    sizes = [
+        {"axis": None, "setting": "dense", "words": "--task gpt --packages --epochs 4"},
+        {"axis": "dim", "setting": "preset:max", "words": "--task gpt --packages --dim 512 --epochs 3"},
+        {"axis": "batch-size", "setting": "preset:max", "words": "--task gpt --packages --batch-size 96 --epochs 3"},
+    ]
+    (tmp_path / "larger.json").write_text(json.dumps(sizes))
+    out = tmp_path / "long.json"
+    command = ["--tasks", "--larger", str(tmp_path / "larger.json"), "--seeds", "0", "1", "--out", str(out)]
+    assert long.main(command) == 0
+    found = [(r["dim"], r["batch"], r["epochs"], r["method"], r["seed"]) for r in json.loads(out.read_text())]
+    assert sorted(found, key=lambda run: run[2:]) == [
+        (512, 64, 3, "preset:max", 0),
+        (512, 64, 3, "preset:max", 1),
+        (None, 64, 4, "dense", 0),
+        (None, 64, 4, "dense", 1),
+    ]
+    assert long.main([*command, "--axes", "batch-size"]) == 0
+    assert len(started) == 6
 
 
 def test_nothing_starts_when_the_time_is_up(started, tmp_path):
@@ -80,11 +124,15 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
     assert "nothing" in capfd.readouterr().err
 
 
-def test_every_task_is_one_of_the_study():
-    for task, words in long.TASKS.items():
-        assert words.split()[1] == task
-        assert task in tasks.TASKS
-    assert [long.Run("gpt", s, 0).key["method"] for s in long.SETTINGS][:2] == ["dense", "preset:balanced"]
+def test_every_task_is_one_that_the_study_takes(tmp_path):
+    (tmp_path / "first.pt").write_bytes(b"weights")
+    command = ["--root", str(tmp_path), "--first", str(tmp_path / "first.pt"), "--tasks", *long.TASKS]
+    runs = list(long.runs_of(long.parsed(command)))
+    assert {run.name for run in runs} == set(long.TASKS)
+    for run in runs:
+        accuracy.parse(run.command(tmp_path / "out.json", 5.0, long.parsed(command))[2:])
+    keys = [json.dumps(run.key, sort_keys=True) for run in runs]
+    assert len(set(keys)) == len(keys)
     gpt = long.TASKS["gpt"].split()
     context, batch, epochs = (int(gpt[gpt.index(name) + 1]) for name in ("--context", "--batch-size", "--epochs"))
     assert context * batch * epochs * 75 >= 200e6

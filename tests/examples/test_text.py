@@ -48,10 +48,12 @@ def test_packages_give_each_text_once_and_no_data(tmp_path, monkeypatch):
     for name, text in content.items():
         (tmp_path / name).write_bytes(text)
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [Package(), Empty(), Package()])
+    packages_text.cache_clear()
     assert packages_text() in (b"onetwo", b"twoone")
     data = Text(None, CPU, context=1, packages=packages_text() * 20)
     assert data.facts["dataset"] == "packages"
     assert data.facts["bytes"] == 120
+    packages_text.cache_clear()
 
 
 def test_last_tenth_is_for_validation_alone(sources):

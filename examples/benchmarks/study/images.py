@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from examples.benchmarks.study import augment
 from examples.data import load_image_folder_tensors
 
+WAYS = 8
+"""In which an image can stand: turned by quarters, and as a negative."""
+
 
 class Images:
     """The data set on one device: padded training images as bytes, test images, labels and the normalisation.
@@ -24,10 +27,18 @@ class Images:
         padding: Black pixels put around each training image, out of which windows of its size are cut.
         strong: Whether training images get RandAugment and mixup besides.
         part: `first` or `second` half of the classes, or all.
+        turned: Whether each image stands in one of eight ways, by its number, and each of them makes classes of its
+            own: eight times as many, with an eighth of the images each. That is as hard as more classes are.
     """
 
     def __init__(
-        self, root: Path, device: torch.device, padding: int = 4, strong: bool = False, part: str | None = None
+        self,
+        root: Path,
+        device: torch.device,
+        padding: int = 4,
+        strong: bool = False,
+        part: str | None = None,
+        turned: bool = False,
     ) -> None:
         train, labels, test, test_labels = load_image_folder_tensors(root)
         if part is not None:
@@ -35,7 +46,10 @@ class Images:
             half = classes[: len(classes) // 2] if part == "first" else classes[len(classes) // 2 :]
             train, labels = of_classes(train, labels, half)
             test, test_labels = of_classes(test, test_labels, half)
-        self.device, self.padding, self.strong = device, padding, strong
+        self.device, self.padding, self.strong, self.turned = device, padding, strong, turned
+        if turned:
+            labels, test_labels = (WAYS * each + torch.arange(len(each)) % WAYS for each in (labels, test_labels))
+            test = turn(test, test_labels % WAYS)
         self.size, self.classes = train.shape[-1], int(labels.max()) + 1
         self.sha256 = fingerprint(train, labels, test, test_labels)
         sample = train[:: max(1, len(train) // 5000)].float()
@@ -50,7 +64,11 @@ class Images:
         """What identifies the data set in a record, wherever its folder lies and whatever it is called."""
         counts = {"train_images": len(self.labels), "test_images": len(self.test_labels)}
         facts = {"dataset": "images", **counts, "image_size": self.size, "classes": self.classes, "sha256": self.sha256}
-        return {**facts, "augmentation": "RandAugment and mixup" if self.strong else None}
+        return {
+            **facts,
+            "augmentation": "RandAugment and mixup" if self.strong else None,
+            "turned": self.turned or None,
+        }
 
     @property
     def shape(self) -> dict[str, int]:
@@ -87,10 +105,12 @@ class Images:
         columns = left + torch.where(mirrored == 1, self.pixels.flip(0), self.pixels)
         images = self.padded[index.unsqueeze(-1), :, rows.unsqueeze(2), columns.unsqueeze(1)]  # [batch, h, w, channels]
         images, labels = images.permute(0, 3, 1, 2), self.labels[index.squeeze(-1)]
-        if not self.strong:
-            return self.normalise(images), labels
-        images = augment.augment(images.float(), choices[4:])
-        return augment.mix(self.normalise(images), labels, self.classes, choices[4:])
+        if self.strong:
+            images = augment.augment(images.float(), choices[4:])
+        if self.turned:  # at last: a mirrored image that lies on its side would be one that lies on the other
+            images = turn(images, labels % WAYS)
+        images = self.normalise(images)
+        return augment.mix(images, labels, self.classes, choices[4:]) if self.strong else (images, labels)
 
     def normalise(self, images: Tensor) -> Tensor:
         """Return bytes as normalised floats."""
@@ -105,6 +125,15 @@ class Images:
         for pixels, truth in zip(test.split(500), labels.split(500), strict=True):
             correct += (model(self.normalise(pixels)).argmax(1) == truth).sum().item()
         return 100 * correct / len(labels)
+
+
+def turn(images: Tensor, ways: Tensor) -> Tensor:
+    """Return images turned by as many quarters as their way (`[batch]`, of `WAYS`) says, from 4 on as negatives."""
+    ways = ways.view(-1, 1, 1, 1)
+    turned = images
+    for quarters in range(1, 4):
+        turned = torch.where(ways % 4 == quarters, images.rot90(quarters, (2, 3)), turned)
+    return torch.where(ways >= 4, 255 - turned, turned)
 
 
 def of_classes(images: Tensor, labels: Tensor, classes: range) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from examples.benchmarks.summaries import Records, Summary, groups
 from examples.benchmarks.vocabulary import PRESETS
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256", "augmentation")
-RECIPE += ("start", "lora")
+RECIPE += ("turned", "start", "lora")
 RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
 """What a training has to share with another for their accuracies to be compared."""
 BATCH = ("batches", "batch", "lr")

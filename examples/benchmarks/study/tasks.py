@@ -79,7 +79,7 @@ class Study:
 
     def describe(self) -> dict[str, Any]:
         """Return what identifies the study in the records."""
-        start = None if self.start is None else hashlib.sha256(self.start.read_bytes()).hexdigest()[:16]
+        start = None if self.start is None else digest(self.start)
         begins = {"start": start, "lora": self.lora or None}
         known = {"task": self.task, "model": self.model, **self.options, **self.data.facts, **asdict(self.recipe)}
         return {**known, **begins}
@@ -91,6 +91,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--root", type=Path, help="folder of images; for gpt of *.py files, by default Python's own")
     parser.add_argument("--model", choices=sorted(MODELS | LANGUAGE_MODELS), help="by default the task's")
     parser.add_argument("--strong", action="store_true", help="RandAugment and mixup for images")
+    parser.add_argument("--turned", action="store_true", help="eight times the classes: images turned, and negatives")
     parser.add_argument("--part", choices=["first", "second"], help="half of the classes of images")
     parser.add_argument("--start", type=Path, help="weights to begin with, but for those of the head; see --save")
     parser.add_argument("--lora", action="store_true", help="with --start: updates of low rank for linear layers alone")
@@ -111,8 +112,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     args = parser.parse_args(argv)
     if args.task != "gpt" and args.root is None:
         parser.error(f"--root must be a folder of images with train/ and test/ for --task {args.task}")
-    if args.task == "gpt" and (args.strong or args.part):
-        parser.error("--strong and --part are for images, and gpt reads text")
+    if args.task == "gpt" and (args.strong or args.part or args.turned):
+        parser.error("--strong, --part and --turned are for images, and gpt reads text")
     if args.lora and (args.start is None or args.task == "resnet"):
         parser.error("--lora needs --start, and a model of linear layers, which resnet is not")
     if args.packages and (args.task != "gpt" or args.root is not None):
@@ -122,27 +123,38 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     return args
 
 
-def open_study(args: argparse.Namespace) -> Study:
-    """Return the study that the command line asks for, its data loaded."""
+def open_study(args: argparse.Namespace, data: Data | None = None) -> Study:
+    """Return the study that the command line asks for, its data loaded, if they are not given."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # With cuDNN's attention, which torch 2.11 prefers on an H200, the captured training of the ViT, a dense one too,
     # has a loss of NaN from its first epoch on; a single eager step has not.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    task = TASKS[args.task]
-    size = {"dim": args.dim, "depth": args.depth}
-    data: Data
-    if args.task == "gpt":
-        options = {"context": args.context, **size}
-        text = packages_text() if args.packages else None
-        data = Text(args.root, device, args.context, text)
-    else:
-        options = size if args.task == "resnet" else {"patch_size": args.patch_size, **size}
-        data = Images(args.root, device, strong=args.strong, part=args.part)
+    task, data = TASKS[args.task], data or open_data(args, device)
     batch = args.batch_size or task.batch
     batches = data.epoch_batches(batch)
     batches = min(batches, args.limit_batches or batches)
     recipe = Recipe(args.epochs, batches, batch, args.lr, args.weight_decay, args.precision, args.compile)
-    return Study(args.task, args.model or task.model, options, data, recipe, args.start, args.lora)
+    return Study(args.task, args.model or task.model, options_of(args), data, recipe, args.start, args.lora)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, int | None]:
+    """Return the options of the model that the data do not determine."""
+    size = {"dim": args.dim, "depth": args.depth}
+    if args.task == "gpt":
+        return {"context": args.context, **size}
+    return size if args.task == "resnet" else {"patch_size": args.patch_size, **size}
+
+
+def open_data(args: argparse.Namespace, device: torch.device) -> Data:
+    """Return the data of the task, loaded."""
+    if args.task == "gpt":
+        return Text(args.root, device, args.context, packages_text() if args.packages else None)
+    return Images(args.root, device, strong=args.strong, part=args.part, turned=args.turned)
+
+
+def digest(path: Path) -> str:
+    """Return the start of a hash of a file, by which records name it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def load_records(path: Path) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import importlib.metadata
 import platform
 import sysconfig
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -103,6 +104,7 @@ def read_sources(root: Path) -> bytes:
     return b"".join(files[name].read_bytes() for name in names)
 
 
+@cache
 def packages_text() -> bytes:
     """Return the text that the installed packages ship, each file once, in the order of their hashes."""
     found = {}

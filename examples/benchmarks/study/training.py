@@ -250,6 +250,11 @@ def train(
     return Trained(losses, time.perf_counter() - start, step.peak_bytes)
 
 
+def allocated_beside(model: nn.Module) -> int:
+    """Return the bytes that are allocated on the GPU besides weights and buffers of `model`: the data, above all."""
+    return torch.cuda.memory_allocated() - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
 def compile_blocks(model: nn.Module, backend: str) -> None:
     """Compile the blocks of `model`, one of them for all, since they are alike: that takes seconds, not a minute."""
     torch.compiler.reset()  # what was compiled for other models is of no use, and the compiler keeps only so many
@@ -275,9 +280,7 @@ def train_and_score(
     What it keeps for backward may be pruned: without gradients nothing is kept. `peak_mib` leaves out what was there
     besides the model.
     """
-    before = 0
-    if data.device.type == "cuda":
-        before = torch.cuda.memory_allocated() - sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    before = allocated_beside(model) if data.device.type == "cuda" else 0
     with nullcontext(()) if recipe.compile is None else packing(model) as rows:
         trained = train(model, data, recipe, seed, until=until)
     return {

@@ -1,0 +1,180 @@
+"""How much larger a model trains in the memory of a dense one: wider, deeper, with more tokens or more samples.
+
+    python examples/benchmarks/larger.py --task vit --root data/cifar10 --out larger.json
+    python examples/benchmarks/larger.py --task gpt --out larger.json
+    python examples/benchmarks/long.py --larger larger.json --root data/cifar10 --out long.json
+
+The memory is the peak of a captured training step of ``accuracy.py``, with weights, gradients and the optimizer's state
+in it. For each setting and axis the largest size is searched whose peak is not above that of the dense model, among
+the multiples that are tried, which lie close to each other. Nothing is trained; ``long.py --larger`` does that, for as
+long as the dense model takes: a size is trained for
+
+    epochs = epochs of dense * time of a dense step / time of its step
+
+with its learning rates over these. Steps are timed alone on the GPU. A record says how ``accuracy.py`` is told that
+size (``words``). The file may have the records of other tasks, which stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.benchmarks.common import MIB, environment, require_gpu, write_records
+from examples.benchmarks.study.settings import parse_setting, prune
+from examples.benchmarks.study.tasks import Study, open_study, parse
+from examples.benchmarks.study.training import TrainStep, allocated_beside, first_choices
+
+SETTINGS = "preset:balanced", "preset:max", "preset:recompute"
+REPLAYS = 20
+
+
+class Family(NamedTuple):
+    """A model that comes in sizes.
+
+    Args:
+        words: How ``accuracy.py`` is told to train it, but for its size and the epochs.
+        epochs: For which the dense one is trained.
+        sizes: Of each axis, which is an option of ``accuracy.py``: the dense model's, and those that are tried.
+    """
+
+    words: str
+    epochs: int
+    sizes: dict[str, Sequence[int]]
+
+
+FAMILIES = {
+    "vit": Family(
+        "--task vit --strong --lr 4e-4",
+        40,
+        {
+            "dim": range(384, 1537, 64),
+            "depth": range(8, 65),
+            "patch-size": (4, 2, 1),
+            "batch-size": range(256, 4097, 64),
+        },
+    ),
+    "gpt": Family(
+        "--task gpt --packages --lr 1e-3",
+        60,
+        {
+            "dim": range(384, 1537, 64),
+            "depth": range(6, 49),
+            "context": range(256, 4097, 64),
+            "batch-size": range(64, 1025, 16),
+        },
+    ),
+}
+
+
+class Step(NamedTuple):
+    """What a step needs."""
+
+    peak_mib: float
+    step_ms: float
+
+
+def measured(study: Study, text: str) -> Step:
+    """Return what a captured step of a model needs with a setting."""
+    data, recipe = study.data, study.recipe
+    model = study.build(0)
+    choices = first_choices(data, recipe)
+    prune(model, parse_setting(text), data.batch(choices), recipe.precision)
+    before = allocated_beside(model)
+    step = TrainStep(model, data, recipe)
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step(choices, 0.0)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    assert step.peak_bytes is not None
+    return Step(round((step.peak_bytes - before) / MIB, 2), round(statistics.median(times), 3))
+
+
+def largest(sizes: Sequence[int], limit: float, measure: Callable[[int], Step]) -> tuple[int, Step]:
+    """Return the last of ``sizes`` whose peak is at most ``limit``, and what it needs; the first one fits."""
+    found: dict[int, Step] = {}
+
+    def peak(size: int) -> float:
+        found[size] = measure(size)
+        return found[size].peak_mib
+
+    number = bisect_right(sizes, limit, lo=1, key=peak) - 1
+    size = sizes[number]
+    return size, found[size] if size in found else measure(size)
+
+
+def words_of(family: Family, axis: str, size: int) -> str:
+    """Return how ``accuracy.py`` is told a size."""
+    return f"{family.words} --{axis} {size}"
+
+
+def search(task: str, axes: Sequence[str], settings: Sequence[str], root: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield the record of the dense model, and of the largest size on each axis with each setting."""
+    family = FAMILIES[task]
+    data = None
+
+    def step(axis: str, size: int, setting: str) -> Step:
+        nonlocal data
+        given = [] if root is None else ["--root", str(root)]
+        args = parse(argparse.ArgumentParser(), [*words_of(family, axis, size).split(), *given], settings=False)
+        study = open_study(args, data)
+        if axis != "context":  # of text it is the length of the windows
+            data = study.data
+        found = measured(study, setting)
+        gc.collect()  # converted layers are in cycles
+        torch.cuda.empty_cache()
+        print(f"{task} {setting}, {axis} {size}: {found}", flush=True)
+        return found
+
+    axis = next(iter(family.sizes))
+    dense = step(axis, family.sizes[axis][0], "dense")
+    first = {"task": task, "axis": None, "setting": "dense", "size": None, **dense._asdict()}
+    yield {**first, "epochs": family.epochs, "words": f"{family.words} --epochs {family.epochs}"}
+    for axis in axes:
+        sizes = family.sizes[axis]
+        for setting in settings:
+            size, found = largest(sizes, dense.peak_mib, lambda size, axis=axis, of=setting: step(axis, size, of))
+            epochs = max(1, round(family.epochs * dense.step_ms / found.step_ms))
+            words = f"{words_of(family, axis, size)} --epochs {epochs}"
+            head = {"task": task, "axis": axis, "setting": setting, "dense_size": sizes[0], "size": size}
+            yield {**head, **found._asdict(), "epochs": epochs, "words": words}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Search the sizes of a task and write their records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=FAMILIES, required=True)
+    parser.add_argument("--root", type=Path, help="folder of images with train/ and test/, for vit")
+    parser.add_argument("--axes", nargs="+", metavar="AXIS", help="by default all of the task")
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, metavar="SETTING")
+    parser.add_argument("--out", type=Path, default=Path("larger.json"))
+    args = parser.parse_args(argv)
+    known = FAMILIES[args.task].sizes
+    axes = args.axes or list(known)
+    if not set(axes) <= set(known):
+        parser.error(f"--axes must be of {', '.join(known)} for --task {args.task}, got {', '.join(axes)}")
+    require_gpu()
+    before = json.loads(args.out.read_text()) if args.out.is_file() else []
+    records = [record for record in before if record["task"] != args.task]
+    for record in search(args.task, axes, args.settings, args.root):
+        records.append({**record, **environment()})
+        write_records(args.out, records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What a few runs can show: by hand, and by repeating studies whose truth is known."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from examples.benchmarks.study import evidence
+from examples.benchmarks.study.evidence import Scatter, quantile
+from tests.examples.study_records import study_record
+
+DENSE, HALF, FEW = ("dense",), ("pruned", 0.5, 16, "same"), ("pruned", 0.0, 32, "int2")
+
+
+def runs(**scores):
+    settings = {"dense": DENSE, "half": HALF, "few": FEW}
+    return [
+        study_record(settings[name], seed, score) for name, each in scores.items() for seed, score in enumerate(each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("share", "freedom", "right"),
+    # Tables of Student's distribution.
+    [(0.975, 4, 2.776), (0.975, 10, 2.228), (0.8, 4, 0.941), (0.8, 10, 0.879), (0.975, 120, 1.980), (0.9, 8, 1.397)],
+)
+def test_quantiles_are_those_of_the_tables(share, freedom, right):
+    assert quantile(share, freedom) == pytest.approx(right, rel=0.01)
+
+
+def test_scatter_is_that_of_all_settings():
+    assert evidence.scatter(runs(dense=[70.0, 72.0], half=[60.0, 62.0])) is None
+    found = evidence.scatter(runs(dense=[70.0, 71.0, 72.0], half=[60.0, 62.0, 64.0], few=[1.0]))
+    assert found == Scatter(pytest.approx(2.5**0.5), 4)
+    assert found.error(3, 2) == pytest.approx((2.5 * (1 / 3 + 1 / 2)) ** 0.5)
+
+
+def test_differences_have_their_standard_error_and_what_would_be_seen():
+    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 71.0, 72.0], "few": [61.0, 62.0, 63.0]}
+    study = [{**record, "peak_mib": 100.4} for record in runs(**scores)]
+    summary = evidence.table(study)
+    dense, half, few = summary.rows
+    assert dense == ["dense", "100", "16.00", "3", "71.00 ± 1.00", "-", "-"]
+    assert half[5:] == ["+0.00 ± 0.82", "2.74"]
+    assert few[5:] == ["-9.00 ± 0.82 *", "2.74"]
+    assert summary.header[-1] == "detectable"
+
+
+def test_little_is_said_of_few_runs():
+    [dense, half] = evidence.table(runs(dense=[70.0], half=[60.0, 62.0])).rows
+    assert (dense[1], dense[-2:], half[-2:]) == ("-", ["-", "-"], ["-", "-"])
+
+
+def test_in_losses_more_is_worse():
+    text = {"task": "gpt", "dataset": "text", "bytes": 1, "sha256": "a"}
+    study = [{**r, **text} for r in runs(dense=[-1.0, -1.1, -1.2], half=[-2.0, -2.1, -2.2])]
+    assert evidence.table(study).rows[1][5] == "+1.0000 ± 0.0816 *"
+
+
+def test_what_is_called_detectable_is_seen_four_times_in_five_and_nothing_once_in_twenty():
+    draw, repeats = random.Random(0), 2000
+
+    def seen(shift):
+        count = 0
+        for _ in range(repeats):
+            scores = {name: [draw.gauss(0, 1) for _ in range(3)] for name in ("dense", "few")}
+            scores["half"] = [draw.gauss(shift, 1) for _ in range(3)]
+            known = evidence.scatter(runs(**scores))
+            apart = statistics.mean(scores["half"]) - statistics.mean(scores["dense"])
+            count += abs(apart) > known.seen(known.error(3, 3))
+        return count / repeats
+
+    truth = Scatter(1.0, 6)
+    assert seen(0.0) == pytest.approx(0.05, abs=0.02)
+    assert seen(truth.detectable(truth.error(3, 3))) == pytest.approx(0.8, abs=0.05)
