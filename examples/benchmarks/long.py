@@ -49,15 +49,17 @@ from examples.benchmarks.study.tasks import TASKS as STUDIED
 from examples.benchmarks.study.tasks import digest, is_recorded, load_records, options_of, parse
 
 IMAGES = "--task {} --strong --epochs {} --lr {}"
+RESMLP = f"{IMAGES.format('resmlp', 100, 1e-3)} --compile"
+"""Compiled, it takes half the time."""
 FIRST = "--task vit --part first --strong --epochs 60 --lr 4e-4 --settings dense --seeds 0"
 """The training that fine-tuning begins with."""
 SECOND = "--task vit --part second --epochs 15 --lr {} --start"
 TASKS = {
     "resnet": IMAGES.format("resnet", 60, 1e-3),
     "vit": IMAGES.format("vit", 100, 4e-4),
-    "resmlp": IMAGES.format("resmlp", 100, 1e-3),
-    "sparsities": IMAGES.format("resmlp", 100, 1e-3),
-    "classes": IMAGES.format("resmlp", 100, 1e-3) + " --turned",
+    "resmlp": RESMLP,
+    "sparsities": RESMLP,
+    "classes": f"{RESMLP} --turned",
     "gpt": "--task gpt --packages --dim 768 --depth 12 --context 1024 --batch-size 16 --epochs 163 --lr 4e-4 --compile",
     "tuned": SECOND.format(1e-4),
     "lora": f"--lora {SECOND.format(1e-3)}",

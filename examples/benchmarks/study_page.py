@@ -76,7 +76,7 @@ def trainings(records: Records) -> list[str]:
 def table(summary: Summary, records: Records) -> str:
     """Return a titled table with the commands that it comes from, less what they were divided into."""
     told = [
-        {**r, "command": re.sub(r" --(settings|seeds|out|time-budget-s)( [^- ]\S*)+", "", r["command"])}
+        {**r, "command": re.sub(r" --(settings|seeds|out|states|time-budget-s)( [^- ]\S*)+", "", r["command"])}
         for r in records
     ]
     return f"{summary.title}:\n\n{markdown(summary.header, summary.rows)}{sources(told)}"

@@ -163,5 +163,10 @@ def load_records(path: Path) -> list[dict[str, Any]]:
 
 
 def is_recorded(key: dict[str, Any], records: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a record says all that `key` says."""
+    return any(says(record, key) for record in records)
+
+
+def says(record: dict[str, Any], key: dict[str, Any]) -> bool:
     """Return whether a record says all that `key` says; a field that is not there is `None`."""
-    return any(all(record.get(name) == value for name, value in key.items()) for record in records)
+    return all(record.get(name) == value for name, value in key.items())

@@ -1,0 +1,63 @@
+"""The page of long trainings: what it says of made-up records, and that the committed one is of the committed."""
+
+from __future__ import annotations
+
+from examples.benchmarks import tables, trainings_page
+from tests.examples.study_records import ENVIRONMENT, study_record
+
+DENSE, MAX = ("dense",), ("preset:max",)
+DIGITS = {"task": "vit", "model": "net", "patch_size": 4, "batch": 256, "lr": 4e-4, "dim": None, "depth": None}
+DIGITS |= {"compile": None, "augmentation": "RandAugment and mixup", "start": None, "lora": None, "peak_mib": 1000.0}
+
+
+def trained(setting, scores, **more):
+    return [study_record(setting, seed, score, **{**DIGITS, **more}) for seed, score in enumerate(scores)]
+
+
+def size(axis, number, setting, epochs, **more):
+    words = "--task vit --strong --lr 4e-4" + (f" --{axis} {number}" if axis else "") + f" --epochs {epochs}"
+    head = {"task": "vit", "axis": axis, "setting": setting, "size": number, "dense_size": 8, "epochs": epochs}
+    return {**head, "words": words, "peak_mib": 990.0, "step_ms": 12.0, **ENVIRONMENT, **more}
+
+
+def test_kinds_of_trainings_have_sections_with_the_evidence():
+    scratch = trained(MAX, [79.0, 80.0, 81.0], bits_per_value=3.0) + trained(DENSE, [80.0, 81.0, 82.0])
+    more = trained(DENSE, [60.0], turned=True) + trained(DENSE, [90.0], start="ab", lora=True)
+    first, second, third, fourth = trainings_page.page(scratch + more, []).split("\n## ")
+    assert first.startswith("# Long trainings")
+    assert second.startswith("From scratch")
+    assert second.index("| dense | 1000 | 16.00 | 3 | 81.00 ± 1.00 | - | - |") < second.index("| `max`, every layer |")
+    assert "| `max`, every layer | 1000 | 3.00 | 3 | 80.00 ± 1.00 | -1.00 ± 0.82 |" in second
+    assert third.startswith("More classes")
+    assert "60.00" in third
+    assert fourth.startswith("Fine-tuning")
+    assert "fine-tuned from ab by updates of low rank" in fourth
+    assert trainings_page.page(scratch, []).count("\n## ") == 1
+
+
+def test_larger_models_are_shown_with_the_trainings_of_their_sizes_alone():
+    sizes = [size(None, None, "dense", 40, step_ms=6.0), size("depth", 24, "preset:max", 20)]
+    sizes += [size("patch-size", 2, "preset:max", 9, dense_size=4)]
+    dense, deep = trained(DENSE, [70.0, 72.0], epochs=40), trained(MAX, [73.0, 75.0], epochs=20, depth=24)
+    scratch = trained(DENSE, [80.0], epochs=100)
+    text = trainings_page.page([*dense, *deep, *scratch], sizes)
+    above, below = text.split("\n## Larger models")
+    assert "80.00" in above
+    assert "71.00" not in above
+    assert "| dense | - | 990 | 6.0 | 40 | 2 | 71.00 ± 1.41 |" in below
+    assert "| depth, `max` | 24 (3.0) | 990 | 12.0 | 20 | 2 | 74.00 ± 1.41 |" in below
+    assert "| patch-size, `max` | 2 (2.0) | 990 | 12.0 | 9 | - | - |" in below
+    assert "| depth, `max` | 24 (3.0) | 990 | 12.0 | 20 | - | - |" in trainings_page.page([], sizes)
+
+
+def test_committed_page_is_generated_from_the_committed_records():
+    text = trainings_page.page(tables.load("long") or [], tables.load("larger") or [])
+    assert trainings_page.PAGE.read_text() == text
+
+
+def test_command_writes_the_page(monkeypatch, tmp_path):
+    records = trained(DENSE, [80.0, 81.0])
+    monkeypatch.setattr(trainings_page, "PAGE", tmp_path / "trainings.md")
+    monkeypatch.setattr(trainings_page, "load", {"long": records, "larger": None}.get)
+    trainings_page.main()
+    assert (tmp_path / "trainings.md").read_text() == trainings_page.page(records, [])
