@@ -1,8 +1,10 @@
 """Steps on several GPUs beside steps on one, with the same batch on each: dense, checkpointing and the presets.
 
-    python examples/benchmarks/scaling.py --devices 1 2 --out scaling.json
+    python examples/benchmarks/scaling.py --devices 1 2 4 --out scaling.json
+    python examples/benchmarks/scaling.py --devices 1 2 4 --compile --out scaling.json
 
-Models, batches, precision, optimizer and figures of ``rivals.py``, eager, one process for each GPU of one host.
+Models, batches, precision, optimizer and figures of ``rivals.py``, one process for each GPU of one host, eager or, with
+``--compile``, compiled: the model as a whole, with FSDP2 each block, which is sharded by itself.
 
 ``ddp``
     Lightning's ``DDPStrategy``: gradients are averaged in buckets while backward goes on.
@@ -29,7 +31,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -50,10 +52,40 @@ MODELS = "vit_base_patch16_224", "GPT2LMHeadModel"
 STRATEGIES = "ddp", "fsdp2"
 ONE = "one GPU"
 KNOWN = [method for method in METHODS if method != "offload"]
+COMPILED_SECONDS = 2 * CASE_SECONDS
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Args:
+        model: Name of a workload.
+        method: One of ``KNOWN``.
+        strategy: One of ``STRATEGIES``, or ``ONE``.
+        devices: How many GPUs.
+        compiled: Whether the model is compiled.
+        accelerator: Of the Trainer.
+    """
+
+    model: str
+    method: str
+    strategy: str
+    devices: int
+    compiled: bool
+    accelerator: str = "gpu"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What its record says of it."""
+        told = self._asdict() | described(self.model, BATCHES)
+        del told["accelerator"]
+        return told
 
 
 class Sharded(Rival):
-    """A workload whose blocks are sharded where the strategy has made a mesh."""
+    """A workload whose blocks are sharded where the strategy has made a mesh, and then compiled if they shall be."""
+
+    compiled = False
 
     def configure_model(self) -> None:
         mesh = getattr(self, "_device_mesh", None)
@@ -61,6 +93,8 @@ class Sharded(Rival):
             return
         for part in (*blocks_of(self.model), self.model):
             fully_shard(part, mesh=mesh["data_parallel"])
+            if self.compiled and part is not self.model:
+                part.compile()
 
 
 def strategy_of(name: str, devices: int) -> str | Strategy:
@@ -70,42 +104,43 @@ def strategy_of(name: str, devices: int) -> str | Strategy:
     return DDPStrategy() if name == "ddp" else ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
 
 
-def measure(
-    rank: int, port: int, name: str, method: str, strategy: str, devices: int, accelerator: str = "gpu"
-) -> dict[str, Any]:
+def measure(rank: int, port: int, case: Case) -> dict[str, Any]:
     """Return the figures of one of the processes of a case."""
-    if strategy != ONE:
+    if case.strategy != ONE:
         told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-        told |= {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices, "TORCHELASTIC_RUN_ID": "scaling"}
+        told |= {"WORLD_SIZE": case.devices, "LOCAL_WORLD_SIZE": case.devices, "TORCHELASTIC_RUN_ID": "scaling"}
         os.environ.update({key: str(value) for key, value in told.items()})
-    if accelerator == "gpu":
+    if case.accelerator == "gpu":
         torch.cuda.set_device(rank)
-    batch = BATCHES * WORKLOADS[name].batch
-    training = Sharded(name, method, f"cuda:{rank}" if accelerator == "gpu" else "cpu", samples=batch)
-    training.batch_size = batch
+    batch = BATCHES * WORKLOADS[case.model].batch
+    place = f"cuda:{rank}" if case.accelerator == "gpu" else "cpu"
+    training = Sharded(case.model, case.method, place, samples=batch)
+    training.batch_size, training.compiled = batch, case.compiled
+    if case.compiled and case.strategy != "fsdp2":
+        training.model = torch.compile(training.model)
     figures = StepFigures()
-    train(training, [*callbacks_of(method, None), figures], STEPS, accelerator, strategy_of(strategy, devices), devices)
+    callbacks, strategy = callbacks_of(case.method, None), strategy_of(case.strategy, case.devices)
+    train(training, [*callbacks, figures], STEPS, case.accelerator, strategy, case.devices)
     found = figures.found()
     if dist.is_initialized():
         dist.destroy_process_group()
     return found
 
 
-def run_case(name: str, method: str, strategy: str, devices: int, accelerator: str = "gpu") -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
     """Measure one case, each process fresh; return its figures, or the first error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    case = name, method, strategy, devices, accelerator
-    running = [start_in_fork(measure, rank, port, *case) for rank in range(devices)]
-    found = [finish_in_fork(CASE_SECONDS, *each) for each in running]
+    running = [start_in_fork(measure, rank, port, case) for rank in range(case.devices)]
+    found = [finish_in_fork(COMPILED_SECONDS if case.compiled else CASE_SECONDS, *each) for each in running]
     failed = [of_rank for of_rank in found if "error" in of_rank]
     if failed:  # the others wait for one that has failed until their time is up
         return min(failed, key=lambda of_rank: "took over" in of_rank["error"])
     most = {
         key: max(of_rank[key] for of_rank in found) for key in found[0] if not isinstance(found[0][key], str | None)
     }
-    samples = devices * BATCHES * WORKLOADS[name].batch
+    samples = case.devices * BATCHES * WORKLOADS[case.model].batch
     return {**found[0], **most, "samples_per_s": round(samples / most["step_ms"] * 1e3, 1)}
 
 
@@ -117,7 +152,7 @@ def cases(devices: Sequence[int], strategies: Sequence[str]) -> list[tuple[str, 
 
 def key_of(record: Record) -> tuple[Any, ...]:
     """Return what tells a case from the others of a file."""
-    return record["model"], record["strategy"], record["devices"], record["method"]
+    return record["model"], record["strategy"], record["devices"], record["method"], record["compiled"]
 
 
 def run_cases(args: argparse.Namespace, records: dict[tuple[Any, ...], Record]) -> None:
@@ -125,12 +160,12 @@ def run_cases(args: argparse.Namespace, records: dict[tuple[Any, ...], Record]) 
     end = time.monotonic() + args.seconds
     for name, (strategy, devices) in itertools.product(args.models, cases(args.devices, args.strategies)):
         for method in args.methods:
-            head = {**described(name, BATCHES), "strategy": strategy, "devices": devices, "method": method}
-            done = "error" not in records.get(key_of(head), {"error": "not run yet"})
+            case = Case(name, method, strategy, devices, args.compile)
+            done = "error" not in records.get(key_of(case.head), {"error": "not run yet"})
             if done or time.monotonic() > end:
                 continue
-            record = {**head, **run_case(name, method, strategy, devices)}
-            records[key_of(head)] = record
+            record = {**case.head, **run_case(case)}
+            records[key_of(record)] = record
             write_records(args.out, list(records.values()))
             print(
                 {key: value for key, value in record.items() if key not in ("source", "version", "command")}, flush=True
@@ -144,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=("dense", "max", "recompute"), choices=KNOWN)
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
     parser.add_argument("--devices", nargs="+", type=int, default=(1, 2), help="how many GPUs")
+    parser.add_argument("--compile", action="store_true", help="the models")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
     parser.add_argument("--out", type=Path, default=Path("scaling.json"))
     args = parser.parse_args(argv)

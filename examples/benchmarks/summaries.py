@@ -207,20 +207,28 @@ def graphs(records: Records) -> Summary:
 def scaling(records: Records) -> Summary:
     """What each process needs on several GPUs and how long its steps take, beside dense on as many and on one."""
     rows = []
-    alone = {(r["model"], r["method"]): r for r in records if r["devices"] == 1 and "error" not in r}
-    for (model, strategy, devices), group in groups(records, "model", "strategy", "devices").items():
+    alone = {_of_one(r): r for r in records if r["devices"] == 1 and "error" not in r}
+    for (model, compiled, strategy, devices), group in groups(
+        records, "model", "compiled", "strategy", "devices"
+    ).items():
         dense = dense_of(group)
         for r in group:
             cells = [r.get("error", "-"), *"----"]
             if "error" not in r:
                 figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
-                one = alone.get((model, r["method"]))
+                one = alone.get(_of_one(r))
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
                 cells.append("-" if one is None or one is r else percent(r["step_ms"] / one["step_ms"]))
                 cells.append(f"{r['host_ms']:.0f}")
-            rows.append([model, strategy if devices == 1 else f"{strategy}, {devices}", r["method"], *cells])
+            name = f"{model}, compiled" if compiled else model
+            rows.append([name, strategy if devices == 1 else f"{strategy}, {devices}", r["method"], *cells])
     header = ("model", "on", "method", "activations MiB", "peak MiB", "ms a step", "than on one GPU", "host's ms")
     return Summary("Memory and time of each process; in brackets, how much more or less than dense", header, rows)
+
+
+def _of_one(r: Record) -> tuple[Any, ...]:
+    """Return what a case on several GPUs shares with the one on a single GPU that it is compared with."""
+    return r["model"], r["method"], r["compiled"]
 
 
 def budgets(records: Records) -> Summary:

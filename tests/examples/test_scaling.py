@@ -7,6 +7,7 @@ import json
 import pytest
 
 from examples.benchmarks import scaling, summaries
+from examples.benchmarks.scaling import Case
 from tests.examples.test_rivals import ENVIRONMENT
 from tests.support.marks import quick
 
@@ -16,15 +17,24 @@ CASES = [("ddp", "dense"), ("ddp", "recompute"), ("fsdp2", "checkpoint"), ("fsdp
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize(("strategy", "method"), quick(CASES, ("fsdp2", "max")))
 def test_a_case_in_two_processes(strategy, method):
-    found = scaling.run_case("small", method, strategy, 2, "cpu")
+    found = scaling.run_case(Case("small", method, strategy, 2, False, "cpu"))
     assert "error" not in found, found
     assert found["step_ms"] > 0
     assert found["samples_per_s"] == round(2 * scaling.BATCHES * 2 / found["step_ms"] * 1e3, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_rival")
+@pytest.mark.parametrize("strategy", [scaling.ONE, *scaling.STRATEGIES])
+def test_a_compiled_case(strategy):
+    found = scaling.run_case(Case("small", "max", strategy, 1 if strategy == scaling.ONE else 2, True, "cpu"))
+    assert "error" not in found, found
+    assert found["step_ms"] > 0
+
+
 @pytest.mark.usefixtures("small_rival")
 def test_one_device_needs_no_other_process():
-    found = scaling.run_case("small", "max", scaling.ONE, 1, "cpu")
+    found = scaling.run_case(Case("small", "max", scaling.ONE, 1, False, "cpu"))
     assert found["step_ms"] > 0
 
 
@@ -35,19 +45,20 @@ def test_a_process_that_fails_is_the_error_of_its_case(monkeypatch):
         return {"step_ms": 1.0}
 
     monkeypatch.setattr(scaling, "measure", failing)
-    found = scaling.run_case("vit_base_patch16_224", "dense", "ddp", 2)
+    found = scaling.run_case(Case("vit_base_patch16_224", "dense", "ddp", 2, False))
     assert "no such device" in found["error"]
 
 
 def made_up(strategy, devices, method, step_ms, **more):
     figures = {"activations_mib": 100.0, "peak_mib": 200.0, "step_ms": step_ms, "host_ms": 9.0}
-    return {"model": "a", "strategy": strategy, "devices": devices, "method": method, **figures, **more, **ENVIRONMENT}
+    head = {"model": "a", "strategy": strategy, "devices": devices, "method": method, "compiled": False}
+    return {**head, **figures, **more, **ENVIRONMENT}
 
 
 def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     asked = []
 
-    def run_case(*case):
+    def run_case(case):
         asked.append(case)
         return {"activations_mib": 1.0, "peak_mib": 2.0, "step_ms": 3.0, "host_ms": 2.0, **ENVIRONMENT}
 
@@ -58,10 +69,14 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert scaling.main([*arguments, "--devices", "1", "--out", str(out)]) == 0
     assert scaling.main([*arguments, "--devices", "1", "2", "--out", str(out)]) == 0
     model = "GPT2LMHeadModel"
-    one = [(model, method, scaling.ONE, 1) for method in ("dense", "max")]
-    two = [(model, method, strategy, 2) for strategy in scaling.STRATEGIES for method in ("dense", "max")]
+    one = [Case(model, method, scaling.ONE, 1, False) for method in ("dense", "max")]
+    two = [Case(model, method, strategy, 2, False) for strategy in scaling.STRATEGIES for method in ("dense", "max")]
     assert asked == one + two
     assert len(json.loads(out.read_text())) == 6
+    assert scaling.main([*arguments, "--devices", "1", "--compile", "--out", str(out)]) == 0
+    assert asked[6:] == [case._replace(compiled=True) for case in one]
+    assert len(json.loads(out.read_text())) == 8
+    del asked[6:]
     scaling.main([*arguments, "--seconds", "-1", "--out", str(tmp_path / "none.json")])
     assert asked == one + two
 
@@ -72,10 +87,12 @@ def test_the_table_compares_with_dense_on_as_many_and_with_one():
         made_up(scaling.ONE, 1, "max", 11.0),
         made_up("ddp", 2, "dense", 12.0),
         made_up("ddp", 2, "max", 12.1, peak_mib=100.0),
+        made_up("ddp", 2, "max", 12.1, compiled=True),
         {key: value for key, value in made_up("fsdp2", 2, "dense", 1.0).items() if not key.endswith(("_mib", "_ms"))}
         | {"error": "none"},
     ]
     rows = summaries.scaling(records).rows
     assert rows[0] == ["a", "one GPU", "dense", "100", "200", "10.00", "-", "9"]
     assert rows[3] == ["a", "ddp, 2", "max", "100 (0 %)", "100 (-50 %)", "12.10 (+1 %)", "+10 %", "9"]
-    assert rows[4] == ["a", "fsdp2, 2", "dense", "none", *"----"]
+    assert rows[4] == ["a, compiled", "ddp, 2", "max", "100", "200", "12.10", "-", "9"]
+    assert rows[5] == ["a", "fsdp2, 2", "dense", "none", *"----"]
