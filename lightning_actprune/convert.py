@@ -32,6 +32,7 @@ from lightning_actprune.operators.activation import CompressedActivation, ExactA
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.base import CompressedLayer, LayerState, Marks, dense_class, torch_class
 from lightning_actprune.operators.convolution import Convolution
+from lightning_actprune.operators.hooks import drop_idle_hooks
 from lightning_actprune.operators.linear import CompressedLinear
 from lightning_actprune.operators.recompute import RecomputedModule, RecomputeState, find_blocks, recomputed_class
 from lightning_actprune.operators.registry import (
@@ -44,7 +45,7 @@ from lightning_actprune.operators.registry import (
     plain_name,
     weights_of,
 )
-from lightning_actprune.operators.saved import SavedTensorCompression, drop_idle_hooks
+from lightning_actprune.operators.saved import SavedTensorCompression
 from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule, highest_sparsity, sparsity_at
 

@@ -104,9 +104,9 @@ PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
     ("callbacks.memory", "_batches_that_stepped"),
     ("callbacks.memory", "_prefix"),
-    ("operators.saved", "_compiler_ctx"),  # of a compiled LightningModule
-    ("operators.saved", "_getframe"),  # Python's
-    ("operators.saved", "_orig_mod"),  # of a compiled module, if there is one
+    ("operators.hooks", "_compiler_ctx"),  # of a compiled LightningModule
+    ("operators.hooks", "_getframe"),  # Python's
+    ("operators.hooks", "_orig_mod"),  # of a compiled module, if there is one
 }
 """Private names of others that may stand in a module, which has good reasons."""
 

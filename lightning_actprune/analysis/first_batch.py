@@ -79,9 +79,10 @@ from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
 from lightning_actprune.operators.convolution import Convolution
+from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.operators.registry import ROOT, operator_of
-from lightning_actprune.operators.saved import Retainers, backward_runs, dropped_by_checkpoint
+from lightning_actprune.operators.retainers import Retainers
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity
 

@@ -61,8 +61,8 @@ from lightning_actprune.analysis.recorder import (
 from lightning_actprune.codec.private import COMPILED, FOR_FAKES, FOR_NODES, current_autograd_node, refusal, tree_leaves
 from lightning_actprune.config import check_share
 from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.hooks import backward_runs, caller, runs_again
 from lightning_actprune.operators.readers import operator_name
-from lightning_actprune.operators.saved import backward_runs, caller, runs_again
 
 Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = "forward", "backward", "optimizer"

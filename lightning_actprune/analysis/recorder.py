@@ -52,8 +52,9 @@ from lightning_actprune.codec.private import (
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
+from lightning_actprune.operators.hooks import ForwardHook, backward_runs, eager_modules
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
-from lightning_actprune.operators.saved import ForwardHook, backward_runs, eager_modules, packing, unpack_saved
+from lightning_actprune.operators.saved import packing, unpack_saved
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

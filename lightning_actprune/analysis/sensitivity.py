@@ -107,9 +107,9 @@ from lightning_actprune.operators.convolution import (
     windows_of,
     without_gaps,
 )
+from lightning_actprune.operators.hooks import ForwardHook, backward_runs
 from lightning_actprune.operators.linear import weight_grad_of
 from lightning_actprune.operators.registry import layers, operator_of, weights_of
-from lightning_actprune.operators.saved import ForwardHook, backward_runs
 from lightning_actprune.report import LayerReport
 from lightning_actprune.schedules import check_sparsity
 

@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.convert import mark_layers, unmark_layers
-from lightning_actprune.operators.saved import eager_modules
+from lightning_actprune.operators.hooks import eager_modules
 
 
 class CompiledLayers:

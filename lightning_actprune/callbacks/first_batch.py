@@ -26,7 +26,7 @@ from lightning_actprune.analysis.first_batch import (
 )
 from lightning_actprune.codec.private import refusal
 from lightning_actprune.config import drops_blocks, shortened
-from lightning_actprune.operators.saved import Decided
+from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 
 

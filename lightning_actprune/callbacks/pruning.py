@@ -41,7 +41,7 @@ from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
 from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
-from lightning_actprune.operators.saved import Decided
+from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule
 

@@ -60,8 +60,8 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
 
 - ``operators.attention`` runs torch's attention in a copy of its namespace. It is tried before the first module is
   converted, and compared with the original: where it does not do the same, attention stays dense, with that reason.
-- ``operators.saved`` tells operations and callers by names of torch's nodes and modules. What is not known by its name
-  is not packed.
+- ``operators.saved`` and ``operators.hooks`` tell operations and callers by names of torch's nodes and modules. What is
+  not known by its name is not packed.
 - ``kernels.launch`` passes arguments to Triton's native launcher itself, in the order that was recorded from Triton's
   own in Python. One that takes other parameters than those known is left to Triton, at several times the cost.
 - ``callbacks.tuning`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if

@@ -1,10 +1,10 @@
 """How a value of a graph is read when it is packed: in the order of its memory, cut into rows.
 
-Dimensions are sorted by stride, and those that follow each other in memory joined, as ``operators.saved`` does. What is
-one run of values then, permuted or not, is read as rows of one block each if their number is a multiple of it; a query
-cut out of a joint projection is rows of all heads side by side, read where it lies. What has more than three joined
-dimensions is copied first. Where blocks are dropped they compete within a sample, which is the first dimension: a
-linear layer's rows are its features, a convolution's a block each, as in eager mode.
+Dimensions are sorted by stride, and those that follow each other in memory joined, as ``operators.regions`` does. What
+is one run of values then, permuted or not, is read as rows of one block each if their number is a multiple of it; a
+query cut out of a joint projection is rows of all heads side by side, read where it lies. What has more than three
+joined dimensions is copied first. Where blocks are dropped they compete within a sample, which is the first dimension:
+a linear layer's rows are its features, a convolution's a block each, as in eager mode.
 
 Sizes may be symbols. A row's length never is, so that values can be cut to rows whose number may be one; comparisons
 that would make a constant of a symbol are not made.

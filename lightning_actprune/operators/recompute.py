@@ -62,7 +62,7 @@ from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
-from lightning_actprune.operators.saved import Layout, as_read, layout_of, unpack_region
+from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
 
 MIN_VALUES = 2**10
 """Tensors of fewer values stay as they are."""

@@ -23,14 +23,8 @@ A tensor is packed once for all who save it or a view of the same memory, as lon
 something retains its storage as it is already (a ReLU saves its result before the next layer saves it as its input),
 packing would add memory, so it stays. Who comes later cannot undo a pack: those bytes are counted.
 
-**Which operation it is.** Hooks are given a tensor, and not told for whom. The operation's node is in the graph,
-though, once the module around returns: its number is known when it saves, since autograd numbers nodes in order, and it
-is found by that number behind the module's outputs. So what a *site* saves (an instruction in the code of a module, and
-how many tensors the operation has saved before) waits, as it is, in the first forward, until the module returns. Then
-it is decided how what this site saves is kept, for good, also after a checkpoint (``Decided``). In backward, the node
-that reads a packed tensor is asked for its name: if another operation has come to the site meanwhile, and may not read
-it, that is an error. What is not found (the graph of an output that nobody can see) stays as it is. What is written to
-while it waits is an error in backward, as without hooks.
+Which operation it is, is known once the module around returns: until then, in a first forward, what is saved waits as
+it is (``operators.sites``). Tensors of any layout are read where they lie (``operators.regions``).
 
 What a mask has put values into (``masked_fill``, ``where``) stays as it is whatever it holds at that moment. Other
 outliers may come later than that, with the first batch that is padded, say. So they are looked for again in the 2nd,
@@ -46,18 +40,6 @@ step's inverse is a factor. Of fused attention,
 query, key and value are stored, which it saves first, not a learned bias: where that is to mask, it is minus infinity,
 or as good as that.
 
-**Any layout.** Dimensions are sorted by stride and those that follow each other in memory joined, so that views of one
-region of memory, transposed or not, are read in one and the same order, that of their addresses. A tensor
-``[B, H, N, d]`` that is cut out of a joint projection ``[B, N, 3, H, d]`` is ``B N`` rows of ``H d`` values so, and
-read where it lies. The kernels take ``[S, T, L]`` with values side by side in the last dimension, and blocks are cut
-from ``L``. A run of values that is a multiple of the block is read as rows of one block each: no block is cut short,
-and one compiled kernel does for all shapes. What has more than three dimensions even so, or no values side by side, is
-copied first. Unpacked values lie in the same order without gaps. For a tensor without gaps these are its own strides.
-
-**Versions.** Autograd checks the version of what it saves itself, not of what hooks keep. ``Unchanged`` does so in its
-place: a tensor that is written to before backward is an error, as without hooks. ``QuantizedRegion`` has its values
-from when it was saved, so they are right whatever happens to the tensor.
-
 Hooks that are open around a scope get the packed values, and everything that is left alone, in place of the graph: a
 ``SavedTensorMeter`` counts what is kept, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as
 they do with all hooks.
@@ -65,20 +47,14 @@ they do with all hooks.
 
 from __future__ import annotations
 
-import functools
-import math
-import sys
 import threading
 import warnings
-import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeAlias
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,16 +64,9 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from lightning_actprune.codec.autograd import close_hooks, open_hooks
-from lightning_actprune.codec.blocks import ALL_BLOCKS, MIN_ROW_BLOCKS, ceil_div
-from lightning_actprune.codec.dispatch import KERNEL_DTYPES, MAX_COLUMNS, in_plain_eager_mode
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
+from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.private import (
-    COMPILED,
     FOR_OPERATIONS,
-    current_autograd_node,
-    current_graph_task_id,
-    get_sequence_nr,
-    raw_stream,
     refusal,
     saved_tensors_hooks_are_enabled,
     top_saved_tensors_hooks,
@@ -105,8 +74,15 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.config import BITS, MIN_QUANTIZED_BLOCK, Keep, check_bits, check_count, check_model
-from lightning_actprune.operators.base import Converted
+from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
+from lightning_actprune.operators.hooks import (
+    ForwardHook,
+    backward_runs,
+    caller,
+    dropped_by_checkpoint,
+    eager_modules,
+    runs_again,
+)
 from lightning_actprune.operators.readers import (
     ATTENTION,
     POOLING,
@@ -116,93 +92,26 @@ from lightning_actprune.operators.readers import (
     is_masked,
     loses_values,
     may_read,
-    nodes_since,
     operator_name,
 )
+from lightning_actprune.operators.regions import (
+    Hooks,
+    Layout,
+    QuantizedRegion,
+    QuantizedView,
+    Unchanged,
+    as_read,
+    layout_of,
+)
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
+from lightning_actprune.operators.retainers import Retainers
+from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
 
-Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""A pair of pack and unpack hook."""
-
-
-class ForwardHook:
-    """A forward hook that does nothing in a copied or pickled module.
-
-    Args:
-        method: What it calls; ``None`` in a copy.
-    """
-
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any) -> None:
-        """Pass the call on."""
-        # One that a compiled graph has taken in must do nothing either.
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(*args)
-
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
-        return ForwardHook, ()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it does nothing."""
-        return self._method is None
-
-
-def drop_idle_hooks(module: nn.Module) -> None:
-    """Take the hooks off a copied module that do nothing there."""
-    for kind in ("_forward_hooks", "_forward_pre_hooks"):
-        hooks = getattr(module, kind)
-        for key in [key for key, hook in hooks.items() if isinstance(hook, ForwardHook) and hook.idle]:
-            for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
-                options.pop(key, None)
-
-
-def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:
-    """Return the modules whose calls Python sees: not those inside a compiled one.
-
-    A hook shows nothing there, and makes the compiler compile again.
-
-    Args:
-        module: The outermost one.
-        running_again: Whether to return those that run again in backward (``operators.recompute``), too.
-    """
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        return set()
-    if getattr(module, "_compiler_ctx", None) is not None:  # of Lightning, whose steps are compiled
-        return set()
-    if isinstance(module, Converted) and module.runs_again and not running_again:
-        return set()
-    return {module}.union(*(eager_modules(child, running_again=running_again) for child in module.children()))
-
-
-def backward_runs() -> bool:
-    """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
-    return current_graph_task_id() != -1
-
-
-def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
-    """Return whether ``hooks`` are the saved-tensor hooks with which torch's checkpoint drops what is saved."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-MOST_SHARED = 2**16
-"""Values of a tensor below which it is noted who else saves it."""
-_FEWER_VALUES = 8
-"""A tensor that has so many times as many values is multiplied with few factors."""
-_PACKAGE = __name__.partition(".")[0] + "."
 _OUTLIER = "an outlier takes all steps of its block for itself"
 _ATTENTION_INPUTS = "query", "key", "value"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
-_RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
-_QUOTIENT = -1
-"""Stands for the number of the operation that has inverted a parameter."""
-_QUOTIENTS = frozenset({"DivBackward0", "ReciprocalBackward0", "RsqrtBackward0"})
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
-MAX_STEPS = 8
-"""Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -230,46 +139,6 @@ def is_attention_result(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn.name() in ATTENTION
 
 
-def _is_result(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has a history, and the operation that is saving it has computed it."""
-    return tensor.grad_fn is not None and is_own_result(tensor)
-
-
-def is_own_result(tensor: Tensor) -> bool:
-    """Return whether the operation that is saving ``tensor``, which has a history, has computed it.
-
-    Its node was made before anything is saved, with the highest number so far; those of its inputs have lower ones. Of
-    operations that make several nodes before they save (``torch._foreach_exp``), only the last result is known.
-    """
-    node = tensor.grad_fn
-    assert node is not None
-    number = node._sequence_nr()  # first: of a view whose base was written to, this makes the node
-    return bool(number == get_sequence_nr() - 1)
-
-
-def caller() -> FrameType:
-    """Return the frame that called the operation that is saving something: the first that is not of this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name != "torch.autograd.function" and not name.startswith(_PACKAGE):
-            break
-        frame = frame.f_back
-    return frame
-
-
-def runs_again(frame: FrameType, by: tuple[str, ...] = _RUNNING_AGAIN) -> bool:
-    """Return whether what is being saved is kept to compute something again.
-
-    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
-
-    Args:
-        frame: Who has called the operation.
-        by: Prefixes of the modules whose code does so.
-    """
-    return bool(frame.f_globals.get("__name__", "").startswith(by))
-
-
 def _copies_parameter(tensor: Tensor) -> bool:
     """Return whether views and casts alone lie between a parameter and ``tensor``."""
     node = tensor.grad_fn
@@ -280,191 +149,6 @@ def _copies_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-def _inverted_parameters(tensor: Tensor) -> list[Tensor]:
-    """Return the parameters from which alone, and by a quotient, ``tensor`` is computed; none of any other tensor."""
-    inverse, leaves, waiting = False, list[Tensor](), [tensor.grad_fn]
-    for _ in range(MAX_STEPS):
-        if not waiting:
-            break
-        node: Any = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
-            leaves.append(leaf)
-        elif node is None or not node.next_functions:
-            return []
-        inverse |= node.name() in _QUOTIENTS or (node.name() == "PowBackward0" and node._saved_exponent < 0)
-        waiting += [before for before, _ in node.next_functions if before is not None]
-    return leaves if inverse and not waiting else []
-
-
-Dims = tuple[tuple[int, int], ...]
-"""Sizes and strides, the largest stride first."""
-
-
-class Layout(NamedTuple):
-    """How a tensor is read and written.
-
-    Args:
-        region: Its joined dimensions: equal for views of one region of memory.
-        copied: Whether the region is copied before it is read.
-        shape: ``(S, T, L)`` as read.
-        strides: Strides of these in the region or in its copy.
-        block: Values per block, cut to a row.
-        dense_strides: Strides of the tensor when it is unpacked.
-    """
-
-    region: Dims
-    copied: bool
-    shape: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    block: int
-    dense_strides: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int) -> Layout | None:
-    """Return how a tensor is read, ``None`` if it is empty or expanded, overlaps itself or has no sensible rows."""
-    sizes = sorted((strides[dim], size, dim) for dim, size in enumerate(shape) if size != 1)
-    reach, dense, dense_strides, joined = 1, 1, list(strides), list[tuple[int, int]]()
-    for stride, size, dim in sizes:
-        if size == 0 or stride < reach:
-            return None
-        if joined and stride == reach:
-            joined[-1] = joined[-1][0] * size, joined[-1][1]
-        else:
-            joined.append((size, stride))
-        dense_strides[dim] = dense
-        reach, dense = stride * size, dense * size
-    region = tuple(reversed(joined)) or ((1, 1),)
-    read, copied = _rows(region, block_size), False
-    if read is None:
-        read, copied = _rows(((dense, 1),), block_size), True
-    if read is None:
-        return None
-    (samples, of_sample), (rows, of_row), (length, _) = read
-    block = min(block_size, length)
-    if samples * rows * ceil_div(length, block) > MAX_KEPT_BLOCKS:
-        return None
-    view = (samples, rows, length), (of_sample, of_row, 1)
-    return Layout(region, copied, *view, block, tuple(dense_strides))
-
-
-def _rows(region: Dims, block_size: int) -> Dims | None:
-    """Return ``region`` as three dimensions, the last one of values side by side, ``None`` if it is not that simple."""
-    *outer, (run, stride) = region
-    if stride != 1 or run < MIN_QUANTIZED_BLOCK:
-        return None
-    for length in _lengths(run, block_size):
-        rows = [] if length == run else [(run // length, length)]
-        if len(outer) + len(rows) <= 2:
-            filled = *outer, *rows
-            missing = 2 - len(filled)
-            return (*([(1, math.prod(size for size, _ in region))] * missing), *filled, (length, 1))
-    return None
-
-
-def _lengths(run: int, block_size: int) -> list[int]:
-    """Return the lengths of rows that ``run`` values side by side may be cut to, the best first."""
-    longest = block_size * MAX_COLUMNS
-    if run % block_size == 0:
-        return [block_size, run] if run <= longest else [block_size]
-    if run < block_size:
-        return [run]
-    fewest, most = ceil_div(run, longest), run // (block_size * MIN_ROW_BLOCKS)
-    return next(([run // rows] for rows in range(fewest, most + 1) if run % rows == 0), [])
-
-
-class Retainers:
-    """Who retains which storage: asked before something is packed in its place, and when it is judged what that saved.
-
-    A storage is known by its address, which a weak reference to it keeps from being used again. Nothing is kept alive.
-    """
-
-    def __init__(self) -> None:
-        self._storages: dict[int, tuple[StorageWeakRef, dict[Any, weakref.ref[Any] | None]]] = {}
-
-    def __contains__(self, address: int) -> bool:
-        return address in self._storages
-
-    def add(self, storage: StorageWeakRef, name: Any, retainer: Any = None) -> None:
-        """Note that ``retainer`` retains ``storage`` for as long as it lives, or somebody by that name for good."""
-        address: int = storage.cdata
-        known = self._storages.setdefault(address, (storage, {}))[1]
-        known[name] = None if retainer is None else weakref.ref(retainer, partial(self._forget, address, name))
-
-    def find(self, address: int, name: Any) -> Any:
-        """Return who retains the storage by that name, ``None`` if nobody."""
-        known = self._storages.get(address)
-        reference = None if known is None else known[1].get(name)
-        return None if reference is None else reference()
-
-    def all_of(self, address: int) -> list[Any]:
-        """Return all who retain the storage and are still alive."""
-        known = self._storages.get(address)
-        references = () if known is None else tuple(known[1].values())
-        found = (None if reference is None else reference() for reference in references)
-        return [retainer for retainer in found if retainer is not None]
-
-    def first_name(self, address: int) -> Any:
-        """Return the name of who came first of those that retain the storage."""
-        return next(iter(self._storages[address][1]))
-
-    def copy(self) -> Retainers:
-        """Return the same for trying what would be, for those that are here for good."""
-        made = Retainers()
-        made._storages = {address: (storage, dict(names)) for address, (storage, names) in self._storages.items()}
-        return made
-
-    def _forget(self, address: int, name: Any, reference: weakref.ref[Any]) -> None:
-        """Remove the entry of what is gone, unless something else has taken its place."""
-        known = self._storages.get(address)
-        if known is not None and known[1].get(name) is reference:
-            del known[1][name]
-            if not known[1]:
-                del self._storages[address]
-
-
-class Unchanged:
-    """A tensor as it is, or what hooks around ours made of it.
-
-    Args:
-        tensor: A saved tensor.
-        outer: The hooks around ours, ``None`` without any.
-        version: Of the tensor when it was saved, by default now.
-    """
-
-    __slots__ = ("__weakref__", "_unpack", "_value", "_version")
-
-    def __init__(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> None:
-        self._value: Any
-        self._unpack: Callable[[Any], Tensor] | None = None
-        if outer is not None:
-            self._value, self._unpack = outer[0](tensor), outer[1]
-            return
-        # A result holds its node, which holds this: without its own history there is no cycle.
-        self._value = tensor if tensor.is_leaf else tensor.detach()
-        self._version = tensor._version if version is None else version
-
-    def tensor(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: If it was written to since it was saved.
-        """
-        if self._unpack is not None:
-            restored: Tensor = self._unpack(self._value)
-            return restored
-        value: Tensor = self._value
-        if value._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{value.type()} {list(value.shape)}] is at version {value._version}; expected version "
-                f"{self._version} instead. HINT: torch.autograd.set_detect_anomaly(True) shows the operation whose "
-                "gradient failed."
-            )
-        return value
-
-
 class _Packing(threading.local):
     """Tells the hooks around which tensor it is that they are given a packed one for."""
 
@@ -473,94 +157,6 @@ class _Packing(threading.local):
 
 
 packing = _Packing()
-
-
-def as_read(region: Tensor, layout: Layout) -> Tensor:
-    """Return a tensor over a region as it is read."""
-    if layout.copied:
-        sizes, strides = zip(*layout.region, strict=True)
-        return region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
-    return region.detach().as_strided(layout.shape, layout.strides)
-
-
-def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the values of a quantized region in the order of their addresses."""
-    samples, rows, length = layout.shape
-    none = values.new_empty((0, 0), dtype=torch.int32)
-    made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
-    dense: Tensor = made(values, none, none, samples * rows, length, layout.block, bits, dtype)
-    return dense
-
-
-class QuantizedRegion:
-    """A region of memory, quantized, or what hooks around ours made of these.
-
-    Args:
-        region: Tensor over the region, which is not kept.
-        layout: How it is read.
-        bits: Bits of a stored value.
-        outer: The hooks around ours, ``None`` without any.
-    """
-
-    __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
-
-    def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
-        values, _, _ = pack(as_read(region, layout), layout.block, ALL_BLOCKS, bits)
-        self._layout, self._dtype, self._bits = layout, region.dtype, bits
-        self.nbytes, self.outer = values.nbytes, outer
-        self._values: Any = values if outer is None else outer[0](values)
-
-    def goes_to(self, outer: Hooks | None) -> bool:
-        """Return whether hooks that ``outer`` is now got the values."""
-        return self.outer is outer or (self.outer is not None and outer is not None and self.outer[0] is outer[0])
-
-    def unpack(self) -> Tensor:
-        """Return the values in the order of their addresses."""
-        values = self._values if self.outer is None else self.outer[1](self._values)
-        return unpack_region(values, self._layout, self._bits, self._dtype)
-
-
-class QuantizedView:
-    """A saved tensor of which the values are quantized, if its operation may read them so.
-
-    Args:
-        shape: Of the tensor.
-        strides: Of the tensor when it is unpacked.
-        fqn: Name of the module that ran when it was saved.
-        may_read: Says of a node by its name whether it may read the values.
-    """
-
-    __slots__ = ("_may_read", "_shape", "_strides", "fqn", "settle", "stored")
-
-    def __init__(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str, may_read: Callable[[str], bool]
-    ) -> None:
-        self._shape, self._strides, self.fqn, self._may_read = shape, strides, fqn, may_read
-        self.settle: Callable[[], None] | None = None
-        """Stores it as it is, if it is not known yet how."""
-        self.stored: QuantizedRegion | Unchanged | None = None
-        """Its region of memory, which others may share; or the tensor as it is."""
-
-    def tensor(self) -> Tensor:
-        """Return the tensor, unpacked anew.
-
-        Raises:
-            RuntimeError: If an operation reads it that may not.
-        """
-        if self.settle is not None:
-            self.settle()
-        assert self.stored is not None
-        if isinstance(self.stored, Unchanged):
-            return self.stored.tensor()
-        node: Any = current_autograd_node()
-        if node is not None and not self._may_read(node.name()):
-            raise RuntimeError(
-                f"{node.name()} would read in few bits what module {self.fqn!r} saved, where another operation was "
-                "when the module first ran; its gradient could be wrong. HINT: leave this module alone with a rule "
-                f"(`rules={{{self.fqn!r}: None}}`), or the operation everywhere "
-                f"(`rules={{'operation:{operator_name(node.name())}': None}}`)."
-            )
-        return self.stored.unpack().as_strided(self._shape, self._strides)
 
 
 @dataclass
@@ -603,200 +199,6 @@ class LeftRow:
     nbytes: int = 0
 
 
-class Site(NamedTuple):
-    """Where something is saved.
-
-    Args:
-        fqn: Name of the module that runs.
-        code: The code that calls the operation.
-        instruction: The instruction in it.
-        place: How many tensors the operation has saved before.
-    """
-
-    fqn: str
-    code: CodeType
-    instruction: int
-    place: int
-
-    @property
-    def described(self) -> str:
-        """The same in another process, as long as the code and the version of torch are the same."""
-        code = self.code
-        same = torch.__version__, code.co_code, code.co_names, code.co_firstlineno
-        return f"{self.fqn}: {code.co_name} {zlib.crc32(repr(same).encode()):08x} +{self.instruction} #{self.place}"
-
-
-class Decision(NamedTuple):
-    """How what a site saves is kept.
-
-    Args:
-        bits: Bits of a value, 0 for the tensor as it is.
-        operation: Name of the operation.
-        reason: Why it is kept as it is, ``""`` if it is not.
-    """
-
-    bits: int
-    operation: str
-    reason: str = ""
-
-
-@dataclass
-class Decided:
-    """What is known of a model's sites, in primitives: a resumed training goes on with it.
-
-    Args:
-        sites: The decision for each site, as it is described.
-        settled: Names of the outermost modules of scopes in which nothing was undecided the last time.
-        before: The decisions that were made before a checkpoint.
-    """
-
-    sites: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-    settled: set[str] = field(default_factory=set)
-    before: dict[str, tuple[int, str, str]] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return it fit for a checkpoint."""
-        return {"sites": {site: list(known) for site, known in self.sites.items()}, "settled": sorted(self.settled)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what ``state_dict`` has returned."""
-        self.before = {site: (bits, operation, reason) for site, (bits, operation, reason) in state["sites"].items()}
-        self.sites |= self.before
-        self.settled |= set(state["settled"])
-
-
-@dataclass
-class Saving:
-    """An operation that saves tensors.
-
-    Args:
-        number: Of its node.
-        count: How many it has saved.
-        parameters: Values of the parameters among them.
-        small: Addresses of the storages of the small tensors among them that need a gradient, with their values.
-    """
-
-    number: int
-    count: int = 0
-    parameters: list[int] = field(default_factory=list)
-    small: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class Waiting:
-    """A tensor that waits for its operation to be known.
-
-    Args:
-        site: Where it was saved.
-        saving: By whom.
-        view: What the graph holds.
-        tensor: The tensor.
-        layout: How it is read.
-        version: Its version.
-        stream: Number of the stream on which it was saved.
-        outer: The hooks around.
-        depth: How many modules run, of those whose outputs may lead to the operation.
-    """
-
-    site: Site
-    saving: Saving
-    view: QuantizedView
-    tensor: Tensor
-    layout: Layout
-    version: int
-    stream: int
-    outer: Hooks | None
-    depth: int
-
-
-class Operations:
-    """What the operations of an open scope save.
-
-    Args:
-        store: Keeps what waits, given the nodes that were found by their numbers.
-        watched: Whether it is noted which operations share small tensors, for new sites to be decided.
-        checked: Whether outliers are looked for again.
-    """
-
-    def __init__(
-        self, store: Callable[[Waiting, Mapping[int, Any], Operations], None], watched: bool, checked: bool
-    ) -> None:
-        self._store, self.watched, self.checked = store, watched, checked
-        self._saving = Saving(-1)
-        self._users: dict[int, set[int]] = {}
-        self._waiting: list[Waiting] = []
-        self.undecided = False
-        """Whether something was saved at a site of which it was not known how."""
-
-    def saves(self, tensor: Tensor) -> Saving:
-        """Take note that an operation saves ``tensor``, and return it."""
-        number = get_sequence_nr() - 1
-        if number != self._saving.number:
-            self._saving = Saving(number)
-        saving = self._saving
-        saving.count += 1
-        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-            saving.parameters.append(tensor.numel())
-        if self.watched and tensor.requires_grad and tensor.numel() < MOST_SHARED and not _is_result(tensor):
-            address = tensor.untyped_storage()._cdata
-            saving.small.append((address, tensor.numel()))
-            self._users.setdefault(address, set()).add(number)
-            inverted = _inverted_parameters(tensor)
-            for step in (tensor, *inverted) if inverted else ():
-                self._users.setdefault(step.untyped_storage()._cdata, set()).add(_QUOTIENT)
-        return saving
-
-    def wait(
-        self, site: Site, view: QuantizedView, tensor: Tensor, layout: Layout, outer: Hooks | None, depth: int
-    ) -> None:
-        """Let ``tensor`` wait, as it is, until its operation is known."""
-        self.undecided = True
-        stay = Waiting(site, self._saving, view, tensor, layout, tensor._version, _stream(tensor), outer, depth)
-        view.settle = partial(self._leave_as_it_is, stay)
-        self._waiting.append(stay)
-
-    def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
-        """Return whether the factor with which what waits is multiplied may be the step of a quantization.
-
-        An operation that is no product saves it too, or it is the inverse of a parameter, or such a parameter. Factors
-        of nearly as many values are no steps.
-        """
-        fewer = [address for address, values in stay.saving.small if values * _FEWER_VALUES <= stay.tensor.numel()]
-        users = [nodes.get(number) for address in fewer for number in self._users[address]]
-        return any(node is None or node.name() not in PRODUCTS for node in users)
-
-    def returned(self, outputs: Any, depth: int) -> None:
-        """Keep what waits and whose operation is found behind the outputs of a module.
-
-        Args:
-            outputs: What the module returned.
-            depth: How many modules run still; with none, all that waits is kept.
-        """
-        inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
-        if not inside:
-            return
-        if outputs is None and not depth:  # it raised, or was interrupted: the next forward decides
-            for stay in inside:
-                self._leave_as_it_is(stay)
-            return
-        nodes = nodes_since(outputs, min(stay.saving.number for stay in inside))
-        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
-        for stay in inside:
-            node = nodes.get(stay.saving.number)
-            if node is None and depth:
-                stay.depth = depth  # the module around may return what this one has not
-                self._waiting.append(stay)
-                continue
-            stay.view.settle = None
-            with _on_stream(stay.tensor, stay.stream):
-                self._store(stay, nodes, self)
-
-    def _leave_as_it_is(self, stay: Waiting) -> None:
-        """Keep what is read before its module returns."""
-        stay.view.settle = None
-        stay.view.stored = Unchanged(stay.tensor, stay.outer, stay.version)
-
-
 class OpenHooks:
     """The hooks that are open in a thread.
 
@@ -822,18 +224,6 @@ class OpenHooks:
 def _is_captured(tensor: Tensor) -> bool:
     """Return whether a CUDA graph of what is done with ``tensor`` is being made: then nobody may wait for values."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _stream(tensor: Tensor) -> int:
-    """Return the number of the current stream, 0 without a GPU."""
-    return raw_stream(tensor.device.index) if tensor.is_cuda else 0
-
-
-def _on_stream(tensor: Tensor, stream: int) -> AbstractContextManager[Any]:
-    """Return a context in which ``stream``, on which ``tensor`` was saved, is the current one."""
-    if _stream(tensor) == stream:
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.ExternalStream(stream, tensor.device))  # type: ignore[no-untyped-call]
 
 
 class _Scope(threading.local):

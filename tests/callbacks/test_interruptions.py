@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
 from lightning_actprune.analysis import first_batch, memory, recorder, sensitivity
-from lightning_actprune.operators import attention, linear, saved
-from lightning_actprune.operators.saved import backward_runs
+from lightning_actprune.operators import attention, linear, regions, saved
+from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
 from tests.support.everything import Everything, assert_nothing_open
 from tests.support.helpers import trainer
@@ -329,10 +329,10 @@ OURS = {
     "restoring": (ActivationPruning, "_restore", None),
     "packing": (linear, "pack_blocks", 0),
     "packing later": (linear, "pack_blocks", 2),
-    "packing what is saved": (saved, "pack", 1),
-    "packing what is saved later": (saved, "pack", 2),
-    "unpacking what was saved": (saved, "unpack", 1),
-    "unpacking what was saved later": (saved, "unpack", 2),
+    "packing what is saved": (regions, "pack", 1),
+    "packing what is saved later": (regions, "pack", 2),
+    "unpacking what was saved": (regions, "unpack", 1),
+    "unpacking what was saved later": (regions, "unpack", 2),
     "a projection": (attention.Projection, "linear", 0),
     "a projection while it is measured": (attention.Projection, "linear", 1),
     "opening": (recorder.SavedTensorRecorder, "_follow", 0),

@@ -24,7 +24,9 @@ from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecor
 from lightning_actprune.codec import autograd
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
-from lightning_actprune.operators.saved import SavedTensorCompression, is_own_result, is_weight, layout_of
+from lightning_actprune.operators.regions import layout_of
+from lightning_actprune.operators.saved import SavedTensorCompression, is_weight
+from lightning_actprune.operators.sites import is_own_result
 from tests.support.checkpointing import WAYS
 from tests.support.compression import (
     DENSE,

@@ -1,0 +1,107 @@
+"""Hooks on the modules of a model, and what they ask about the forward in which they run.
+
+A hook of a module outlives its owner in copies and pickles, and runs in forwards that keep nothing: in backward, inside
+a checkpoint, in what a compiler has taken in. Who hangs hooks on modules finds here how to tell these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_actprune.codec.private import COMPILED, current_graph_task_id
+from lightning_actprune.operators.base import Converted
+
+
+class ForwardHook:
+    """A forward hook that does nothing in a copied or pickled module.
+
+    Args:
+        method: What it calls; ``None`` in a copy.
+    """
+
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> None:
+        """Pass the call on."""
+        # One that a compiled graph has taken in must do nothing either.
+        if self._method is not None and not torch.compiler.is_compiling():
+            self._method(*args)
+
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
+        return ForwardHook, ()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it does nothing."""
+        return self._method is None
+
+
+def drop_idle_hooks(module: nn.Module) -> None:
+    """Take the hooks off a copied module that do nothing there."""
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        hooks = getattr(module, kind)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, ForwardHook) and hook.idle]:
+            for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
+                options.pop(key, None)
+
+
+def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Module]:
+    """Return the modules whose calls Python sees: not those inside a compiled one.
+
+    A hook shows nothing there, and makes the compiler compile again.
+
+    Args:
+        module: The outermost one.
+        running_again: Whether to return those that run again in backward (``operators.recompute``), too.
+    """
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return set()
+    if getattr(module, "_compiler_ctx", None) is not None:  # of Lightning, whose steps are compiled
+        return set()
+    if isinstance(module, Converted) and module.runs_again and not running_again:
+        return set()
+    return {module}.union(*(eager_modules(child, running_again=running_again) for child in module.children()))
+
+
+def backward_runs() -> bool:
+    """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
+    return current_graph_task_id() != -1
+
+
+def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:
+    """Return whether ``hooks`` are the saved-tensor hooks with which torch's checkpoint drops what is saved."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+_PACKAGE = __name__.partition(".")[0] + "."
+_RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
+
+
+def caller() -> FrameType:
+    """Return the frame that called the operation that is saving something: the first that is not of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != "torch.autograd.function" and not name.startswith(_PACKAGE):
+            break
+        frame = frame.f_back
+    return frame
+
+
+def runs_again(frame: FrameType, by: tuple[str, ...] = _RUNNING_AGAIN) -> bool:
+    """Return whether what is being saved is kept to compute something again.
+
+    A reentrant checkpoint keeps its input so, and a compiled region whatever its compiler chose.
+
+    Args:
+        frame: Who has called the operation.
+        by: Prefixes of the modules whose code does so.
+    """
+    return bool(frame.f_globals.get("__name__", "").startswith(by))

@@ -1,0 +1,238 @@
+"""A saved tensor of any layout in few bits: in which order its memory is read, and what a graph holds in its place.
+
+Dimensions are sorted by stride and those that follow each other in memory joined, so that views of one region of
+memory, transposed or not, are read in one and the same order, that of their addresses. A tensor ``[B, H, N, d]`` that
+is cut out of a joint projection ``[B, N, 3, H, d]`` is ``B N`` rows of ``H d`` values so, and read where it lies. The
+kernels take ``[S, T, L]`` with values side by side in the last dimension, and blocks are cut from ``L``. A run of
+values that is a multiple of the block is read as rows of one block each: no block is cut short, and one compiled kernel
+does for all shapes. What has more than three dimensions even so, or no values side by side, is copied first. Unpacked
+values lie in the same order without gaps. For a tensor without gaps these are its own strides.
+
+**Versions.** Autograd checks the version of what it saves itself, not of what hooks keep. ``Unchanged`` does so in its
+place: a tensor that is written to before backward is an error, as without hooks. ``QuantizedRegion`` has its values
+from when it was saved, so they are right whatever happens to the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.codec.blocks import ALL_BLOCKS, MIN_ROW_BLOCKS, ceil_div
+from lightning_actprune.codec.dispatch import MAX_COLUMNS, in_plain_eager_mode
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack, unpack
+from lightning_actprune.codec.private import current_autograd_node
+from lightning_actprune.config import MIN_QUANTIZED_BLOCK
+from lightning_actprune.operators.readers import operator_name
+
+Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""A pair of pack and unpack hook."""
+Dims = tuple[tuple[int, int], ...]
+"""Sizes and strides, the largest stride first."""
+
+
+class Layout(NamedTuple):
+    """How a tensor is read and written.
+
+    Args:
+        region: Its joined dimensions: equal for views of one region of memory.
+        copied: Whether the region is copied before it is read.
+        shape: ``(S, T, L)`` as read.
+        strides: Strides of these in the region or in its copy.
+        block: Values per block, cut to a row.
+        dense_strides: Strides of the tensor when it is unpacked.
+    """
+
+    region: Dims
+    copied: bool
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    block: int
+    dense_strides: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(shape: tuple[int, ...], strides: tuple[int, ...], block_size: int) -> Layout | None:
+    """Return how a tensor is read, ``None`` if it is empty or expanded, overlaps itself or has no sensible rows."""
+    sizes = sorted((strides[dim], size, dim) for dim, size in enumerate(shape) if size != 1)
+    reach, dense, dense_strides, joined = 1, 1, list(strides), list[tuple[int, int]]()
+    for stride, size, dim in sizes:
+        if size == 0 or stride < reach:
+            return None
+        if joined and stride == reach:
+            joined[-1] = joined[-1][0] * size, joined[-1][1]
+        else:
+            joined.append((size, stride))
+        dense_strides[dim] = dense
+        reach, dense = stride * size, dense * size
+    region = tuple(reversed(joined)) or ((1, 1),)
+    read, copied = _rows(region, block_size), False
+    if read is None:
+        read, copied = _rows(((dense, 1),), block_size), True
+    if read is None:
+        return None
+    (samples, of_sample), (rows, of_row), (length, _) = read
+    block = min(block_size, length)
+    if samples * rows * ceil_div(length, block) > MAX_KEPT_BLOCKS:
+        return None
+    view = (samples, rows, length), (of_sample, of_row, 1)
+    return Layout(region, copied, *view, block, tuple(dense_strides))
+
+
+def _rows(region: Dims, block_size: int) -> Dims | None:
+    """Return ``region`` as three dimensions, the last one of values side by side, ``None`` if it is not that simple."""
+    *outer, (run, stride) = region
+    if stride != 1 or run < MIN_QUANTIZED_BLOCK:
+        return None
+    for length in _lengths(run, block_size):
+        rows = [] if length == run else [(run // length, length)]
+        if len(outer) + len(rows) <= 2:
+            filled = *outer, *rows
+            missing = 2 - len(filled)
+            return (*([(1, math.prod(size for size, _ in region))] * missing), *filled, (length, 1))
+    return None
+
+
+def _lengths(run: int, block_size: int) -> list[int]:
+    """Return the lengths of rows that ``run`` values side by side may be cut to, the best first."""
+    longest = block_size * MAX_COLUMNS
+    if run % block_size == 0:
+        return [block_size, run] if run <= longest else [block_size]
+    if run < block_size:
+        return [run]
+    fewest, most = ceil_div(run, longest), run // (block_size * MIN_ROW_BLOCKS)
+    return next(([run // rows] for rows in range(fewest, most + 1) if run % rows == 0), [])
+
+
+class Unchanged:
+    """A tensor as it is, or what hooks around ours made of it.
+
+    Args:
+        tensor: A saved tensor.
+        outer: The hooks around ours, ``None`` without any.
+        version: Of the tensor when it was saved, by default now.
+    """
+
+    __slots__ = ("__weakref__", "_unpack", "_value", "_version")
+
+    def __init__(self, tensor: Tensor, outer: Hooks | None, version: int | None = None) -> None:
+        self._value: Any
+        self._unpack: Callable[[Any], Tensor] | None = None
+        if outer is not None:
+            self._value, self._unpack = outer[0](tensor), outer[1]
+            return
+        # A result holds its node, which holds this: without its own history there is no cycle.
+        self._value = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version if version is None else version
+
+    def tensor(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: If it was written to since it was saved.
+        """
+        if self._unpack is not None:
+            restored: Tensor = self._unpack(self._value)
+            return restored
+        value: Tensor = self._value
+        if value._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{value.type()} {list(value.shape)}] is at version {value._version}; expected version "
+                f"{self._version} instead. HINT: torch.autograd.set_detect_anomaly(True) shows the operation whose "
+                "gradient failed."
+            )
+        return value
+
+
+def as_read(region: Tensor, layout: Layout) -> Tensor:
+    """Return a tensor over a region as it is read."""
+    if layout.copied:
+        sizes, strides = zip(*layout.region, strict=True)
+        return region.detach().as_strided(sizes, strides).contiguous().view(layout.shape)
+    return region.detach().as_strided(layout.shape, layout.strides)
+
+
+def unpack_region(values: Tensor, layout: Layout, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the values of a quantized region in the order of their addresses."""
+    samples, rows, length = layout.shape
+    none = values.new_empty((0, 0), dtype=torch.int32)
+    made = unpack if in_plain_eager_mode(values) else torch.ops.actprune.unpack
+    dense: Tensor = made(values, none, none, samples * rows, length, layout.block, bits, dtype)
+    return dense
+
+
+class QuantizedRegion:
+    """A region of memory, quantized, or what hooks around ours made of these.
+
+    Args:
+        region: Tensor over the region, which is not kept.
+        layout: How it is read.
+        bits: Bits of a stored value.
+        outer: The hooks around ours, ``None`` without any.
+    """
+
+    __slots__ = ("__weakref__", "_bits", "_dtype", "_layout", "_values", "nbytes", "outer")
+
+    def __init__(self, region: Tensor, layout: Layout, bits: int, outer: Hooks | None) -> None:
+        values, _, _ = pack(as_read(region, layout), layout.block, ALL_BLOCKS, bits)
+        self._layout, self._dtype, self._bits = layout, region.dtype, bits
+        self.nbytes, self.outer = values.nbytes, outer
+        self._values: Any = values if outer is None else outer[0](values)
+
+    def goes_to(self, outer: Hooks | None) -> bool:
+        """Return whether hooks that ``outer`` is now got the values."""
+        return self.outer is outer or (self.outer is not None and outer is not None and self.outer[0] is outer[0])
+
+    def unpack(self) -> Tensor:
+        """Return the values in the order of their addresses."""
+        values = self._values if self.outer is None else self.outer[1](self._values)
+        return unpack_region(values, self._layout, self._bits, self._dtype)
+
+
+class QuantizedView:
+    """A saved tensor of which the values are quantized, if its operation may read them so.
+
+    Args:
+        shape: Of the tensor.
+        strides: Of the tensor when it is unpacked.
+        fqn: Name of the module that ran when it was saved.
+        may_read: Says of a node by its name whether it may read the values.
+    """
+
+    __slots__ = ("_may_read", "_shape", "_strides", "fqn", "settle", "stored")
+
+    def __init__(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], fqn: str, may_read: Callable[[str], bool]
+    ) -> None:
+        self._shape, self._strides, self.fqn, self._may_read = shape, strides, fqn, may_read
+        self.settle: Callable[[], None] | None = None
+        """Stores it as it is, if it is not known yet how."""
+        self.stored: QuantizedRegion | Unchanged | None = None
+        """Its region of memory, which others may share; or the tensor as it is."""
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, unpacked anew.
+
+        Raises:
+            RuntimeError: If an operation reads it that may not.
+        """
+        if self.settle is not None:
+            self.settle()
+        assert self.stored is not None
+        if isinstance(self.stored, Unchanged):
+            return self.stored.tensor()
+        node: Any = current_autograd_node()
+        if node is not None and not self._may_read(node.name()):
+            raise RuntimeError(
+                f"{node.name()} would read in few bits what module {self.fqn!r} saved, where another operation was "
+                "when the module first ran; its gradient could be wrong. HINT: leave this module alone with a rule "
+                f"(`rules={{{self.fqn!r}: None}}`), or the operation everywhere "
+                f"(`rules={{'operation:{operator_name(node.name())}': None}}`)."
+            )
+        return self.stored.unpack().as_strided(self._shape, self._strides)
