@@ -1,0 +1,121 @@
+"""Regions of memory: tensors of any layout are read in the order of their addresses, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_actprune.operators.regions import layout_of
+
+CUT = 8
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+WITHOUT_GAPS = {
+    "contiguous": numbers(4, 6, 16),
+    "odd": numbers(7, 11, 13),
+    "transposed": numbers(4, 6, 16).transpose(1, 2),
+    "channels_last": numbers(2, 8, 9, 10).to(memory_format=torch.channels_last),
+    "one image": numbers(1, 8, 16, 16).to(memory_format=torch.channels_last),
+    "one dimension": numbers(512),
+    "offset": numbers(6, 128)[2:],
+}
+PARTS = {
+    "q of qkv": numbers(2, 12, 3, 4, 16).permute(2, 0, 3, 1, 4)[1],
+    "chunk": numbers(4, 6, 96).chunk(3, -1)[2],
+    "short rows": numbers(4, 20, 40)[..., 3:11],
+    "three dimensions": numbers(6, 8, 48)[:, 1:5, 8:40],
+}
+COPIED = {
+    "every other": numbers(16, 64)[:, ::2],
+    "four dimensions": numbers(6, 5, 7, 48)[:, :3, :2, :32],
+    "tiny rows": numbers(64, 20)[:, :5],
+    "rows that blocks would not fill": numbers(64, 20)[:, :9],
+}
+ALL = WITHOUT_GAPS | PARTS | COPIED
+cases = pytest.mark.parametrize("x", ALL.values(), ids=ALL)
+
+
+def restored(x: Tensor) -> Tensor:
+    """Read ``x`` as a kernel does, and lay out what was read."""
+    layout = layout_of(x.shape, x.stride(), CUT)
+    assert layout is not None
+    if layout.copied:
+        sizes, strides = zip(*layout.region, strict=True)
+        source = x.as_strided(sizes, strides).contiguous().view(-1)
+        read = source.as_strided(layout.shape, layout.strides)
+    else:
+        read = x.as_strided(layout.shape, layout.strides)
+    assert layout.strides[-1] == 1
+    return read.reshape(-1).as_strided(x.shape, layout.dense_strides)
+
+
+@cases
+def test_nothing_is_lost_or_moved(x: Tensor):
+    torch.testing.assert_close(restored(x), x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("x", WITHOUT_GAPS.values(), ids=WITHOUT_GAPS)
+def test_what_has_no_gaps_keeps_its_strides_and_is_one_region(x: Tensor):
+    layout = layout_of(x.shape, x.stride(), CUT)
+    assert layout.dense_strides == x.stride()
+    assert layout.region == ((x.numel(), 1),)
+    assert not layout.copied
+
+
+@pytest.mark.parametrize("x", PARTS.values(), ids=PARTS)
+def test_parts_are_read_where_they_lie_and_written_without_gaps_in_the_same_order(x: Tensor):
+    layout = layout_of(x.shape, x.stride(), CUT)
+    assert not layout.copied
+    made = torch.empty_strided(x.shape, layout.dense_strides)
+    assert made.untyped_storage().nbytes() == x.nbytes
+    order = sorted(range(x.dim()), key=x.stride().__getitem__)
+    assert order == sorted(range(x.dim()), key=made.stride().__getitem__)
+
+
+@pytest.mark.parametrize("x", COPIED.values(), ids=COPIED)
+def test_the_others_are_copied(x: Tensor):
+    assert layout_of(x.shape, x.stride(), CUT).copied
+
+
+@cases
+def test_blocks_are_full_but_for_a_sixteenth_or_where_rows_are_shorter(x: Tensor):
+    layout = layout_of(x.shape, x.stride(), CUT)
+    samples, rows, length = layout.shape
+    assert samples * rows * length == x.numel()
+    taken = samples * rows * -(-length // layout.block) * layout.block
+    assert taken <= x.numel() * 17 / 16
+
+
+def test_views_of_one_region_are_known_as_such():
+    x = numbers(4, 6, 16)
+    views = [x, x.transpose(0, 2), x.flatten(), x.view(8, 48).t(), x.unsqueeze(1)]
+    assert len({layout_of(view.shape, view.stride(), CUT).region for view in views}) == 1
+    assert layout_of(x[..., :8].shape, x.stride(), CUT).region != layout_of(x.shape, x.stride(), CUT).region
+
+
+def test_a_run_without_a_divisor_is_cut_as_the_kernels_can_count():
+    longest = CUT * 65535
+    even, odd = layout_of((3 * longest + 3,), (1,), CUT), layout_of((1299709,), (1,), CUT)  # a prime
+    assert even.shape[2] <= longest
+    assert even.shape[2] * even.shape[1] == 3 * longest + 3
+    assert odd is None
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(8, 1).expand(8, 64),
+        torch.arange(600.0).unfold(0, 16, 4),
+        torch.ones(0, 16),
+        torch.ones(()),
+        torch.ones(3),
+    ],
+    ids=["expanded", "overlapping", "empty", "number", "few"],
+)
+def test_what_has_no_sensible_rows_is_left(x: Tensor):
+    assert layout_of(x.shape, x.stride(), CUT) is None

@@ -1,0 +1,317 @@
+"""Scopes of SavedTensorCompression: which modules they are of, when they open and close, and that nothing stays."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_actprune.codec import autograd
+from lightning_actprune.config import Keep
+from lightning_actprune.operators.saved import SavedTensorCompression
+from tests.support.checkpointing import WAYS
+from tests.support.compression import (
+    SHAPE,
+    Runs,
+    activation,
+    gradients,
+    made,
+    packed,
+    top_hooks,
+    typical,
+)
+from tests.support.helpers import Net, assert_plain, trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
+
+
+def test_rows_name_children_and_what_has_children():
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(64), nn.GELU()), nn.SiLU())
+    with SavedTensorCompression(model, Keep(bits=4), min_values=256) as saving:
+        for _ in range(2):
+            model(activation())
+    stored = SHAPE[0] * SHAPE[1] * 2 * 18
+    found = [(r.fqn, r.shape, r.dtype, r.count, r.dense_bytes, r.stored_bytes) for r in saving.rows]
+    assert found == [
+        ("0", SHAPE, torch.float32, 4, 4 * 4 * 80 * 64, 4 * stored),
+        ("1", SHAPE, torch.float32, 2, 2 * 4 * 80 * 64, 2 * stored),
+    ]
+
+
+def test_what_is_saved_while_dense_modules_run_is_left_alone():
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(64), nn.GELU()), nn.SiLU())
+    with SavedTensorCompression(model, min_values=256, dense=lambda fqn: fqn in ("0.1", "1")) as saving:
+        model(activation())
+    assert [(row.fqn, row.count) for row in saving.rows] == [("0", 1)]
+
+
+class Own(nn.Module):
+    """Saves something itself, beside what its child does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Sequential(nn.LayerNorm(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x).square()
+
+
+@pytest.mark.parametrize(("dense", "packed"), [("", {"child", "(root)"}), ("(root)", {"child"}), ("child", {"(root)"})])
+def test_of_the_model_itself_what_it_saves_is_left_alone_and_not_what_is_in_it(dense: str, packed: set[str]):
+    model = Own()
+    with SavedTensorCompression(model, min_values=256, dense=dense.__eq__) as saving:
+        model(activation())
+    assert {row.fqn for row in saving.rows} == packed
+
+
+def test_children_and_what_has_children_may_be_called_from_outside():
+    model = nn.Sequential(nn.ModuleDict({"a": nn.Sequential(nn.Sequential(nn.GELU()))}), nn.SiLU())
+    with SavedTensorCompression(model, min_values=256) as saving:
+        for module in (model[1], model[0]["a"], model[0]["a"][0]):
+            module(activation())
+    assert [row.fqn for row in saving.rows] == ["1", "0.a.0"]
+    assert saving.rows[1].count == 2
+
+
+def test_modules_count_as_children_whatever_their_length_is():
+    class Block(nn.Module):
+        """Its only child is an empty list, which is false; its own length, once compiled, is an error."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.later = nn.ModuleList()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square()
+
+    compiled = torch.compile(Block(), backend="eager")
+    model = nn.ModuleDict({"compiled": nn.ModuleList([compiled]), "eager": nn.ModuleList([Block()])})
+    with SavedTensorCompression(model, min_values=256) as saving:
+        model["eager"][0](activation())
+    assert [row.fqn for row in saving.rows] == ["eager.0"]
+
+
+def test_scopes_in_scopes():
+    model = made()
+    with (
+        SavedTensorCompression(model, min_values=256) as outer,
+        SavedTensorCompression(model[1], min_values=256) as inner,
+    ):
+        gradients(model, activation())
+        assert packed(inner) == 1
+        assert packed(outer) == 2
+        assert top_hooks() is None
+
+
+def test_two_scopes_on_one_module_leave_nothing_behind():
+    model = Runs(lambda x, w: x * w, (64,))
+    with SavedTensorCompression(model, min_values=256), SavedTensorCompression(model, min_values=256):
+        for _ in range(3):
+            gradients(model, activation())
+            assert autograd._open.hooks == []
+            assert top_hooks() is None
+
+
+def test_layers_without_weights_yet_are_taken():
+    model = nn.Sequential(nn.LazyLinear(48), nn.GELU())
+    with SavedTensorCompression(model, min_values=256) as saving:
+        model(activation())
+    assert [row.fqn for row in saving.rows] == ["0", "1"]
+
+
+def test_attaching_twice_is_once_and_detaching_leaves_no_trace():
+    model = made()
+    saving = SavedTensorCompression(model, min_values=256).attach().attach()
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+    saving.detach()
+    saving.detach()
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks_always_called
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_raises_leaves_no_hooks_open(error: type[BaseException]):
+    """Torch runs no forward hooks after an interruption: what it leaves open, ``detach`` closes."""
+
+    def run(x: Tensor) -> Tensor:
+        raise error
+
+    model = nn.Sequential(nn.GELU(), Runs(run))
+    saving = SavedTensorCompression(model, min_values=256).attach()
+    with pytest.raises(error):
+        model(activation())
+    assert (top_hooks() is None) == (error is ValueError)
+    saving.detach()
+    assert top_hooks() is None
+    assert packed(saving) == 1
+
+
+def test_a_hook_that_raises_before_ours_leaves_the_scope_closed_and_usable():
+    model = made()
+    handle = model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with SavedTensorCompression(model, min_values=256) as saving:
+        with pytest.raises(ZeroDivisionError):
+            model(activation())
+        assert top_hooks() is None
+        handle.remove()
+        model(activation())
+        assert packed(saving) == 3
+
+
+def test_where_hooks_are_disabled_nothing_is_packed():
+    model = made()
+    with SavedTensorCompression(model, min_values=256) as saving:
+        with disable_saved_tensors_hooks("none in here"):
+            gradients(model, activation())
+        assert saving.rows == []
+        grads = torch.func.grad(lambda x: model(x).sum())(torch.randn(SHAPE))  # opened by the transform, outside
+    assert grads.shape == SHAPE
+    assert saving.rows == []
+
+
+def test_copies_and_pickles_have_hooks_that_do_nothing():
+    model = made()
+    buffer = io.BytesIO()
+    with SavedTensorCompression(model, min_values=256) as saving:
+        torch.save(model, buffer)
+        buffer.seek(0)
+        for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+            other(activation()).sum().backward()
+        assert saving.rows == []
+
+
+def test_threads_have_scopes_of_their_own():
+    model, seen = made(), []
+    running, go_on = threading.Event(), threading.Event()
+
+    def wait(module: nn.Module, args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            running.set()
+            assert go_on.wait(60)
+
+    def other() -> None:
+        seen.append(gradients(copied, x))
+
+    x = activation()
+    copied = copy.deepcopy(model)
+    with SavedTensorCompression(nn.ModuleList([model, copied]), min_values=256) as saving:
+        expected = gradients(model, x)
+        copied[1].register_forward_pre_hook(wait)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert running.wait(60)
+        assert top_hooks() is None  # of this thread, while the other one is in its scope
+        again = gradients(model, x)
+        go_on.set()
+        thread.join()
+    assert packed(saving) == 9
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    torch.testing.assert_close(seen[0], expected, rtol=0, atol=0)
+
+
+def test_nothing_is_kept_alive_and_no_cycle_is_made():
+    model = made()
+    alive = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        alive.append(StorageWeakRef(output.untyped_storage()))
+
+    for layer in model:
+        layer.register_forward_hook(note)
+    gc.collect()
+    gc.disable()
+    try:
+        with SavedTensorCompression(model, min_values=256) as saving:
+            loss = model(activation()).sum()
+            del loss
+        assert not saving._packed._storages
+        assert not saving._unchanged._storages
+        assert [storage.expired() for storage in alive] == [True] * len(model)
+    finally:
+        gc.enable()
+
+
+def test_a_fit_whose_training_step_calls_children():
+    model = Net()
+    with SavedTensorCompression(model, Keep(bits=4), min_values=256) as saving:
+        trainer().fit(model)
+    assert {row.fqn.split(".")[0] for row in saving.rows} >= {"body"}
+    assert sum(row.stored_bytes for row in saving.rows) * 4 < sum(row.dense_bytes for row in saving.rows)
+    assert_plain(model)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("scope", ["around", "inside"])
+def test_checkpoints_run_again_exactly_and_nothing_in_them_is_packed(way, scope: str):
+    inner = nn.Sequential(nn.LayerNorm(64), nn.GELU())
+    region = way(inner)
+    attached = region if scope == "around" else inner
+    x = activation()
+    expected = gradients(region, x, lambda y: y.square().sum())
+    with SavedTensorCompression(attached, min_values=256) as saving:
+        made_gradients = gradients(region, x, lambda y: y.square().sum())
+    torch.testing.assert_close(made_gradients, expected, rtol=0, atol=0)
+    assert packed(saving) == 0
+    assert top_hooks() is None
+
+
+def test_what_is_beside_a_checkpoint_in_scope_is_packed():
+    model = nn.Sequential(
+        nn.LayerNorm(64), WAYS["non_reentrant"](nn.Sequential(nn.Linear(64, 64), nn.GELU())), nn.SiLU()
+    )
+    with SavedTensorCompression(model, min_values=256) as saving:
+        gradients(model, activation())
+    assert [(row.fqn, row.count) for row in saving.rows] == [("0", 1), ("2", 1)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "aot_eager_decomp_partition"])
+@pytest.mark.parametrize("attached_first", [False, True])
+def test_a_compiled_region_in_scope_is_left_alone(backend: str, attached_first: bool):
+    torch._dynamo.reset()
+    inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64))
+    model = nn.Sequential(nn.SiLU(), torch.compile(inner, backend=backend))
+    x = activation()
+    expected = gradients(model, x)
+    if attached_first:
+        torch._dynamo.reset()
+    with SavedTensorCompression(model, min_values=256) as saving:
+        made_gradients = gradients(model, x)
+    names = {row.fqn for row in saving.rows}
+    if backend == "eager":  # plain operations, in a graph of Dynamo's
+        assert names > {"0"}
+    else:
+        assert names == {"0"}
+        torch.testing.assert_close(made_gradients[1:], expected[1:], rtol=0, atol=0)
+    assert (made_gradients[0] - expected[0]).norm() <= 3 * typical(8) * expected[0].norm()
+
+
+def test_a_whole_compiled_model_has_no_scope():
+    torch._dynamo.reset()
+    model = torch.compile(made(), backend="aot_eager")
+    x = activation()
+    expected = gradients(model, x)
+    with SavedTensorCompression(model, min_values=256) as saving:
+        torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
+    assert saving.rows == []
+
+
+def test_a_scope_inside_a_compiled_region_does_nothing_and_breaks_no_graph():
+    torch._dynamo.reset()
+    inner = made()
+    x = activation()
+    with SavedTensorCompression(inner, min_values=256) as saving:
+        compiled = torch.compile(inner.__call__, backend="aot_eager", fullgraph=True)
+        compiled(x).sum().backward()
+    assert saving.rows == []
+    assert top_hooks() is None
