@@ -20,7 +20,7 @@ from lightning_actprune.config import Keep, check_share
 from lightning_actprune.report import LayerReport
 
 if TYPE_CHECKING:
-    from lightning_actprune.analysis.sensitivity import SensitivityGrid
+    from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 
 _Value = TypeVar("_Value")
 _UNKNOWN = object()

@@ -11,7 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from rich.console import Group, RenderableType
 from typing_extensions import override
 
-from lightning_actprune.analysis.sensitivity import BITS, LINEAR, SPARSITIES, SensitivityGrid, SensitivityProbe
+from lightning_actprune.analysis.sensitivity import SensitivityProbe
+from lightning_actprune.analysis.sensitivity_grid import BITS, LINEAR, SPARSITIES, SensitivityGrid
 from lightning_actprune.analysis.sensitivity_report import SensitivityReport
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, refuses_removed
 from lightning_actprune.callbacks.display import MAX_ROWS, show

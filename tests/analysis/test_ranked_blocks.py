@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_actprune import functional
-from lightning_actprune.analysis import sensitivity as ranked_blocks
-from lightning_actprune.analysis.sensitivity import RankedBlocks
+from lightning_actprune.analysis import ranked as ranked_blocks
+from lightning_actprune.analysis.ranked import RankedBlocks
 from lightning_actprune.codec.blocks import SELECTIONS, Blocks, block_and_keep, sparsity_parts, stored_view
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.packed import pack, unpack

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune import Keep, convert, functional, measure_sensitivity
-from lightning_actprune.analysis.sensitivity import SensitivityGrid, SensitivityProbe
+from lightning_actprune.analysis.sensitivity import SensitivityProbe
+from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.operators.attention import watchers
 from tests.support import oracle
 from tests.support.conversion_models import mlp

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import convert, measure_sensitivity
-from lightning_actprune.analysis.sensitivity import SensitivityGrid, SensitivityProbe
+from lightning_actprune.analysis.sensitivity import SensitivityProbe
+from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.operators.attention import Projection, watchers
 from tests.support.conversion_models import deep, mlp
 from tests.support.sensitivity_models import SMALL, Checkpointed, Twice, gradients, square

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_actprune import Keep, convert, measure_sensitivity
-from lightning_actprune.analysis.sensitivity import SensitivityGrid
+from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport, _number, grouped
 from lightning_actprune.config import check_rules
 from lightning_actprune.report import LayerReport

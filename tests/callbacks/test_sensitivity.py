@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_actprune import ActivationPruning, ActivationSensitivity, measure_sensitivity
-from lightning_actprune.analysis.sensitivity import SensitivityGrid
+from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.operators.attention import watchers
 from tests.support.helpers import BARS, BATCHES, ConfiguredNet, Gradients, Net, assert_plain, trainer
 

@@ -96,7 +96,8 @@ def measured(model: nn.Module, x: Tensor) -> dict[str, str]:
     """Return what each measurement of a step says: that it is possible, or why it is not."""
     from lightning_actprune.analysis.first_batch import RecomputationProbe
     from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecorder
-    from lightning_actprune.analysis.sensitivity import SensitivityGrid, SensitivityProbe
+    from lightning_actprune.analysis.sensitivity import SensitivityProbe
+    from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 
     found = {}
     grid = SensitivityGrid((0.5,), (None,), 32)
