@@ -1,0 +1,250 @@
+"""``ActivationPruning(memory_budget=...)``: what fits is found after two steps, and nothing else changes in a fit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import Tensor, nn
+
+from lightning_actprune import ActivationPruning, Keep
+from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis.allocation import MARGIN
+from lightning_actprune.schedules import CubicSchedule
+from tests.support.budgets import AGAIN, DENSE, FEW, HALF, MIB, PARTS, assert_restored, chosen, fit
+from tests.support.helpers import trainer
+from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
+
+
+@pytest.mark.parametrize(
+    ("budget", "kinds", "accumulated"),
+    [
+        (1.0, {"Residual/Linear"}, 1),
+        pytest.param(0.8, {"Residual/ActivationPrunedLinear", "Residual/Linear"}, 1, marks=pytest.mark.slow),
+        pytest.param(HALF, {"Residual/ActivationPrunedLinear"}, 1, marks=pytest.mark.slow),
+        (HALF, {"Residual/ActivationPrunedLinear"}, 2),
+    ],
+)
+def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
+    budget: float, kinds: set[str], accumulated: int
+):
+    pruning, model = ActivationPruning(memory_budget=budget, verbose=0), Stack()
+    fit(pruning, model, accumulate_grad_batches=accumulated)
+    first, later = model.kinds[: 2 * accumulated], model.kinds[2 * accumulated :]
+    assert first == [AGAIN] * (2 * accumulated)
+    assert later == [later[0]] * (STEPS - 2 * accumulated)
+    assert {f"{block}/{layer}" for block, layer in later[0]} == kinds
+    number = chosen(pruning)
+    allocator, found = pruning._budget._allocator, pruning._budget._allocator.allocation(number)
+    assert found.peak_bytes <= budget * found.dense.peak_bytes
+    assert allocator.fit(budget).number == number
+    if found.is_dense:
+        assert pruning.report.layers == []
+    else:
+        assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * found.dense.peak_bytes
+
+
+def test_a_size_is_a_budget_too():
+    pruning = ActivationPruning(memory_budget="1GiB", verbose=0)
+    assert fit(pruning).kinds[-1] == DENSE
+    assert pruning.memory_budget == "1GiB"
+
+
+def test_what_is_chosen_is_said_once_and_not_when_silent(capsys, caplog):
+    caplog.set_level("INFO")
+    fit(ActivationPruning(memory_budget=HALF))
+    said = " ".join((capsys.readouterr().out + caplog.text).split())
+    assert said.count("Memory budget: of 4 blocks") == 1
+    assert "in four bits; predicted step peak" in said
+    caplog.clear()
+    fit(ActivationPruning(memory_budget=HALF, verbose=0))
+    said = capsys.readouterr().out + caplog.text
+    assert "budget" not in said
+    assert "pruning" not in said
+
+
+class Watched(Stack):
+    """Notes who its parameters and the optimizer's states are."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        states = {id(p): {name: id(value) for name, value in s.items()} for p, s in optimizer.state.items()}
+        self.ids = [*getattr(self, "ids", []), ([id(p) for p in self.parameters()], states)]
+
+
+def test_parameters_and_optimizer_state_stay_the_same_objects():
+    model = fit(ActivationPruning(memory_budget=HALF, verbose=0), Watched())
+    assert model.kinds[1] != model.kinds[2]
+    (first, none), *later = model.ids
+    assert none == {}
+    assert [ids for ids, _ in later] == [first] * (STEPS - 1)
+    assert later[0][1].keys() == set(first)
+    assert all(states == later[0][1] for _, states in later)
+
+
+class Batches(Stack):
+    """Knows which batches are alive."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches = [*getattr(self, "batches", []), weakref.ref(batch[0])]
+
+
+def test_no_batch_is_held():
+    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
+    model = fit(pruning, Batches())
+    assert chosen(pruning) > 0
+    gc.collect()
+    assert [batch() for batch in model.batches] == [None] * STEPS
+
+
+def test_gradients_stay_where_they_accumulate():
+    """Lightning lets go of those of the step before after the forward, but not of those of the batch before."""
+    model, (batch, *_) = Stack(), batches()
+    weights = sum(p.nbytes for p in model.parameters())
+    for accumulates in (False, True):
+        step = simulated.simulate(model, batch, precision="32-true", accumulates=accumulates)
+        assert step.moments[step.forward_end - 1].gradient_bytes == weights
+        first = next(moment for moment in step.moments if moment.phase == "backward")
+        assert first.gradient_bytes == weights * accumulates
+
+
+@pytest.mark.slow
+def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
+    """Their first batch shows which drop nothing, and what is retained."""
+    plain, ours = ActivationPruning("max", verbose=0), ActivationPruning(memory_budget=FEW, verbose=0)
+    fit(plain)
+    model = fit(ours)
+    assert chosen(ours) == DEPTH + PARTS
+    assert model.kinds[-1] == [("Residual", "ActivationPrunedLinear")] * DEPTH
+    two = {layer.fqn for layer in ours.converted if layer.operator == "linear" and layer.keep.bits == 2}
+    assert two == {*(f"body.{n}.{name}" for n in (1, 2, 3) for name in ("first", "second")), "body.5"}
+    assert len(two & plain.spread.keys()) > 2
+    assert ours.spread.keys() == two & plain.spread.keys()
+    assert {layer.fqn: layer.reason for layer in ours.skipped} == {"body.0": "its input is part of the batch"}
+
+
+@pytest.mark.slow
+def test_rules_of_the_user_come_first():
+    rules = {"body.2.first": Keep(bits=8), "body.1.*": None}
+    pruning = ActivationPruning(memory_budget=0.5, rules=rules, verbose=0)
+    model = fit(pruning)
+    kept = {layer.fqn: layer.keep for layer in pruning.converted}
+    assert kept["body.2.first"] == Keep(bits=8)
+    assert not [name for name in kept if name.startswith("body.1.")]
+    assert all(kinds[0][1] == "Linear" and kinds[1][1] == "ActivationPrunedLinear" for kinds in model.kinds)
+
+
+@pytest.mark.parametrize("made_in", ["setup", "configure_model"])
+def test_blocks_that_are_made_late_run_again_from_the_first_step_on(made_in: str):
+    class Late(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = None
+
+        def make(self) -> None:
+            if self.body is None:
+                self.body = layers()
+
+    vars_of = {"setup": lambda self, stage: self.make(), "configure_model": lambda self: self.make()}
+    model = type("Late", (Late,), {made_in: vars_of[made_in]})()
+    fit(ActivationPruning(memory_budget=HALF, verbose=0), model)
+    assert model.kinds[:2] == [AGAIN] * 2
+    assert model.kinds[-1] not in (AGAIN, DENSE)
+
+
+class Sparsities(pl.Callback):
+    """Notes the sparsity of the second layer of each block and for how many steps schedules are."""
+
+    def __init__(self, pruning: ActivationPruning) -> None:
+        self.pruning, self.seen, self.steps = pruning, list[set[float | None]](), list[int | None]()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Stack, *args: Any) -> None:
+        self.seen.append({getattr(block.second, "sparsity", None) for block in pl_module.body[1:-1]})
+        self.steps.append(self.pruning.state_dict()["total_steps"])
+
+
+@pytest.mark.slow
+def test_schedules_begin_with_layers_that_were_in_blocks_run_again():
+    """There was no layer with a schedule when the training began."""
+    rules = {"body.0": None, "body.5": None}
+    pruning = ActivationPruning(memory_budget=FEW, sparsity=CubicSchedule(end=0.8), rules=rules, verbose=0)
+    notes = Sparsities(pruning)
+    fit(pruning, Peaked(), notes)
+    assert notes.seen[0] == {None}
+    assert notes.steps == [None] + [STEPS] * (STEPS - 1)
+    scheduled = CubicSchedule(end=0.8)((STEPS - 1) / STEPS)
+    assert scheduled in notes.seen[-1]
+
+
+class Peaked(Stack):
+    """Has the energy of what its blocks' second layers read in one block of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.body[1:-1]:
+            nn.init.constant_(block.first.bias, -9.0)
+            nn.init.constant_(block.first.bias[:WIDTH], 9.0)
+
+
+# On a GPU.
+
+
+class Transformer(pl.LightningModule):
+    """Classifies tokens; notes the most bytes in use in each step."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+        made = (nn.TransformerEncoderLayer(256, 8, 1024, **options) for _ in range(depth))
+        self.stem, self.blocks, self.head = nn.Linear(WIDTH, 256), nn.Sequential(*made), nn.Linear(256, 4)
+        self.peaks: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.head(self.blocks(self.stem(batch[0])))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 1.0])
+def test_steps_on_a_gpu_take_what_is_predicted(share: float, monkeypatch):
+    monkeypatch.undo()  # workspaces are what they are
+    pruning, model = ActivationPruning(memory_budget=share, verbose=0), Transformer()
+    note = LambdaCallback(on_train_batch_end=lambda *_: model.peaks.append(torch.cuda.max_memory_allocated()))
+    options = {"accelerator": "gpu", "precision": "bf16-mixed", "num_sanity_val_steps": 0}
+    trainer(note, pruning, **options).fit(model, batches(10, 512))
+    own = pruning._budget
+    found = own._allocator.allocation(own.number, own._off)
+    measured, dense = max(model.peaks[5:]), found.dense.peak_bytes + own._off
+    assert measured <= share * dense or found.is_dense
+    assert measured == pytest.approx(found.peak_bytes, rel=0.05)
+    assert_restored(model)
+
+
+@pytest.mark.gpu
+def test_a_fit_ends_where_torch_may_take_less_than_the_budget(monkeypatch):
+    monkeypatch.undo()
+    options = {"accelerator": "gpu", "precision": "bf16-mixed", "num_sanity_val_steps": 0}
+    whole = torch.cuda.get_device_properties(0).total_memory
+    settings = []
+    for mib in (1000, 520):
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(mib * MIB / whole)
+        pruning = ActivationPruning(memory_budget=1.0, verbose=0)
+        try:
+            trainer(pruning, **options).fit(Transformer(16), batches(10, 128))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert pruning.allocation.peak_bytes <= mib * MIB
+        settings.append(pruning.allocation.number)
+    assert settings[0] > settings[1] > 0
