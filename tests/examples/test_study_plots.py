@@ -6,6 +6,7 @@ import math
 import pytest
 
 from examples.benchmarks import study_plots
+from examples.benchmarks.study import evidence
 from tests.examples.study_records import study_record
 
 pytest.importorskip("matplotlib", reason="only pictures need it")
@@ -91,3 +92,23 @@ def test_command_writes_what_there_are_runs_for(tmp_path, capsys):
 
 def test_nothing_is_drawn_without_dense_runs():
     assert list(study_plots.pictures([r for r in grid_records() if r["method"] == "pruned"])) == []
+
+
+def test_differences_have_a_panel_per_study_and_a_bar_per_setting():
+    half, few = ("pruned", 0.5, 16, "same"), ("pruned", 0.0, 32, "int2")
+    scores = {DENSE: [70.0, 71.0, 72.0], half: [70.0, 71.0, 72.0], few: [61.0, 62.0, 63.0]}
+    images = [study_record(setting, seed, s) for setting, each in scores.items() for seed, s in enumerate(each)]
+    text = [{**r, "task": "gpt", "accuracy": -r["accuracy"], "start": "ab", "lora": True} for r in images]
+    figure = study_plots.differences([images, text, images[:2]])
+    first, second = figure.axes
+    assert (first.get_title(), second.get_title()) == ("net, 2 epochs", "net, 2 epochs, LoRA")
+    assert (first.get_xlabel(), second.get_xlabel()) == (
+        "test accuracy %, points more than dense",
+        "validation loss, less than dense",
+    )
+    for axes, sign in ((first, 1), (second, -1)):
+        points = axes.containers[0]
+        assert list(points[0].get_xdata()) == [0.0, -9.0 * sign]
+        low, high = points[2][0].get_segments()[0][:, 0]
+        seen = evidence.findings(images)["pruned, s = 0.5, b = 16"].seen
+        assert (low, high) == pytest.approx((-seen, seen))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from examples.benchmarks import tables, trainings_page
 from tests.examples.study_records import ENVIRONMENT, study_record
 
@@ -50,9 +52,23 @@ def test_larger_models_are_shown_with_the_trainings_of_their_sizes_alone():
     assert "| depth, `max` | 24 (3.0) | 990 | 12.0 | 20 | - | - |" in trainings_page.page([], sizes)
 
 
+def test_a_picture_is_linked_and_drawn_where_it_says_something(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    one, three = trained(DENSE, [80.0]), trained(DENSE, [80.0, 81.0, 82.0]) + trained(MAX, [79.0, 80.0, 81.0])
+    monkeypatch.setattr(trainings_page, "PAGE", tmp_path / "trainings.md")
+    for records, drawn in ((one, False), (three, True)):
+        monkeypatch.setattr(trainings_page, "load", {"long": records, "larger": None}.get)
+        trainings_page.main()
+        assert ((tmp_path / "trainings.png").is_file(), "](trainings.png)" in trainings_page.page(records, [])) == (
+            drawn,
+            drawn,
+        )
+
+
 def test_committed_page_is_generated_from_the_committed_records():
     text = trainings_page.page(tables.load("long") or [], tables.load("larger") or [])
     assert trainings_page.PAGE.read_text() == text
+    assert "](trainings.png)" not in text or (trainings_page.PAGE.parent / "trainings.png").is_file()
 
 
 def test_command_writes_the_page(monkeypatch, tmp_path):

@@ -73,24 +73,48 @@ def scatter(study: Records) -> Scatter | None:
     return Scatter(math.sqrt(squares / freedom), freedom)
 
 
+class Finding(NamedTuple):
+    """How a setting differs from dense.
+
+    Args:
+        difference: Of the means.
+        error: Its standard error.
+        seen: From which size on it counts as seen.
+        detectable: What would be seen most of the time.
+    """
+
+    difference: float
+    error: float
+    seen: float
+    detectable: float
+
+
+def findings(study: Records) -> dict[str, Finding]:
+    """Return by setting how it differs from dense; none where too few runs are there to say it."""
+    score, settings, known = results.score_of(study[0]), results.by_setting(study), scatter(study)
+    dense = score.of(settings.pop("dense", []))
+    if not dense or known is None:
+        return {}
+    found = {}
+    for setting, runs in settings.items():
+        error = known.error(len(runs), len(dense))
+        difference = statistics.mean(score.of(runs)) - statistics.mean(dense)
+        found[setting] = Finding(difference, error, known.seen(error), known.detectable(error))
+    return found
+
+
 def table(study: Records) -> Summary:
     """One row per setting: what it needs, its score over the seeds, and the difference to dense as evidence."""
-    score, settings, known = results.score_of(study[0]), results.by_setting(study), scatter(study)
-    dense = score.of(settings.get("dense", []))
-    rows = []
-    for setting, runs in settings.items():
-        scores = score.of(runs)
+    score, found, rows = results.score_of(study[0]), findings(study), list[list[str]]()
+    for setting, runs in results.by_setting(study).items():
         peak = f"{max(r['peak_mib'] for r in runs):.0f}" if all("peak_mib" in r for r in runs) else "-"
-        bits = f"{results.mean_of(runs, 'bits_per_value'):.2f}"
-        apart, detectable = "-", "-"
-        if dense and known and setting != "dense":
-            error = known.error(len(runs), len(dense))
-            difference = statistics.mean(scores) - statistics.mean(dense)
-            mark = " *" if abs(difference) > known.seen(error) else ""
-            apart = f"{difference:+.{score.digits}f} ± {error:.{score.digits}f}{mark}"
-            detectable = f"{known.detectable(error):.{score.digits}f}"
-        rows.append(
-            [setting, peak, bits, str(len(runs)), results.mean_and_deviation(scores, score.digits), apart, detectable]
-        )
+        cells = [setting, peak, f"{results.mean_of(runs, 'bits_per_value'):.2f}", str(len(runs))]
+        cells += [results.mean_and_deviation(score.of(runs), score.digits), "-", "-"]
+        if setting in found:
+            difference, error, seen, detectable = found[setting]
+            mark = " *" if abs(difference) > seen else ""
+            cells[-2] = f"{difference:+.{score.digits}f} ± {error:.{score.digits}f}{mark}"
+            cells[-1] = f"{detectable:.{score.digits}f}"
+        rows.append(cells)
     header = ("method", "peak MiB of a step", "bits per value", "seeds", score.name)
     return Summary(results.study_title(study[0]), (*header, "difference to dense ± standard error", "detectable"), rows)
