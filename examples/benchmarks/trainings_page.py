@@ -49,7 +49,8 @@ PICTURE_TEXT = "Differences to dense, and where the truth lies in 19 of 20 such 
 SCRATCH = """\
 ## From scratch
 
-Images with RandAugment and mixup; text is the bytes of all sources and documentation that installed packages ship."""
+Images with RandAugment and mixup; text is the bytes of all sources and documentation that installed packages ship. The
+preset of the paper prunes linear layers alone, so of the ResNet, whose blocks are convolutions, nothing but the head."""
 
 CLASSES = """\
 ## More classes
