@@ -73,7 +73,9 @@ def measure(
         bits = bits_per_value(kept_rows(model, batch, recipe.precision), recipe.precision)
     figures = train_and_score(model, data, recipe, seed, limit, until)
     if save is not None:
-        torch.save(model.state_dict(), save)
+        unfinished = save.with_name(f"{save.name}.part")
+        torch.save(model.state_dict(), unfinished)
+        unfinished.replace(save)
     return {"bits_per_value": bits, "left_dense": left_dense, **figures}
 
 

@@ -8,8 +8,10 @@ import multiprocessing
 import shlex
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +22,8 @@ from torch import Tensor
 
 RESULTS = Path(__file__).with_name("results")
 MIB = 2**20
+LEFT_SECONDS = 5.0
+"""That the parts of a case have when one of them has failed."""
 
 
 def environment() -> dict[str, Any]:
@@ -106,11 +110,45 @@ def start_in_fork(case: Callable[..., dict[str, Any]], *args: Any) -> tuple[Base
 
 def finish_in_fork(seconds: float, process: BaseProcess, ours: Connection) -> dict[str, Any]:
     """Return the figures of a case that has begun, or its error."""
+    [found] = finish_together(seconds, [(process, ours)])
+    return found
+
+
+def finish_together(
+    seconds: float, running: Sequence[tuple[BaseProcess, Connection]], *, of_one: bool = False
+) -> list[dict[str, Any]]:
+    """Return the figures of cases that have begun, or their errors; all have the same time.
+
+    Args:
+        seconds: From now on, for all of them.
+        running: What ``start_in_fork`` has returned for each.
+        of_one: Whether they are parts of one case, of which none ends without the others: when one has failed, they
+            have a few seconds left.
+    """
+    end, found = time.monotonic() + seconds, dict[Connection, dict[str, Any]]()
+    waiting = {ours: process for process, ours in running}
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, end - time.monotonic()))
+        for ours in ready:
+            found[ours] = _received(ours, waiting.pop(ours))
+            if of_one and "error" in found[ours]:
+                end = min(end, time.monotonic() + LEFT_SECONDS)
+        if not ready:
+            break
+    for ours, process in waiting.items():
+        found[ours] = _without_gpu(f"took over {seconds} s")
+        process.kill()
+        process.join()
+    return [found[ours] for _, ours in running]
+
+
+def _received(ours: Connection, process: BaseProcess) -> dict[str, Any]:
+    """Return what a process has sent, or how it ended."""
     try:
-        found: dict[str, Any] = ours.recv() if ours.poll(seconds) else _without_gpu(f"took over {seconds} s")
+        found: dict[str, Any] = ours.recv()
     except EOFError:
         process.join()
-        found = _without_gpu(f"exit status {process.exitcode}")
+        return _without_gpu(f"exit status {process.exitcode}")
     if process.is_alive():
         process.kill()
     process.join()
@@ -122,15 +160,15 @@ def _without_gpu(error: str) -> dict[str, Any]:
     return {"error": error, "gpu": "not known", **software()}
 
 
-def _send(connection: Connection, case: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
+def _send(theirs: Connection, case: Callable[..., dict[str, Any]], args: tuple[Any, ...]) -> None:
     """Send what a case returns in a process of its own, or its error, and where it ran."""
     try:
         found = {**case(*args), **environment()}
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         found = _without_gpu(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-    connection.send(found)
-    connection.close()
+    theirs.send(found)
+    theirs.close()
 
 
 def require_gpu_in_fork() -> None:

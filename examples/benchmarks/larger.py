@@ -9,21 +9,23 @@ in it. For each setting and axis the largest size is searched whose peak is not 
 the multiples that are tried, which lie close to each other. Nothing is trained; ``long.py --larger`` does that, for as
 long as the dense model takes: a size is trained for
 
-    epochs = epochs of dense * time of a dense step / time of its step
+    epochs = epochs of dense * time of a dense epoch / time of its epoch
 
 with its learning rates over these. Steps are timed alone on the GPU. A record says how ``accuracy.py`` is told that
-size (``words``). The file may have the records of other tasks, which stay.
+size (``words``). What the file has already is not searched again.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
+import itertools
+import math
 import statistics
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import MIB, environment, require_gpu, write_records
 from examples.benchmarks.study.settings import parse_setting, prune
-from examples.benchmarks.study.tasks import Study, open_study, parse
-from examples.benchmarks.study.training import TrainStep, allocated_beside, first_choices
+from examples.benchmarks.study.tasks import Study, is_recorded, load_records, open_study, parse, says
+from examples.benchmarks.study.training import Data, TrainStep, allocated_beside, first_choices
+from examples.benchmarks.summaries import Record
 
 SETTINGS = "preset:balanced", "preset:max", "preset:recompute"
 REPLAYS = 20
@@ -83,10 +86,23 @@ class Step(NamedTuple):
 
     peak_mib: float
     step_ms: float
+    batches: int
+    """Steps of an epoch."""
+
+    @property
+    def epoch_ms(self) -> float:
+        """How long an epoch takes."""
+        return self.batches * self.step_ms
+
+
+TOO_LARGE = Step(math.inf, math.inf, 0)
+"""Of what does not fit into the GPU."""
 
 
 def measured(study: Study, text: str) -> Step:
     """Return what a captured step of a model needs with a setting."""
+    # Or the first step that is captured has them in its peak, and the others find them there.
+    torch._C._cuda_clearCublasWorkspaces()
     data, recipe = study.data, study.recipe
     model = study.build(0)
     choices = first_choices(data, recipe)
@@ -102,7 +118,8 @@ def measured(study: Study, text: str) -> Step:
         end.synchronize()
         times.append(start.elapsed_time(end))
     assert step.peak_bytes is not None
-    return Step(round((step.peak_bytes - before) / MIB, 2), round(statistics.median(times), 3))
+    peak_mib, step_ms = round((step.peak_bytes - before) / MIB, 2), round(statistics.median(times), 3)
+    return Step(peak_mib, step_ms, recipe.batches)
 
 
 def largest(sizes: Sequence[int], limit: float, measure: Callable[[int], Step]) -> tuple[int, Step]:
@@ -123,36 +140,52 @@ def words_of(family: Family, axis: str, size: int) -> str:
     return f"{family.words} --{axis} {size}"
 
 
-def search(task: str, axes: Sequence[str], settings: Sequence[str], root: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield the record of the dense model, and of the largest size on each axis with each setting."""
-    family = FAMILIES[task]
-    data = None
+class Search:
+    """Measures sizes of a task on data that are read once.
 
-    def step(axis: str, size: int, setting: str) -> Step:
-        nonlocal data
-        given = [] if root is None else ["--root", str(root)]
-        args = parse(argparse.ArgumentParser(), [*words_of(family, axis, size).split(), *given], settings=False)
-        study = open_study(args, data)
-        if axis != "context":  # of text it is the length of the windows
-            data = study.data
-        found = measured(study, setting)
+    Args:
+        task: One of ``FAMILIES``.
+        root: Folder of images.
+    """
+
+    def __init__(self, task: str, root: Path | None) -> None:
+        self.task, self.root, self.family = task, root, FAMILIES[task]
+        self.data: Data | None = None
+
+    def step(self, axis: str, size: int, setting: str) -> Step:
+        """Return what a step of one size needs."""
+        given = [] if self.root is None else ["--root", str(self.root)]
+        words = [*words_of(self.family, axis, size).split(), *given]
+        args = parse(argparse.ArgumentParser(), words, settings=False)
+        # The context is the length of the windows that the text is cut into.
+        study = open_study(args, None if axis == "context" else self.data)
+        if axis != "context":
+            self.data = study.data
+        try:
+            found = measured(study, setting)
+        except torch.OutOfMemoryError:
+            found = TOO_LARGE
         gc.collect()  # converted layers are in cycles
         torch.cuda.empty_cache()
-        print(f"{task} {setting}, {axis} {size}: {found}", flush=True)
+        print(f"{self.task} {setting}, {axis} {size}: {found}", flush=True)
         return found
 
-    axis = next(iter(family.sizes))
-    dense = step(axis, family.sizes[axis][0], "dense")
-    first = {"task": task, "axis": None, "setting": "dense", "size": None, **dense._asdict()}
-    yield {**first, "epochs": family.epochs, "words": f"{family.words} --epochs {family.epochs}"}
-    for axis in axes:
-        sizes = family.sizes[axis]
-        for setting in settings:
-            size, found = largest(sizes, dense.peak_mib, lambda size, axis=axis, of=setting: step(axis, size, of))
-            epochs = max(1, round(family.epochs * dense.step_ms / found.step_ms))
-            words = f"{words_of(family, axis, size)} --epochs {epochs}"
-            head = {"task": task, "axis": axis, "setting": setting, "dense_size": sizes[0], "size": size}
-            yield {**head, **found._asdict(), "epochs": epochs, "words": words}
+    def dense(self) -> dict[str, Any]:
+        """Return the record of the dense model."""
+        axis, sizes = next(iter(self.family.sizes.items()))
+        found = self.step(axis, sizes[0], "dense")
+        words = f"{self.family.words} --epochs {self.family.epochs}"
+        head = {"task": self.task, "axis": None, "setting": "dense", "size": None}
+        return {**head, **found._asdict(), "epochs": self.family.epochs, "words": words}
+
+    def largest(self, axis: str, setting: str, dense: Record) -> dict[str, Any]:
+        """Return the record of the largest size on an axis that needs no more memory than the dense model."""
+        sizes = self.family.sizes[axis]
+        size, found = largest(sizes, dense["peak_mib"], lambda size: self.step(axis, size, setting))
+        epochs = max(1, round(dense["epochs"] * dense["batches"] * dense["step_ms"] / found.epoch_ms))
+        words = f"{words_of(self.family, axis, size)} --epochs {epochs}"
+        head = {"task": self.task, "axis": axis, "setting": setting, "dense_size": sizes[0], "size": size}
+        return {**head, **found._asdict(), "epochs": epochs, "words": words}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -169,11 +202,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not set(axes) <= set(known):
         parser.error(f"--axes must be of {', '.join(known)} for --task {args.task}, got {', '.join(axes)}")
     require_gpu()
-    before = json.loads(args.out.read_text()) if args.out.is_file() else []
-    records = [record for record in before if record["task"] != args.task]
-    for record in search(args.task, axes, args.settings, args.root):
-        records.append({**record, **environment()})
-        write_records(args.out, records)
+    records = load_records(args.out)
+    search = Search(args.task, args.root)
+
+    def add(axis: str | None, setting: str, find: Callable[[], Record]) -> Record:
+        """Find what the file lacks, and write it."""
+        key = {"task": args.task, "axis": axis, "setting": setting}
+        if not is_recorded(key, records):
+            records.append({**find(), **environment()})
+            write_records(args.out, records)
+        return next(record for record in records if says(record, key))
+
+    dense = add(None, "dense", search.dense)
+    for axis, setting in itertools.product(axes, args.settings):
+        add(axis, setting, partial(search.largest, axis, setting, dense))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/long.py --root data/cifar10 --gpus 4 --at-a-time 3 --seconds 560 --out long.json
     python examples/benchmarks/long.py --tasks gpt --gpus 4 --at-a-time 1 --seconds 560 --out long.json
-    python examples/benchmarks/long.py --root data/cifar10 --tasks tuned lora --gpus 4 --at-a-time 3 --out long.json
+    python examples/benchmarks/long.py --root data/cifar10 --tasks first tuned lora --gpus 4 --out long.json
     python examples/benchmarks/long.py --root data/cifar10 --tasks --larger larger.json --gpus 4 --out long.json
 
 Every run is one of ``accuracy.py``, with the dense model and the presets in turn and seed by seed:
@@ -14,9 +14,9 @@ Every run is one of ``accuracy.py``, with the dense model and the presets in tur
     A ResMLP with eight times the classes, and with more sparsities on the classes that there are.
 ``gpt``
     A GPT-2 small over the bytes of all text that the installed packages ship, 200 million of them.
-``tuned``, ``lora``
-    A ViT fine-tuned on one half of the classes, in full or by updates of low rank. It begins with the weights of a
-    dense training on the other half, which is made first if ``--first`` does not have them.
+``first``, ``tuned``, ``lora``
+    A ViT on one half of the classes, whose weights go to ``--first``, and fine-tuned on the other half, in full or by
+    updates of low rank. Fine-tuning waits for another call if these weights are not there yet.
 
 With ``--larger``, the sizes of that file are trained too, which ``larger.py`` has found.
 
@@ -38,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -51,8 +51,6 @@ from examples.benchmarks.study.tasks import digest, is_recorded, load_records, o
 IMAGES = "--task {} --strong --epochs {} --lr {}"
 RESMLP = f"{IMAGES.format('resmlp', 100, 1e-3)} --compile"
 """Compiled, it takes half the time."""
-FIRST = "--task vit --part first --strong --epochs 60 --lr 4e-4 --settings dense --seeds 0"
-"""The training that fine-tuning begins with."""
 SECOND = "--task vit --part second --epochs 15 --lr {} --start"
 TASKS = {
     "resnet": IMAGES.format("resnet", 60, 1e-3),
@@ -61,11 +59,13 @@ TASKS = {
     "sparsities": RESMLP,
     "classes": f"{RESMLP} --turned",
     "gpt": "--task gpt --packages --dim 768 --depth 12 --context 1024 --batch-size 16 --epochs 163 --lr 4e-4 --compile",
+    "first": "--task vit --part first --strong --epochs 60 --lr 4e-4",
     "tuned": SECOND.format(1e-4),
     "lora": f"--lora {SECOND.format(1e-3)}",
 }
 """By name, what ``accuracy.py`` is told."""
 SETTINGS = "dense", "preset:balanced", "preset:max", "preset:recompute", "preset:paper"
+AXES = "dim", "depth", "batch-size", "patch-size", "context"
 CONVOLUTIONS = "0.6:32:same"
 SETTINGS_OF = {
     "resnet": (*SETTINGS[:-1], CONVOLUTIONS),
@@ -73,8 +73,10 @@ SETTINGS_OF = {
     "classes": ("dense", "preset:max", "0.6:32:same", "0.8:32:same"),
 }
 """Of tasks that have others than ``SETTINGS``."""
-LEAVE_SECONDS = 15.0
-"""Between the end of a run's time and that of ours: what it takes to write a state."""
+LEAVE_SECONDS = 30.0
+"""Between the end of a run's time and that of ours: what it takes to import everything and to write a state."""
+START_SECONDS = 90.0
+"""Without so many left, no run starts: it would compile, and not be cut before its first epoch is over."""
 SCRIPT = Path(__file__).with_name("accuracy.py")
 
 
@@ -86,12 +88,14 @@ class Run(NamedTuple):
         words: What ``accuracy.py`` is told, but for data, setting and seed.
         setting: One of the study.
         seed: Of the training.
+        save: File that its weights go to.
     """
 
     name: str
     words: tuple[str, ...]
     setting: str
     seed: int
+    save: Path | None = None
 
     @property
     def key(self) -> dict[str, Any]:
@@ -112,25 +116,26 @@ class Run(NamedTuple):
         """Return the command line."""
         words = [sys.executable, str(SCRIPT), *self.words, *self.given(args.root)]
         words += ["--settings", self.setting, "--seeds", str(self.seed), "--out", str(out)]
+        words += ["--save", str(self.save)] if self.save else []
         return [*words, "--states", str(args.states), "--time-budget-s", f"{seconds:.0f}"]
+
+    def is_done(self, records: Sequence[dict[str, Any]]) -> bool:
+        """Return whether it need not be made."""
+        return is_recorded(self.key, records) and (self.save is None or self.save.is_file())
 
 
 def records_of(run: Run, gpu: int, end: float, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run a training on a GPU until it ends or the time is up; return its record, if there is one."""
     seconds = end - time.monotonic() - LEAVE_SECONDS
-    if seconds <= 0:
+    if seconds < START_SECONDS:
         return []
-    out = folder / f"{run.name}_{run.setting.replace(':', '_')}_{run.seed}.json"
-    called(run.command(out, seconds, args), gpu)
-    return load_records(out)
-
-
-def called(command: Sequence[str], gpu: int) -> None:
-    """Run a command on a GPU, and say so if it fails."""
+    out = Path(mkdtemp(dir=folder)) / "record.json"
+    command = run.command(out, seconds, args)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         print(f"{shlex.join(command)}\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
+    return load_records(out)
 
 
 def run_all(runs: Sequence[Run], args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
@@ -156,26 +161,26 @@ def run_all(runs: Sequence[Run], args: argparse.Namespace, records: list[dict[st
             write_records(args.out, records)
 
 
+def needs_first(task: str) -> bool:
+    """Return whether a task begins with the weights of another."""
+    return TASKS[task].endswith("--start")
+
+
 def runs_of(args: argparse.Namespace) -> Iterator[Run]:
-    """Yield all runs that are asked for, seed by seed."""
+    """Yield all runs that are asked for, seed by seed, but for those that need weights that are not there."""
     sizes = json.loads(args.larger.read_text()) if args.larger else []
+    if "first" in args.tasks:
+        yield Run("first", tuple(TASKS["first"].split()), "dense", args.seeds[0], args.first)
     for seed in args.seeds:
         for task in args.tasks:
-            words = TASKS[task].split()
-            words += [str(args.first)] if words[-1] == "--start" else []
+            if task == "first" or (needs_first(task) and not args.first.is_file()):
+                continue
+            words = [*TASKS[task].split(), *([str(args.first)] if needs_first(task) else [])]
             for setting in args.settings or SETTINGS_OF.get(task, SETTINGS):
                 yield Run(task, tuple(words), setting, seed)
         for size in sizes:
             if size["axis"] in (None, *args.axes):
                 yield Run(f"larger_{size['axis']}", tuple(size["words"].split()), size["setting"], seed)
-
-
-def make_first(args: argparse.Namespace) -> None:
-    """Train what fine-tuning begins with, if it is not there yet."""
-    if not args.first.is_file() and any(TASKS[task].endswith("--start") for task in args.tasks):
-        args.first.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, str(SCRIPT), *FIRST.split(), "--root", str(args.root), "--save", str(args.first)]
-        called([*words, "--out", str(args.first.with_suffix(".json"))], 0)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -186,7 +191,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", metavar="SETTING", help="in place of the tasks' own")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--larger", type=Path, help="file of larger.py, whose sizes are trained too")
-    parser.add_argument("--axes", nargs="+", default=["dim", "depth"], help="of these sizes")
+    parser.add_argument("--axes", nargs="+", default=["dim", "depth"], choices=AXES, help="of these sizes")
     parser.add_argument("--gpus", type=int, default=1, help="how many there are")
     parser.add_argument("--at-a-time", type=int, default=1, help="runs on each of them")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which runs leave their state and end")
@@ -194,7 +199,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=Path, default=Path("first.pt"), help="weights that fine-tuning begins with")
     parser.add_argument("--out", type=Path, default=Path("long.json"))
     args = parser.parse_args(argv)
-    if args.root is None and not {"gpt"}.issuperset(args.tasks):
+    if args.root is None and any("gpt" not in run.words for run in runs_of(args)):
         parser.error("--root must be a folder of images with train/ and test/ for all tasks but gpt")
     return args
 
@@ -203,10 +208,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; return 1 if something still is."""
     args = parsed(argv)
     records: list[dict[str, Any]] = load_records(args.out)
-    make_first(args)
-    wanted = list(runs_of(args))
-    run_all([run for run in wanted if not is_recorded(run.key, records)], args, records)
-    return int(not all(is_recorded(run.key, records) for run in wanted))
+    wanted = list({json.dumps(run.key, sort_keys=True): run for run in runs_of(args)}.values())
+    waiting = [task for task in args.tasks if needs_first(task) and not args.first.is_file()]
+    run_all([run for run in wanted if not run.is_done(records)], args, records)
+    for task in waiting:
+        print(f"{task}: not begun, since {args.first} was not there")
+    return int(bool(waiting) or not all(run.is_done(records) for run in wanted))
 
 
 if __name__ == "__main__":

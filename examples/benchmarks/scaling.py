@@ -42,7 +42,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import summaries
-from examples.benchmarks.common import finish_in_fork, require_gpu_in_fork, start_in_fork, write_records
+from examples.benchmarks.common import finish_together, require_gpu_in_fork, start_in_fork, write_records
 from examples.benchmarks.models import described
 from examples.benchmarks.rivals import BATCHES, CASE_SECONDS, METHODS, STEPS, Rival, StepFigures, callbacks_of, train
 from examples.benchmarks.summaries import Record, Records
@@ -133,9 +133,9 @@ def run_case(case: Case) -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     running = [start_in_fork(measure, rank, port, case) for rank in range(case.devices)]
-    found = [finish_in_fork(COMPILED_SECONDS if case.compiled else CASE_SECONDS, *each) for each in running]
+    found = finish_together(COMPILED_SECONDS if case.compiled else CASE_SECONDS, running, of_one=True)
     failed = [of_rank for of_rank in found if "error" in of_rank]
-    if failed:  # the others wait for one that has failed until their time is up
+    if failed:  # the others waited for one that has failed until their time was up
         return min(failed, key=lambda of_rank: "took over" in of_rank["error"])
     most = {
         key: max(of_rank[key] for of_rank in found) for key in found[0] if not isinstance(found[0][key], str | None)

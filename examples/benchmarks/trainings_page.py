@@ -50,7 +50,7 @@ SCRATCH = """\
 ## From scratch
 
 Images with RandAugment and mixup; text is the bytes of all sources and documentation that installed packages ship. The
-preset of the paper prunes linear layers alone, so of the ResNet, whose blocks are convolutions, nothing but the head."""
+preset of the paper prunes linear layers alone: of the ResNet, whose blocks are convolutions, only the head."""
 
 CLASSES = """\
 ## More classes

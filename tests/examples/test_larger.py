@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from examples.benchmarks import accuracy, larger
 from examples.benchmarks.larger import Step
 
+MOST = 1.5 * 384 * 8 * 256 / 16
+"""Memory of the GPU: one and a half times what the dense model needs."""
 SHARE = {"dense": 1.0, "preset:balanced": 0.5, "preset:max": 0.25, "preset:recompute": 0.01}
 
 
@@ -18,11 +21,11 @@ def test_the_largest_size_that_fits_is_found(limit):
 
     def measure(size):
         tried.append(size)
-        return Step(size, 2.0 * size)
+        return Step(size, 2.0 * size, 10)
 
     size, step = larger.largest(range(10, 100, 3), limit, measure)
     assert size == max(each for each in range(10, 100, 3) if each <= limit)
-    assert step == Step(size, 2.0 * size)
+    assert step == Step(size, 2.0 * size, 10)
     assert len(tried) <= 6
 
 
@@ -33,7 +36,9 @@ def searched(monkeypatch, image_folder, tmp_path):
     def measured(study, setting):
         options = study.options
         size = (options["dim"] or 384) * (options["depth"] or 8) * study.recipe.batch / options["patch_size"] ** 2
-        return Step(SHARE[setting] * size, size)
+        if SHARE[setting] * size > MOST:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return Step(SHARE[setting] * size, size, 50_000 // study.recipe.batch)
 
     monkeypatch.setattr(larger, "measured", measured)
     monkeypatch.setattr(larger, "require_gpu", lambda: None)
@@ -68,18 +73,35 @@ def test_sizes_fit_and_are_trained_as_long_as_the_dense_model(searched):
     assert sizes["depth", "preset:recompute"] == 64
     for record in found:
         assert record["peak_mib"] <= dense["peak_mib"]
-        assert abs(record["epochs"] * record["step_ms"] - 40 * dense["step_ms"]) <= record["step_ms"] / 2
+        epochs_ms = [r["epochs"] * r["batches"] * r["step_ms"] for r in (record, dense)]
+        assert abs(epochs_ms[0] - epochs_ms[1]) <= record["batches"] * record["step_ms"] / 2
         args = accuracy.parse([*record["words"].split(), "--root", "x", "--settings", record["setting"]])
         assert (getattr(args, record["axis"].replace("-", "_")), args.epochs) == (record["size"], record["epochs"])
 
 
-def test_records_of_other_tasks_stay(searched, tmp_path):
-    other = {"task": "gpt", "axis": None}
-    (tmp_path / "larger.json").write_text(json.dumps([other, {"task": "vit", "axis": None}]))
+def test_what_the_file_has_is_not_searched_again(searched, tmp_path, capsys):
+    other = {"task": "gpt", "axis": None, "setting": "dense"}
+    (tmp_path / "larger.json").write_text(json.dumps([other]))
     found = searched("--axes", "depth", "--settings", "preset:max")
     assert found[0] == other
     assert [r["axis"] for r in found] == [None, None, "depth"]
     assert all(r["gpu"] == "none" and r["command"].startswith("python") for r in found[1:])
+    capsys.readouterr()
+    more = searched("--axes", "depth", "dim", "--settings", "preset:max")
+    assert more[:3] == found
+    assert [r["axis"] for r in more[3:]] == ["dim"]
+    assert "depth" not in capsys.readouterr().out
+
+
+def test_another_context_cuts_the_text_anew(monkeypatch, tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n" * 20000)
+    monkeypatch.setitem(larger.FAMILIES, "gpt", larger.FAMILIES["gpt"]._replace(words="--task gpt --lr 1e-3"))
+    seen = []
+    monkeypatch.setattr(larger, "measured", lambda study, _: seen.append(len(study.data.offsets)) or Step(1.0, 1.0, 1))
+    search = larger.Search("gpt", tmp_path)
+    for axis, size in (("dim", 64), ("context", 512), ("dim", 64)):
+        search.step(axis, size, "dense")
+    assert seen == [257, 513, 257]
 
 
 def test_axes_are_those_of_the_task(searched, capsys):

@@ -26,7 +26,7 @@ def started(monkeypatch):
         [setting], [seed] = args.settings, args.seeds
         if args.save:
             args.save.write_bytes(b"weights")
-        elif seed != 9:
+        if seed != 9:
             told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile")}
             told |= tasks.options_of(args) | {"batch": args.batch_size or tasks.TASKS[args.task].batch}
             told |= {"dataset": "packages"} if args.packages else {"dataset": "images"}
@@ -68,21 +68,48 @@ def test_other_trainings_in_the_file_do_not_count(started, tmp_path):
     assert len(started) == 1 + len(changes)
 
 
-def test_fine_tuning_begins_with_weights_that_are_made_once(started, tmp_path):
-    out, first = tmp_path / "long.json", tmp_path / "states" / "first.pt"
-    command = ["--root", str(tmp_path), "--tasks", "tuned", "lora", "--settings", "dense", "--first", str(first)]
-    assert long.main([*command, "--seeds", "0", "1", "--out", str(out)]) == 0
+def test_fine_tuning_begins_with_weights_that_another_call_has_made(started, tmp_path, capsys):
+    out, first = tmp_path / "long.json", tmp_path / "first.pt"
+    command = ["--root", str(tmp_path), "--settings", "dense", "--seeds", "0", "1", "--out", str(out)]
+    command += ["--first", str(first), "--tasks", "first", "tuned", "lora"]
+    assert long.main(command) == 1
+    assert [words[words.index("--save") + 1] for words, _ in started] == [str(first)]
+    assert "tuned: not begun" in capsys.readouterr().out
+    assert long.main(command) == 0
     assert len(started) == 5
-    assert "first" in started[0][0]
-    assert {(r["start"], r.get("lora")) for r in json.loads(out.read_text())} == {
+    assert {(r["start"], r.get("lora")) for r in json.loads(out.read_text()) if r.get("start")} == {
         (tasks.digest(first), None),
         (tasks.digest(first), True),
     }
-    assert long.main([*command, "--seeds", "0", "1", "--out", str(out)]) == 0
+    assert long.main(command) == 0
     assert len(started) == 5
     first.write_bytes(b"other weights")
-    assert long.main([*command, "--seeds", "0", "--out", str(out)]) == 0
+    assert long.main([*command, "--seeds", "0"]) == 0
     assert len(started) == 7
+    first.unlink()  # what was trained is known, and not there any more
+    assert long.main([*command, "--tasks", "first"]) == 0
+    assert len(started) == 8
+    assert first.is_file()
+
+
+def test_sizes_of_two_models_do_not_mix(started, tmp_path):
+    sizes = [
+        {"axis": "dim", "setting": "preset:max", "words": f"--task {task} --dim 512 --epochs 3"}
+        for task in ("vit", "resmlp")
+    ]
+    (tmp_path / "larger.json").write_text(json.dumps(sizes))
+    out = tmp_path / "long.json"
+    command = ["--tasks", "--larger", str(tmp_path / "larger.json"), "--seeds", "0", "--out", str(out)]
+    assert long.main([*command, "--root", str(tmp_path)]) == 0
+    assert [r["task"] for r in json.loads(out.read_text())] == ["vit", "resmlp"]
+    with pytest.raises(SystemExit):
+        long.main(command)
+
+
+def test_what_two_tasks_have_in_common_is_trained_once(started, tmp_path):
+    command = ["--root", str(tmp_path), "--tasks", "resmlp", "sparsities", "--settings", "dense", "--seeds", "0"]
+    assert long.main([*command, "--out", str(tmp_path / "long.json")]) == 0
+    assert len(started) == 1
 
 
 def test_sizes_of_a_file_are_trained_with_the_setting_that_has_room_for_them(started, tmp_path):
@@ -107,7 +134,7 @@ def test_sizes_of_a_file_are_trained_with_the_setting_that_has_room_for_them(sta
 
 
 def test_nothing_starts_when_the_time_is_up(started, tmp_path):
-    assert long.main(["--tasks", "gpt", "--seconds", "5", "--out", str(tmp_path / "long.json")]) == 1
+    assert long.main(["--tasks", "gpt", "--seconds", "100", "--out", str(tmp_path / "long.json")]) == 1
     assert started == []
 
 

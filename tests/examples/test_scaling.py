@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
-from examples.benchmarks import scaling, summaries
+from examples.benchmarks import common, scaling, summaries
 from examples.benchmarks.scaling import Case
 from tests.examples.test_rivals import ENVIRONMENT
 from tests.support.marks import quick
@@ -40,13 +41,16 @@ def test_one_device_needs_no_other_process():
 
 def test_a_process_that_fails_is_the_error_of_its_case(monkeypatch):
     def failing(rank, *_):
-        if rank:
+        if rank == 1:
             raise RuntimeError("no such device")
-        return {"step_ms": 1.0}
+        time.sleep(100)
 
     monkeypatch.setattr(scaling, "measure", failing)
-    found = scaling.run_case(Case("vit_base_patch16_224", "dense", "ddp", 2, False))
+    monkeypatch.setattr(common, "LEFT_SECONDS", 0.5)
+    begin = time.monotonic()
+    found = scaling.run_case(Case("vit_base_patch16_224", "dense", "ddp", 3, False))
     assert "no such device" in found["error"]
+    assert time.monotonic() - begin < 60
 
 
 def made_up(strategy, devices, method, step_ms, **more):

@@ -194,9 +194,9 @@ class Until:
     path: Path
     end: float = math.inf
 
-    def check(self, state: Callable[[], dict[str, Any]]) -> None:
-        """Write the state and raise `Cut` if the time is up."""
-        if time.monotonic() < self.end:
+    def check(self, state: Callable[[], dict[str, Any]], next_s: float) -> None:
+        """Write the state and raise `Cut` if the time does not last for `next_s` seconds more."""
+        if time.monotonic() + next_s < self.end:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.part")
@@ -238,6 +238,7 @@ def train(
     del state  # or weights and moments stay twice
     start, last = time.perf_counter() - before, epochs or recipe.epochs
     for epoch in range(len(losses), last):
+        began = time.perf_counter()
         for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
             step(choices, recipe.lr * cosine_factor(epoch * batches + i, recipe.epochs * batches, WARMUP))
         losses.append(step.loss_sum.item() / batches)  # also waits for the GPU
@@ -246,7 +247,7 @@ def train(
         print(f"  epoch {epoch + 1}/{recipe.epochs}: loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
         if until is not None and epoch + 1 < last:
             now = {"generator": generator.get_state(), "losses": losses, "seconds": seconds}
-            until.check(lambda now=now: {"step": step.state(), **now})
+            until.check(lambda now=now: {"step": step.state(), **now}, time.perf_counter() - began)
     return Trained(losses, time.perf_counter() - start, step.peak_bytes)
 
 
