@@ -26,10 +26,9 @@ def test_a_case_in_two_processes(strategy, method):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_rival")
-@pytest.mark.parametrize("strategy", [scaling.ONE, *scaling.STRATEGIES])
-def test_a_compiled_case(strategy):
-    found = scaling.run_case(Case("small", "max", strategy, 1 if strategy == scaling.ONE else 2, True, "cpu"))
-    assert "error" not in found, found
+def test_a_compiled_case():
+    # In this process: one that has compiled has threads, without which its forks would wait for ever.
+    found = scaling.measure(0, 0, Case("small", "max", scaling.ONE, 1, True, "cpu"))
     assert found["step_ms"] > 0
 
 
