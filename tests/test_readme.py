@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from examples.benchmarks import tables
-from examples.benchmarks.study import tasks as study_tasks
+from examples.benchmarks import tables, trainings_page
+from examples.benchmarks.study import evidence, results
+from examples.benchmarks.study.settings import parse_setting
 from tests.support.helpers import assert_plain
 from tests.support.markdown import code_blocks
 
@@ -130,13 +132,16 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert f"{vit[0]:.1f} times for a ViT-B/16 and {resmlp[0]:.1f} times for a ResMLP-12" in PROSE
     assert f"{vit[1]:.1f} and {resmlp[1]:.1f} times" in PROSE
 
-    trainings = tables.load("accuracy")
-    task = lambda name: [r for r in trainings if r["task"] == name]  # noqa: E731
-    worst, _ = tables.study.difference_of("paper", task("resnet"))
-    assert f"loses up to {worst.split()[0][1:]} points" in PROSE
-    assert '`"max"` stays within the noise of the seeds for images and the GPT' in PROSE
-    changes = [tables.study.difference_of(tables.TRAINED, task(name))[0].split() for name in study_tasks.TASKS]
-    assert all(abs(float(mean)) <= float(deviation) for mean, _, deviation, *_ in changes)
+    trainings = trainings_page.of_images(trainings_page.from_scratch(tables.load("long")))
+    ours, paper = (
+        results.kept(asdict(parse_setting(tables.TRAINED))),
+        results.kept(asdict(parse_setting("0.6:32:same"))),
+    )
+    lost = evidence.in_all(trainings)[ours].shown(2).replace("-", "")
+    worst = min(evidence.findings(study)[paper].difference for study in trainings if paper in evidence.findings(study))
+    assert f'`"max"` is {lost} points below dense, and sparsity 0.6, the paper\'s, up to {-worst:.2f}' in PROSE
+    assert "lost 0.3 points at most" in PROSE
+    assert all(abs(evidence.findings(study)[ours].difference) <= 0.3 for study in trainings)
 
 
 def test_badges_say_what_the_package_needs():

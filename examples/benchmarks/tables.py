@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,6 +28,7 @@ from examples.benchmarks import logits as logits_benchmark
 from examples.benchmarks import plots, sensitivity, summaries, timeline
 from examples.benchmarks import rivals as rivals_benchmark
 from examples.benchmarks.common import RESULTS
+from examples.benchmarks.study import evidence
 from examples.benchmarks.study import results as study
 from examples.benchmarks.summaries import Record, Records, Summary, are_figures, groups, percent
 
@@ -50,15 +52,16 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def source(record: dict[str, Any]) -> str:
-    """Return the line that says where figures come from."""
-    where = f"{record['gpu']}, torch {record['torch']}, triton {record['triton']}"
-    return f"\n\n<sub>{where}; `{record['command']}`</sub>"
+def source(records: Records) -> str:
+    """Return the line that says where the figures of one command come from."""
+    first, cards = records[0], " or ".join(dict.fromkeys(r["gpu"] for r in records))
+    where = f"{cards}, torch {first['torch']}, triton {first['triton']}"
+    return f"\n\n<sub>{where}; `{first['command']}`</sub>"
 
 
 def sources(records: Records) -> str:
     """Return a line for each of the commands that figures come from."""
-    return "".join(source(group[0]) for group in groups(records, "command").values())
+    return "".join(source(group) for group in groups(records, "command").values())
 
 
 def memory(records: Records) -> str:
@@ -72,7 +75,7 @@ def memory(records: Records) -> str:
         ]
         rows.append([r["method"] + setting, *figures])
     header = ["method", "activations MiB", "peak MiB", "saved MiB", "counted MiB", "paper saved MiB"]
-    return markdown(header, rows) + source(records[0])
+    return markdown(header, rows) + source(records[:1])
 
 
 def grouped(summary: Summary) -> Summary:
@@ -90,7 +93,7 @@ def narrowed(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def summarised(summary: Summary, records: Records) -> str:
     """Return a summary as Markdown with its source."""
-    return markdown(summary.header, summary.rows) + source(records[0])
+    return markdown(summary.header, summary.rows) + source(records[:1])
 
 
 PRESETS_TEXT = """\
@@ -236,28 +239,33 @@ _COMPARED = "activations_mib", "peak_mib", "step_ms"
 HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with checkpointing of every block;
 step times are changes too. Eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}.
-Accuracy is that of *smaller* models of the same kind, trained from scratch on CIFAR-10 (the GPT on source text of
-Python, where a higher loss is worse): mean ± standard deviation of the difference to dense runs of the same seeds
-({trained}).
-The models were not trained; the Llama's steps are of an older run. [More](docs/benchmarks.md#through-a-trainer)."""
+Accuracy is that of *smaller* models of the same kind, trained [from scratch](docs/trainings.md) on CIFAR-10 (the GPT on
+source text of Python, where a higher loss is worse): the difference to dense ± its standard error
+"""
+HEADLINE_REST = "The Llama's steps are of an older run. [More](docs/benchmarks.md#through-a-trainer)."
 
 
 BRIEF_TEXT = """\
 Eager steps with `ActivationPruning("max")` through a Trainer, bf16-mixed, fused AdamW, on an
 {gpu}, beside dense ones. In brackets: the same steps with every block checkpointed. Times
 of eager steps depend on [how fast the host is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
-models of the same kind, `"max"` beside dense (a higher loss is worse). [Benchmarks](benchmarks.md) and
-[accuracy](accuracy.md) have the whole tables."""
+models of the same kind, `"max"` beside dense, ± the standard error (a higher loss is worse).
+[Benchmarks](benchmarks.md), [accuracy](accuracy.md) and [long trainings](trainings.md) have the whole tables."""
 
 
-def brief(steps: Records, trainings: Records) -> str:
+def accuracy_of(task: str | None, short: Records, long: Records) -> tuple[str, str]:
+    """Return what ``"max"`` does to the score of a task, by long trainings if there are some, and what was trained."""
+    found = [evidence.of_preset(TRAINED, [r for r in records if r["task"] == task]) for records in (long, short)]
+    return next((each for each in found if each[0]), ("not measured", ""))
+
+
+def brief(steps: Records, short: Records, long: Records) -> str:
     """What the README's first table says, in columns that a phone can show."""
     rows = []
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
         cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _COMPARED]
-        change, _ = study.difference_of(TRAINED, [r for r in trainings if r["task"] == task])
-        rows.append([title, *cells, change or "not measured"])
+        rows.append([title, *cells, accuracy_of(task, short, long)[0]])
     header = ["model", "activations", "peak memory", "step time", "accuracy"]
     return markdown(header, rows) + "\n\n" + BRIEF_TEXT.format(gpu=steps[0]["gpu"])
 
@@ -268,7 +276,7 @@ def headline_steps(steps: Records, model: str) -> Records:
     return [found[method] for method in ("dense", *HEADLINE_METHODS)]
 
 
-def headline(steps: Records, trainings: Records) -> str:
+def headline(steps: Records, short: Records, long: Records) -> str:
     """What five models need, checkpointed and with ``"max"``, beside dense, and what that does to accuracy."""
     rows, trained = [], []
     for model, (title, task) in HEADLINE.items():
@@ -277,11 +285,11 @@ def headline(steps: Records, trainings: Records) -> str:
             (f"{dense[name]:.0f} MiB: " if name.endswith("_mib") else "") + _changes(dense, checkpoint, ours, name, " ")
             for name in _COMPARED
         ]
-        change, what = study.difference_of(TRAINED, [r for r in trainings if r["task"] == task])
-        trained += [f"{title}: {what}"] if what else []
-        rows.append([f"{title}, batch {dense['batch']}", *cells, change or "not measured"])
+        change, what = accuracy_of(task, short, long)
+        trained += [what] if what else []
+        rows.append([f"{title}, batch {dense['batch']}", *cells, change])
     header = ["model", "activations", "peak memory", "step time", "accuracy of a smaller model"]
-    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained))
+    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"]) + fill(f"({'; '.join(trained)}). {HEADLINE_REST}", 120)
     return markdown(header, rows) + "\n\n" + text
 
 
@@ -399,8 +407,8 @@ def logits(records: Records) -> str:
 
 
 TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
-    "headline": (("rivals", "accuracy"), headline),
-    "brief": (("rivals", "accuracy"), brief),
+    "headline": (("rivals", "accuracy", "long"), headline),
+    "brief": (("rivals", "accuracy", "long"), brief),
     "memory": (("memory",), memory),
     "presets": (("accuracy",), presets),
     "preset_steps": (("presets",), preset_steps),

@@ -18,7 +18,7 @@ from examples.benchmarks.study import evidence, results
 from examples.benchmarks.study.tasks import says
 from examples.benchmarks.study_page import table
 from examples.benchmarks.summaries import Record, Records, Summary, groups
-from examples.benchmarks.tables import load
+from examples.benchmarks.tables import load, markdown
 
 PAGE = RESULTS.parents[2] / "docs" / "trainings.md"
 PICTURE = "trainings.png"
@@ -52,6 +52,10 @@ SCRATCH = """\
 Images with RandAugment and mixup; text is the bytes of all sources and documentation that installed packages ship. The
 preset of the paper prunes linear layers alone: of the ResNet, whose blocks are convolutions, only the head."""
 
+TOGETHER = """\
+What these trainings of images say together, of the settings that compress all of these models: the mean of their
+differences."""
+
 CLASSES = """\
 ## More classes
 
@@ -76,8 +80,9 @@ def page(trainings: Records, sizes: Records) -> str:
     of_sizes = {id(record): runs_of(record, trainings) for record in sizes}
     rest = of_one_size(trainings, of_sizes)
     parts = [HEAD, *([f"![{PICTURE_TEXT}]({PICTURE})\n\n{PICTURE_TEXT}."] if shown(rest) else [])]
+    scratch = from_scratch(rest)
+    parts += [SCRATCH, *map(studied, results.studies(scratch)), *together(scratch)] if scratch else []
     for text, chosen in (
-        (SCRATCH, [r for r in rest if not r.get("start") and not r.get("turned")]),
         (CLASSES, [r for r in rest if r.get("turned")]),
         (TUNED, [r for r in rest if r.get("start")]),
     ):
@@ -105,6 +110,24 @@ def ordered(study: Records) -> Records:
 def studied(study: Records) -> str:
     """Return a titled table of a study with its commands."""
     return table(evidence.table(ordered(study)), ordered(study))
+
+
+def from_scratch(trainings: Records) -> Records:
+    """Return the trainings of whole models on the classes that the data has."""
+    return [record for record in trainings if not record.get("start") and not record.get("turned")]
+
+
+def together(trainings: Records) -> list[str]:
+    """Return what several models say together that score alike, if there are several."""
+    found = evidence.in_all(of_images(trainings))
+    score = results.score_of(trainings[0])
+    rows = [[setting, *evidence.finding_cells(finding, score)] for setting, finding in found.items()]
+    return [TOGETHER, markdown(("method", *evidence.FINDING), rows)] if rows else []
+
+
+def of_images(trainings: Records) -> list[Records]:
+    """Return the studies whose scores are shares of images."""
+    return [study for study in results.studies(trainings) if study[0]["task"] != "gpt"]
 
 
 def runs_of(size: Record, trainings: Records) -> Records:

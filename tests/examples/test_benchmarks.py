@@ -138,14 +138,26 @@ def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
     for model in tables.HEADLINE:
         steps.append({**step, "model": model, "method": "checkpoint", "activations_mib": 10.0, "step_ms": 13.0})
         steps.append({**step, "model": model, "method": "max", "peak_mib": 90.0, "step_ms": 10.04})
-    runs = [("dense",), 0, 70.0], [("dense",), 1, 72.0], [("preset:max",), 0, 69.5]
-    trainings = [study_record(*run, task="vit") for run in runs]
-    rows = tables.headline(steps, trainings).splitlines()[2:7]
+    runs = list(enumerate([70.0, 71.0, 72.0]))
+    short, long = (
+        [
+            study_record((name,), seed, score - lost * (name != "dense"), **more)
+            for name in names
+            for seed, score in runs
+        ]
+        for names, lost, more in (
+            (("dense", tables.TRAINED), 1.0, {"task": "gpt"}),
+            (("dense", tables.TRAINED), 0.5, {"task": "vit", "epochs": 90}),
+        )
+    )
+    lines = tables.headline(steps, [*short, *({**r, "task": "vit"} for r in short)], long).splitlines()
     memory = "100 MiB: **0 %** (-90 %) | 200 MiB: **-55 %** (0 %)"
-    assert rows[0] == f"| ViT-B/16, batch 8 | {memory} | **0 %** (+30 %) | -0.50 points |"
-    assert all(row.endswith("| not measured |") for row in rows[1:])
-    first, *others = tables.brief(steps, trainings).splitlines()[2:7]
-    assert first == "| ViT-B/16 | **0 %**<br>(-90 %) | **-55 %**<br>(0 %) | **0 %**<br>(+30 %) | -0.50 points |"
+    assert lines[2] == f"| ViT-B/16, batch 8 | {memory} | **0 %** (+30 %) | -0.50 ± 0.82 points |"
+    assert lines[3].endswith("| +1.0000 ± 0.8165 validation loss |")
+    assert all(line.endswith("| not measured |") for line in lines[4:7])
+    assert "(net, 90 epochs, 3 seeds; net, 2 epochs, 3 seeds)" in " ".join(lines)
+    first, _, *others = tables.brief(steps, short, long).splitlines()[2:7]
+    assert first == "| ViT-B/16 | **0 %**<br>(-90 %) | **-55 %**<br>(0 %) | **0 %**<br>(+30 %) | -0.50 ± 0.82 points |"
     assert all(row.endswith("| not measured |") for row in others)
 
 

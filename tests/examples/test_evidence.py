@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import statistics
 
 import pytest
 
 from examples.benchmarks.study import evidence
-from examples.benchmarks.study.evidence import Scatter, quantile
+from examples.benchmarks.study.evidence import Finding, Scatter, quantile
 from tests.examples.study_records import study_record
 
 DENSE, HALF, FEW = ("dense",), ("pruned", 0.5, 16, "same"), ("pruned", 0.0, 32, "int2")
@@ -16,8 +15,11 @@ DENSE, HALF, FEW = ("dense",), ("pruned", 0.5, 16, "same"), ("pruned", 0.0, 32, 
 
 def runs(**scores):
     settings = {"dense": DENSE, "half": HALF, "few": FEW}
+    bits = {"dense": 16.0, "half": 8.0, "few": 2.5}
     return [
-        study_record(settings[name], seed, score) for name, each in scores.items() for seed, score in enumerate(each)
+        study_record(settings[name], seed, score, bits_per_value=bits[name])
+        for name, each in scores.items()
+        for seed, score in enumerate(each)
     ]
 
 
@@ -34,7 +36,6 @@ def test_scatter_is_that_of_all_settings():
     assert evidence.scatter(runs(dense=[70.0, 72.0], half=[60.0, 62.0])) is None
     found = evidence.scatter(runs(dense=[70.0, 71.0, 72.0], half=[60.0, 62.0, 64.0], few=[1.0]))
     assert found == Scatter(pytest.approx(2.5**0.5), 4)
-    assert found.error(3, 2) == pytest.approx((2.5 * (1 / 3 + 1 / 2)) ** 0.5)
 
 
 def test_differences_have_their_standard_error_and_what_would_be_seen():
@@ -67,11 +68,60 @@ def test_what_is_called_detectable_is_seen_four_times_in_five_and_nothing_once_i
         for _ in range(repeats):
             scores = {name: [draw.gauss(0, 1) for _ in range(3)] for name in ("dense", "few")}
             scores["half"] = [draw.gauss(shift, 1) for _ in range(3)]
-            known = evidence.scatter(runs(**scores))
-            apart = statistics.mean(scores["half"]) - statistics.mean(scores["dense"])
-            count += abs(apart) > known.seen(known.error(3, 3))
+            found = finding_of("half", runs(**scores))
+            count += abs(found.difference) > found.seen
         return count / repeats
 
-    truth = Scatter(1.0, 6)
     assert seen(0.0) == pytest.approx(0.05, abs=0.02)
-    assert seen(truth.detectable(truth.error(3, 3))) == pytest.approx(0.8, abs=0.05)
+    assert seen(Finding(0.0, (2 / 3) ** 0.5, 6).detectable) == pytest.approx(0.8, abs=0.05)
+
+
+def test_studies_together_are_their_mean():
+    same = evidence.together([Finding(-1.0, 0.5, 6), Finding(-2.0, 0.5, 6)])
+    assert same == pytest.approx(Finding(-1.5, 0.5**1.5, 12))
+    found = evidence.together([Finding(-1.0, 0.01, 6), Finding(-2.0, 3.0, 10), Finding(0.0, 4.0, 5)])
+    assert found == pytest.approx(Finding(-1.0, 5 / 3, 625 / (81 / 10 + 256 / 5)), rel=1e-4)
+    assert evidence.together([Finding(0.3, 0.2, 5)]) == pytest.approx(Finding(0.3, 0.2, 5))
+
+
+def test_studies_together_find_nothing_once_in_twenty():
+    draw, repeats, count = random.Random(1), 1000, 0
+    for _ in range(repeats):
+        studies = [
+            runs(**{name: [draw.gauss(0, spread) for _ in range(3)] for name in ("dense", "half", "few")})
+            for spread in (1.0, 2.0, 0.5)
+        ]
+        found = evidence.in_all(studies)
+        assert len(found) == 2
+        (half, _) = found.values()
+        count += abs(half.difference) > half.seen
+    assert count / repeats == pytest.approx(0.05, abs=0.02)
+
+
+def test_together_says_nothing_of_a_setting_that_a_study_lacks_or_leaves_untouched():
+    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 71.0, 72.0], "few": [61.0, 62.0, 63.0]}
+    both, one = runs(**scores), runs(dense=scores["dense"], half=scores["half"])
+    head_alone = [{**r, "bits_per_value": 15.99} if r["bits_per_value"] == 8 else r for r in both]
+    half, few = evidence.findings(both)
+    assert list(evidence.in_all([both, both])) == [half, few]
+    assert list(evidence.in_all([both, one])) == [half]
+    assert list(evidence.in_all([both, head_alone])) == [few]
+    assert evidence.in_all([both]) == {} == evidence.in_all([])
+
+
+def test_the_first_tables_say_what_a_preset_does_and_what_was_trained():
+    study = [
+        study_record((name,), seed, score)
+        for name, scores in (("dense", [70.0, 71.0, 72.0]), ("preset:max", [69.0, 70.0, 71.0]))
+        for seed, score in enumerate(scores)
+    ]
+    change, what = evidence.of_preset("preset:max", study)
+    assert change == "-1.00 ± 0.82 points"
+    assert what == f"{study[0]['model']}, {study[0]['epochs']} epochs, 3 seeds"
+    assert evidence.of_preset("preset:max", study[:4]) == evidence.of_preset("preset:max", []) == ("", "")
+
+
+def finding_of(name, study):
+    settings = {"half": "s = 0.5", "few": "int2"}
+    (found,) = (finding for setting, finding in evidence.findings(study).items() if settings[name] in setting)
+    return found

@@ -16,6 +16,10 @@ def trained(setting, scores, **more):
     return [study_record(setting, seed, score, **{**DIGITS, **more}) for seed, score in enumerate(scores)]
 
 
+def bits(setting):
+    return {} if setting == DENSE else {"bits_per_value": 3.0}
+
+
 def size(axis, number, setting, epochs, **more):
     words = "--task vit --strong --lr 4e-4" + (f" --{axis} {number}" if axis else "") + f" --epochs {epochs}"
     head = {"task": "vit", "axis": axis, "setting": setting, "size": number, "dense_size": 8, "epochs": epochs}
@@ -35,6 +39,21 @@ def test_kinds_of_trainings_have_sections_with_the_evidence():
     assert fourth.startswith("Fine-tuning")
     assert "fine-tuned from ab by updates of low rank" in fourth
     assert trainings_page.page(scratch, []).count("\n## ") == 1
+
+
+def test_models_of_images_are_taken_together_and_text_is_not():
+    scores = {DENSE: [80.0, 81.0, 82.0], MAX: [79.0, 80.0, 81.0]}
+    studies = {
+        name: [
+            r
+            for setting, each in scores.items()
+            for r in trained(setting, each, model=name, task=task, **bits(setting))
+        ]
+        for name, task in (("net", "vit"), ("other", "resmlp"), ("text", "gpt"))
+    }
+    row = "| `max`, every layer | -1.00 ± 0.58 |"
+    assert row not in trainings_page.page([*studies["net"], *studies["text"]], [])
+    assert row in trainings_page.page([*studies["net"], *studies["other"], *studies["text"]], [])
 
 
 def test_larger_models_are_shown_with_the_trainings_of_their_sizes_alone():

@@ -12,6 +12,12 @@ difference*::
 
     (t(.975, nu) + t(.8, nu)) standard error
 
+Several studies that score alike, k of them, are taken together by the mean of their differences: weights by how exactly
+each is known would prefer studies whose scatter came out too small by chance. Degrees of freedom are Satterthwaite's::
+
+    difference = mean of differences        error^2 = sum of error^2 / k^2
+    nu = (sum of error^2)^2 / sum of (error^4 / nu of each)
+
 Quantiles of Student's distribution are those of the normal one with the first three terms in 1 / nu that correct them
 (Abramowitz & Stegun, 26.7.5), right to 1 % from 4 degrees of freedom on. With fewer, nothing is said.
 """
@@ -20,14 +26,19 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from examples.benchmarks.study import results
+from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.summaries import Records, Summary
 
 FEWEST = 4
 """Degrees of freedom with which something can be said."""
 CHANCE, POWER = 0.05, 0.8
+UNTOUCHED = 15.9
+"""Of 16 bits: who keeps so many has hardly anything compressed, and says nothing of a setting."""
 
 
 class Scatter(NamedTuple):
@@ -41,20 +52,8 @@ class Scatter(NamedTuple):
     deviation: float
     freedom: int
 
-    def error(self, runs: int, dense: int) -> float:
-        """Return the standard error of the difference of two means."""
-        return self.deviation * math.sqrt(1 / runs + 1 / dense)
 
-    def seen(self, error: float) -> float:
-        """Return the size from which on a difference of this standard error counts as seen."""
-        return quantile(1 - CHANCE / 2, self.freedom) * error
-
-    def detectable(self, error: float) -> float:
-        """Return the difference that would be seen most of the time."""
-        return self.seen(error) + quantile(POWER, self.freedom) * error
-
-
-def quantile(share: float, freedom: int) -> float:
+def quantile(share: float, freedom: float) -> float:
     """Return the quantile of Student's distribution."""
     z = statistics.NormalDist().inv_cdf(share)
     first = (z**3 + z) / 4
@@ -79,14 +78,26 @@ class Finding(NamedTuple):
     Args:
         difference: Of the means.
         error: Its standard error.
-        seen: From which size on it counts as seen.
-        detectable: What would be seen most of the time.
+        freedom: Degrees of freedom of that.
     """
 
     difference: float
     error: float
-    seen: float
-    detectable: float
+    freedom: float
+
+    @property
+    def seen(self) -> float:
+        """From which size on a difference counts as seen."""
+        return quantile(1 - CHANCE / 2, self.freedom) * self.error
+
+    @property
+    def detectable(self) -> float:
+        """What would be seen most of the time."""
+        return self.seen + quantile(POWER, self.freedom) * self.error
+
+    def shown(self, digits: int) -> str:
+        """Return the difference with its error."""
+        return f"{self.difference:+.{digits}f} ± {self.error:.{digits}f}"
 
 
 def findings(study: Records) -> dict[str, Finding]:
@@ -97,10 +108,43 @@ def findings(study: Records) -> dict[str, Finding]:
         return {}
     found = {}
     for setting, runs in settings.items():
-        error = known.error(len(runs), len(dense))
+        error = known.deviation * math.sqrt(1 / len(runs) + 1 / len(dense))
         difference = statistics.mean(score.of(runs)) - statistics.mean(dense)
-        found[setting] = Finding(difference, error, known.seen(error), known.detectable(error))
+        found[setting] = Finding(difference, error, known.freedom)
     return found
+
+
+def together(found: Sequence[Finding]) -> Finding:
+    """Return what several studies say of one setting."""
+    squares = [finding.error**2 for finding in found]
+    freedom = sum(squares) ** 2 / sum(s**2 / finding.freedom for s, finding in zip(squares, found, strict=True))
+    return Finding(statistics.mean(f.difference for f in found), sum(squares) ** 0.5 / len(found), freedom)
+
+
+def in_all(studies: Sequence[Records]) -> dict[str, Finding]:
+    """Return by setting what several studies say together; none of one that some study lacks or leaves untouched."""
+    found = []
+    for study in studies:
+        kept = {setting: results.mean_of(runs, "bits_per_value") for setting, runs in results.by_setting(study).items()}
+        found.append({setting: each for setting, each in findings(study).items() if kept[setting] < UNTOUCHED})
+    shared = [setting for setting in found[0] if all(setting in each for each in found)] if len(found) > 1 else []
+    return {setting: together([each[setting] for each in found]) for setting in shared}
+
+
+def of_preset(name: str, records: Records) -> tuple[str, str]:
+    """Return how the score of a preset differs from dense in the main study of a task, and of what model and how often.
+
+    Where too few runs are there to say it, both are empty.
+    """
+    study = results.main_study(records) if records else []
+    setting = results.kept(asdict(parse_setting(name)))
+    finding = findings(study).get(setting) if study else None
+    if finding is None:
+        return "", ""
+    score, runs = results.score_of(study[0]), results.by_setting(study)[setting]
+    unit = score.name if score.sign < 0 else "points"
+    what = f"{study[0]['model']}, {study[0]['epochs']} epochs, {len(runs)} seeds"
+    return f"{finding.shown(score.digits)} {unit}", what
 
 
 def table(study: Records) -> Summary:
@@ -111,10 +155,16 @@ def table(study: Records) -> Summary:
         cells = [setting, peak, f"{results.mean_of(runs, 'bits_per_value'):.2f}", str(len(runs))]
         cells += [results.mean_and_deviation(score.of(runs), score.digits), "-", "-"]
         if setting in found:
-            difference, error, seen, detectable = found[setting]
-            mark = " *" if abs(difference) > seen else ""
-            cells[-2] = f"{difference:+.{score.digits}f} ± {error:.{score.digits}f}{mark}"
-            cells[-1] = f"{detectable:.{score.digits}f}"
+            cells[-2:] = finding_cells(found[setting], score)
         rows.append(cells)
     header = ("method", "peak MiB of a step", "bits per value", "seeds", score.name)
-    return Summary(results.study_title(study[0]), (*header, "difference to dense ± standard error", "detectable"), rows)
+    return Summary(results.study_title(study[0]), (*header, *FINDING), rows)
+
+
+FINDING = "difference to dense ± standard error", "detectable"
+
+
+def finding_cells(finding: Finding, score: results.Score) -> list[str]:
+    """Return what a table says of a difference."""
+    mark = " *" if abs(finding.difference) > finding.seen else ""
+    return [finding.shown(score.digits) + mark, f"{finding.detectable:.{score.digits}f}"]

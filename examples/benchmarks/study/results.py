@@ -240,21 +240,6 @@ def score_cell(runs: Records, study: Records) -> str:
     return mean_and_deviation(score.of(runs), score.digits) + ("" if apart == "-" else f" ({apart})")
 
 
-def difference_of(name: str, records: Records) -> tuple[str, str]:
-    """Return how the score of a preset differs from dense in the main study of a task, and of what model and how often.
-
-    Without records, or runs of that preset, both are empty.
-    """
-    study = main_study(records) if records else []
-    runs = by_setting(study).get(kept(asdict(parse_setting(name))), [])
-    if not runs:
-        return "", ""
-    score = score_of(runs[0])
-    unit = score.name if score.sign < 0 else "points"
-    apart = difference(runs, by_setting(study)["dense"], score)
-    return f"{apart} {unit}", f"{runs[0]['model']}, {len(runs)} seeds"
-
-
 def fidelity(records: Records) -> Summary:
     """Cosine and norm ratio of pruned weight gradients to the exact ones, per kind of layer."""
     rows = []
