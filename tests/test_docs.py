@@ -13,7 +13,7 @@ import yaml
 
 import lightning_actprune
 from lightning_actprune import config, schedules
-from lightning_actprune.analysis import first_batch, memory
+from lightning_actprune.analysis import first_batch, memory, step_memory
 from tests.examples.image_folders import write_images
 from tests.support.helpers import assert_plain
 from tests.support.markdown import code_blocks, run_blocks
@@ -234,7 +234,9 @@ def test_migration(tmp_path, monkeypatch):
     table = {
         name for name in re.findall(r"`(\w+)\(", (ROOT / "docs" / "migration.md").read_text()) if name[0].isupper()
     }
-    known = set(dir(lightning_actprune)).union(dir(first_batch), dir(memory), dir(config), dir(schedules))
+    known = set(dir(lightning_actprune)).union(
+        dir(first_batch), dir(memory), dir(step_memory), dir(config), dir(schedules)
+    )
     assert table - {"FSDPStrategy"} <= known
 
 

@@ -31,8 +31,8 @@ from examples.benchmarks.common import MIB, RESULTS, environment, require_gpu, w
 from examples.benchmarks.models import Training, warm_up
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from examples.benchmarks.vocabulary import PRESETS
-from lightning_actprune.analysis.memory import PHASES, StepMemory, StepMemoryRecorder
 from lightning_actprune.analysis.pictures import Panel, series_picture
+from lightning_actprune.analysis.step_memory import PHASES, StepMemory, StepMemoryRecorder
 
 MODELS = ("resmlp_12_224", "vit_base_patch16_224")
 METHODS = ("dense", "checkpoint", "max")

@@ -57,8 +57,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import SAVED, Config, Operator, PresetName, Recompute, Rule, check_model, matches
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import find_blocks

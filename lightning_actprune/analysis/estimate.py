@@ -24,8 +24,8 @@ from rich.text import Text
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import Loss, MakeOptimizer, simulate
+from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.config import PresetName, listed
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.recompute import find_blocks

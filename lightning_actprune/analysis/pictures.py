@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_actprune.analysis.memory import PHASES, StepMemory
+from lightning_actprune.analysis.step_memory import PHASES, StepMemory
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -6,14 +6,9 @@ out, and returns tensors over memory that is reserved and never touched, so that
 address space. Plain tensors, since all that this package does for speed (shared packs, outputs that are read again,
 inputs of blocks in few bits, kernels) it does for these alone. What is stored is what a GPU stores, to the byte.
 
-**The allocator.** The memory behind a tensor tells when it goes. It is handed out as CUDA's caching allocator does:
-sizes are rounded up to ``GRAIN``, the smallest free block that is large enough is taken, and it is split only if enough
-is left over. In use are ::
-
-    used(t) = WORKSPACES WORKSPACE + sum_{blocks out at t} size(block)        peak = max_t used(t)
-
-The former is what matrix products take for good, once for forward and once for backward, which is another thread on a
-GPU. ``StepMemoryRecorder`` asks this allocator in place of CUDA's, so a ``StepMemory`` comes out that is ``measured``.
+**The allocator.** The memory behind a tensor tells when it goes. It is handed out as CUDA's caching allocator does
+(``analysis.caching_allocator``). ``StepMemoryRecorder`` asks this allocator in place of CUDA's, so a ``StepMemory``
+comes out that is ``measured``.
 
 **What differs on a GPU** is brought about while the step runs:
 
@@ -40,21 +35,16 @@ generators are set back. While a step is simulated, no other thread may use torc
 
 from __future__ import annotations
 
-import bisect
 import copy
 import functools
 import importlib.util
 import inspect
-import math
-import mmap
 import pkgutil
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -62,10 +52,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_actprune.analysis.caching_allocator import CachingAllocator
 from lightning_actprune.analysis.dense import _FakeMode
 from lightning_actprune.analysis.first_batch import RetentionProbe, keep_blocks
-from lightning_actprune.analysis.memory import StepMemory, StepMemoryRecorder
 from lightning_actprune.analysis.recorder import ModuleNames
+from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
 from lightning_actprune.codec.dispatch import (
     Backend,
     LaunchCache,
@@ -95,12 +86,6 @@ Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 Prepare: TypeAlias = Callable[[nn.Module], ConversionReport | None]
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
-GRAIN = 512
-"""Bytes of which CUDA's caching allocator hands out multiples."""
-SMALL, SMALL_SEGMENT, SEGMENT = 2**20, 2 * 2**20, 20 * 2**20
-"""Bytes up to which a block is small, and of the segments from which it takes blocks; of large ones at least."""
-WORKSPACE, WORKSPACES = 2**25, 2
-"""Bytes of each of cuBLAS's workspaces on compute capability 9, on others 8.1 MiB; one of forward, one of backward."""
 MULTIPROCESSORS, SHARED_MEMORY, CAPABILITY = 132, 232448, 9
 """Those of an H100 and of an H200, which some kernels cut their work by."""
 MOST_VALUES = 2**21
@@ -287,132 +272,12 @@ class _Step:
             self._optimizer.zero_grad(set_to_none=True)
 
 
-@dataclass(eq=False)
-class _Block:
-    """A piece of a segment of memory.
-
-    Args:
-        size: Its bytes.
-        address: Where it begins.
-        before: The block before it in its segment.
-        after: The block after it.
-        free: Whether nobody has it.
-    """
-
-    size: int
-    address: int
-    before: _Block | None = None
-    after: _Block | None = None
-    free: bool = True
-
-
-class _Pool:
-    """The segments of one kind: CUDA's caching allocator takes the smallest free block that is large enough.
-
-    Args:
-        least: The block is split if more bytes than these would be left over.
-    """
-
-    def __init__(self, least: int) -> None:
-        self._least = least
-        self._free: list[tuple[int, int, _Block]] = []
-        self._end = 0
-
-    def take(self, size: int, segment: int) -> _Block:
-        """Return a block of ``size`` bytes, or a few more, of a new segment of ``segment`` bytes if none is free."""
-        place = bisect.bisect_left(self._free, (size, 0))
-        if place < len(self._free):
-            block = self._free.pop(place)[2]
-        else:
-            block = _Block(segment, self._end)
-            self._end += segment
-        if block.size - size > self._least:
-            rest = _Block(block.size - size, block.address + size, block, block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.size, block.after = size, rest
-            self._add(rest)
-        block.free = False
-        return block
-
-    def give(self, block: _Block) -> None:
-        """Take a block back, and join it with what is free beside it."""
-        block.free = True
-        before, after = block.before, block.after
-        if after is not None and after.free:
-            self._remove(after)
-            self._join(block, after)
-        if before is not None and before.free:
-            self._remove(before)
-            self._join(before, block)
-            block = before
-        self._add(block)
-
-    def _join(self, first: _Block, second: _Block) -> None:
-        first.size, first.after = first.size + second.size, second.after
-        if second.after is not None:
-            second.after.before = first
-
-    def _add(self, block: _Block) -> None:
-        bisect.insort(self._free, (block.size, block.address, block))
-
-    def _remove(self, block: _Block) -> None:
-        del self._free[bisect.bisect_left(self._free, (block.size, block.address))]
-
-
-class _Allocator:
-    """Hands out memory that takes none until it is touched, and counts what is out as CUDA's caching allocator does."""
-
-    def __init__(self) -> None:
-        self._used = self._peak = 0
-        self._small, self._large = _Pool(GRAIN - 1), _Pool(SMALL)
-        self.without_values: set[int] = set()
-        """Addresses of storages whose memory holds no values."""
-        for _ in range(WORKSPACES):
-            self._take(WORKSPACE)
-
-    def empty(self, nbytes: int) -> torch.UntypedStorage:
-        """Return a storage of so many bytes."""
-        if not nbytes:
-            return torch.empty(0).untyped_storage()
-        memory = mmap.mmap(-1, nbytes)
-        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        # Of the memory, not of the storage, which weak references such as those of recorders keep an empty shell of.
-        weakref.finalize(memory, self._gone, storage._cdata, *self._take(nbytes)).atexit = False
-        self.without_values.add(storage._cdata)
-        return storage
-
-    def ask(self) -> tuple[int, int]:
-        """Return the bytes in use now, and the most since the last time."""
-        peak, self._peak = self._peak, self._used
-        return self._used, peak
-
-    def _take(self, nbytes: int) -> tuple[_Pool, _Block]:
-        size = math.ceil(nbytes / GRAIN) * GRAIN
-        if size <= SMALL:
-            pool, segment = self._small, SMALL_SEGMENT
-        else:
-            pool, segment = (
-                self._large,
-                SEGMENT if size < SEGMENT // 2 else math.ceil(size / SMALL_SEGMENT) * SMALL_SEGMENT,
-            )
-        block = pool.take(size, segment)
-        self._used += block.size
-        self._peak = max(self._peak, self._used)
-        return pool, block
-
-    def _gone(self, storage: int, pool: _Pool, block: _Block) -> None:
-        self._used -= block.size
-        pool.give(block)
-        self.without_values.discard(storage)
-
-
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
     """Runs operations on tensors without values (see the module)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = _Allocator()
+        self.allocator = CachingAllocator()
         self.names: Mapping[nn.Module, str] = {}
         """Names of the modules that run, for errors."""
         self._fakes = _FakeMode()

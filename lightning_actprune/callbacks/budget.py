@@ -29,8 +29,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_actprune.analysis.allocation import Allocation, Allocator, prepared
-from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.simulated import check_precision, simulate
+from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.callbacks.arguments import checked
 from lightning_actprune.codec.private import tree_map_only
 from lightning_actprune.config import Config

@@ -16,7 +16,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_actprune.analysis.memory import LOSSES, PHASES, LayerFootprint, MemoryReport, StepMemory
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
+from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Keep, Operator

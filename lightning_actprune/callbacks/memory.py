@@ -18,8 +18,9 @@ from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter, StepMemoryRecorder
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
 from lightning_actprune.analysis.pictures import check_matplotlib, epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.display import (
     MIB,

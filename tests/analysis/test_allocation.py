@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune import Keep, Recompute, convert, revert
-from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis import caching_allocator
 from lightning_actprune.analysis.allocation import (
     BALANCED,
     DENSE,
@@ -27,8 +27,8 @@ from lightning_actprune.analysis.allocation import (
     check_memory_budget,
     prepared,
 )
-from lightning_actprune.analysis.memory import MemoryMoment, StepMemory
 from lightning_actprune.analysis.simulated import simulate
+from lightning_actprune.analysis.step_memory import MemoryMoment, StepMemory
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.report import ConversionReport
@@ -367,7 +367,7 @@ def test_what_cannot_be_met_is_an_error_that_says_what_is_there():
 @pytest.fixture
 def _small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let cuBLAS take next to nothing beside these small models."""
-    monkeypatch.setattr(simulated, "WORKSPACE", 512)
+    monkeypatch.setattr(caching_allocator, "WORKSPACE", 512)
 
 
 def batch(rows: int = 4096) -> tuple[Tensor, Tensor]:

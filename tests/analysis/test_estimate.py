@@ -22,11 +22,11 @@ from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune import __main__ as command
 from lightning_actprune.__main__ import main
-from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis.caching_allocator import GRAIN, SMALL, WORKSPACE, WORKSPACES, CachingAllocator
 from lightning_actprune.analysis.estimate import METHODS, EstimateRow, estimate
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.simulated import GRAIN, SMALL, WORKSPACE, WORKSPACES, loss_of, simulate
+from lightning_actprune.analysis.simulated import loss_of, simulate
 from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
@@ -262,7 +262,7 @@ def test_rows():
 
 
 def test_memory_is_handed_out_whole_and_comes_back():
-    allocator, rng, out = simulated._Allocator(), random.Random(0), {}
+    allocator, rng, out = CachingAllocator(), random.Random(0), {}
     empty, _ = allocator.ask()
     most = empty
     for number in range(400):

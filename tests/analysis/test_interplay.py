@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import functional
 from lightning_actprune.analysis.first_batch import RetentionProbe
-from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecorder
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support.allocated import growth

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.memory import StepMemoryRecorder
 from lightning_actprune.analysis.small import SmallTensorProbe
+from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compression import SHAPE, Runs, activation, attention, packed, top_hooks
 

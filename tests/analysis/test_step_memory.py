@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.memory import (
-    PHASES,
-    MemoryMoment,
-    MemoryReport,
-    Retained,
-    Retainer,
-    SavedTensorMeter,
-    StepMemory,
-    StepMemoryRecorder,
-    operator_name,
-)
+from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.analysis.pictures import series_picture, step_picture
 from lightning_actprune.analysis.recorder import unpack_listeners
+from lightning_actprune.analysis.step_memory import (
+    PHASES,
+    MemoryMoment,
+    Retained,
+    Retainer,
+    StepMemory,
+    StepMemoryRecorder,
+)
 from lightning_actprune.convert import convert
+from lightning_actprune.operators.readers import operator_name
 from tests.support.recorded import recorded_step
 
 

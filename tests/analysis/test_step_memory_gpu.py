@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
-from lightning_actprune.analysis.memory import PHASES
+from lightning_actprune.analysis.step_memory import PHASES
 from lightning_actprune.convert import convert
 from tests.support.recorded import recorded_step
 

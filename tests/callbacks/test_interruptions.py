@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
-from lightning_actprune.analysis import first_batch, memory, recorder, sensitivity
+from lightning_actprune.analysis import first_batch, memory, recorder, sensitivity, step_memory
 from lightning_actprune.operators import attention, linear, regions, saved
 from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
@@ -338,7 +338,7 @@ OURS = {
     "opening": (recorder.SavedTensorRecorder, "_follow", 0),
     "opening the second": (recorder.SavedTensorRecorder, "_follow", 1),
     "opening a watcher": (recorder.CallWatcher, "__enter__", 0),
-    "opening a meter of a step": (memory.StepMemoryRecorder, "moment", 1),
+    "opening a meter of a step": (step_memory.StepMemoryRecorder, "moment", 1),
     "seeing what is saved": (recorder.SavedTensorRecorder, "see", 0),
     "seeing what is saved while it is counted": (recorder.SavedTensorRecorder, "see", 1),
     "seeing a call": (recorder.SavedTensorRecorder, "_enter_module", 0),
@@ -349,8 +349,8 @@ OURS = {
     "adding up": (first_batch.EnergyProbe, "add_up", 1),
     "the dense forward": (memory, "_dense_forward", 1),
     "a report": (memory.SavedTensorMeter, "report", 1),
-    "a result": (memory.StepMemoryRecorder, "result", 2),
-    "taking up": (memory.StepMemoryRecorder, "_on_unpack", 1),
+    "a result": (step_memory.StepMemoryRecorder, "result", 2),
+    "taking up": (step_memory.StepMemoryRecorder, "_on_unpack", 1),
     "selecting": (sensitivity.SensitivityProbe, "_select", 1),
     "measuring": (sensitivity.MeasuredLayer, "measure", 1),
 }

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.memory import StepMemory
 from lightning_actprune.analysis.recorder import unpack_listeners
+from lightning_actprune.analysis.step_memory import StepMemory
 from tests.support.helpers import Net, assert_plain, trainer
 
 

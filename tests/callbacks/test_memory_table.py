@@ -12,14 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.memory import (
-    LayerFootprint,
-    MemoryMoment,
-    MemoryReport,
-    Retained,
-    Retainer,
-    StepMemory,
-)
+from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
+from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display
 from lightning_actprune.callbacks.display import (
     headline,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
-from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecorder
+from lightning_actprune.analysis.memory import SavedTensorMeter
+from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.saved import SavedTensorCompression, is_weight

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.analysis.memory import StepMemory, StepMemoryRecorder
+from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
 
 
 def square_loss(model: nn.Module, x: Tensor) -> Tensor:

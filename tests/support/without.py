@@ -95,9 +95,10 @@ def compiled_step() -> float:
 def measured(model: nn.Module, x: Tensor) -> dict[str, str]:
     """Return what each measurement of a step says: that it is possible, or why it is not."""
     from lightning_actprune.analysis.first_batch import RecomputationProbe
-    from lightning_actprune.analysis.memory import SavedTensorMeter, StepMemoryRecorder
+    from lightning_actprune.analysis.memory import SavedTensorMeter
     from lightning_actprune.analysis.sensitivity import SensitivityProbe
     from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
+    from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 
     found = {}
     grid = SensitivityGrid((0.5,), (None,), 32)

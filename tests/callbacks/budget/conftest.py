@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_actprune.analysis import simulated
+from lightning_actprune.analysis import caching_allocator
 from lightning_actprune.callbacks import budget as module
 from lightning_actprune.config import Config
 
@@ -14,7 +14,7 @@ from lightning_actprune.config import Config
 @pytest.fixture(autouse=True)
 def _small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let cuBLAS take next to nothing beside these small models."""
-    monkeypatch.setattr(simulated, "WORKSPACE", 512)
+    monkeypatch.setattr(caching_allocator, "WORKSPACE", 512)
 
 
 _known: dict[Any, Any] = {}

@@ -1,0 +1,521 @@
+"""What a training step has in use, from its begin to its end: counted on any device, measured on CUDA.
+
+A step is cut at *moments*: where modules begin and end, where backward takes up a saved tensor, where a phase ends.
+
+    M_i    most bytes in use since moment i-1, by the allocator; without one, the sum of what is counted at moment i
+    A_i    bytes of the distinct storages that autograd keeps at moment i
+    a_i    the least that it keeps meanwhile, min(A_(i-1), A_i); if counted, A_i
+
+The peak of the step is max M_i. If a fraction f of the activations were not kept, it would be at most ::
+
+    P(f) = max_i ( M_i - f a_i )
+
+which stops falling where something else is the peak: gradients and optimizer state, say, or temporary tensors.
+
+What autograd keeps is known without asking the allocator: saved-tensor hooks see each tensor when it is saved, a weak
+reference to what the graph has in its place tells when it is let go, and when backward takes it up the running node has
+the name of the operation. On CUDA the allocator is asked at each of these moments too, and its peak statistics are
+reset, so the peak of every interval is measured, temporary tensors included. That takes some 20 us a moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Self
+
+from lightning_actprune.analysis.recorder import (
+    ModuleNames,
+    Saved,
+    SavedTensorRecorder,
+    storages,
+    unpack_listeners,
+)
+from lightning_actprune.codec.private import FOR_NODES, current_autograd_node, tree_leaves
+from lightning_actprune.config import check_share
+from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.hooks import backward_runs
+from lightning_actprune.operators.readers import operator_name
+
+Phase: TypeAlias = Literal["forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = "forward", "backward", "optimizer"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_RETAINERS_NAMED = 3
+LOSSES = "log_softmax", "nll_loss", "cross_entropy"
+"""What the names of operations begin with that keep log-probabilities, one for each class."""
+
+
+@dataclass(frozen=True)
+class Retainer:
+    """One who keeps a storage for backward.
+
+    Args:
+        fqn: Name of the module that was running, ``""`` outside of all.
+        operator: What autograd calls the operation, in snake case (``native_layer_norm``); ``None`` if backward did not
+            take the tensor up.
+    """
+
+    fqn: str
+    operator: str | None
+
+    @property
+    def label(self) -> str:
+        """Name for tables, with numbers in module names as ``*``."""
+        name = _NUMBER.sub("*", self.fqn) or "(step)"
+        return f"{name} ({self.operator})" if self.operator else name
+
+
+@dataclass
+class Retained:
+    """A storage that autograd keeps.
+
+    Args:
+        nbytes: Its size.
+        packed: Whether it holds packed values.
+        born: Index of the first moment at which it is kept.
+        freed: Index of the first moment at which it no longer is, ``None`` if it outlives the step.
+        retainers: All who keep it, in the order in which they saved it; it goes when the last of them lets go.
+        covered: Whether it holds packed values, or a converted layer keeps it.
+    """
+
+    nbytes: int
+    packed: bool
+    born: int
+    freed: int | None = None
+    retainers: list[Retainer] = field(default_factory=list)
+    covered: bool = False
+
+    def kept_at(self, moment: int) -> bool:
+        """Return whether autograd keeps it at the moment of that index."""
+        return self.born <= moment and (self.freed is None or moment < self.freed)
+
+    @property
+    def of_loss(self) -> bool:
+        """Whether it holds what a loss computes from its logits."""
+        return any(retainer.operator and retainer.operator.startswith(LOSSES) for retainer in self.retainers)
+
+    @property
+    def label(self) -> str:
+        """Names of the retainers, without repetitions."""
+        labels = list(dict.fromkeys(retainer.label for retainer in self.retainers))
+        more = len(labels) - _RETAINERS_NAMED
+        return " + ".join(labels[:_RETAINERS_NAMED]) + (f" + {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class RetainerGroup:
+    """Storages with the same retainers, in corresponding modules: how many, and their bytes."""
+
+    label: str
+    packed: bool
+    count: int
+    nbytes: int
+
+
+@dataclass
+class MemoryMoment:
+    """A moment of a step, and the interval since the last one.
+
+    Args:
+        phase: Part of the step that the interval belongs to.
+        fqn: Name of the module whose forward or backward ran in the interval, ``""`` outside of all.
+        operator: The operation whose backward ran, ``None`` in a forward.
+        gradient_bytes: Distinct storages of the parameters' gradients.
+        optimizer_bytes: Distinct storages of the optimizers' state.
+        used_bytes: Bytes in use by the allocator, ``None`` without one.
+        peak_bytes: Most bytes in use in the interval, ``None`` without an allocator to ask.
+    """
+
+    phase: Phase
+    fqn: str
+    operator: str | None
+    gradient_bytes: int
+    optimizer_bytes: int
+    used_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass
+class StepMemory:
+    """Memory over one training step.
+
+    Args:
+        parameter_bytes: Distinct storages of parameters and buffers.
+        batch_bytes: Distinct storages of the batch that are no parameters.
+        moments: What was in use, in order; the first is the begin of the step.
+        retained: What autograd kept.
+    """
+
+    parameter_bytes: int
+    batch_bytes: int
+    moments: list[MemoryMoment] = field(default_factory=list)
+    retained: list[Retained] = field(default_factory=list)
+
+    @property
+    def measured(self) -> bool:
+        """Whether an allocator was asked; counted bytes leave out temporary tensors."""
+        return any(moment.peak_bytes is not None for moment in self.moments)
+
+    @functools.cached_property
+    def packed_bytes(self) -> list[int]:
+        """Bytes of packed values kept at each moment."""
+        return self._kept(storage for storage in self.retained if storage.packed)
+
+    @functools.cached_property
+    def activation_bytes(self) -> list[int]:
+        """Bytes that autograd keeps at each moment, those of packed values included."""
+        return self._kept(self.retained)
+
+    @functools.cached_property
+    def interval_bytes(self) -> list[int]:
+        """Most bytes in use since the moment before, for each moment (M_i of the module)."""
+        peaks = [moment.peak_bytes for moment in self.moments]
+        return [sum(self._counted_at(i).values()) if peak is None else peak for i, peak in enumerate(peaks)]
+
+    def peak_in(self, phase: Phase | None = None) -> int | None:
+        """Return the index of the moment whose interval has the peak of a phase, or of the step; ``None`` if empty."""
+        if phase not in (None, *PHASES):
+            raise ValueError(
+                f"`phase` must be {', '.join(map(repr, PHASES))} or None, got {phase!r}. HINT: None is all."
+            )
+        found = [i for i, moment in enumerate(self.moments) if phase in (None, moment.phase)]
+        return max(found, key=self.interval_bytes.__getitem__, default=None)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use during the step; 0 without moments."""
+        return max(self.interval_bytes, default=0)
+
+    @property
+    def forward_end(self) -> int:
+        """Index of the last moment before the first backward, where most is kept; of the last one without backward."""
+        phases = [moment.phase for moment in self.moments]
+        return (phases.index("backward") if "backward" in phases else len(phases)) - 1
+
+    def bytes_without(self, fraction: float) -> list[int]:
+        """Return for each moment the most that M_i would be if that fraction of the activations were not kept."""
+        check_share(fraction, "fraction")
+        kept = self.activation_bytes
+        lowest = [min(kept[max(i - 1, 0)], here) for i, here in enumerate(kept)] if self.measured else kept
+        return [round(m - fraction * a) for m, a in zip(self.interval_bytes, lowest, strict=True)]
+
+    def peak_without(self, fraction: float) -> int:
+        """Return the most that the peak would be in bytes if that fraction of the activations were not kept."""
+        return max(self.bytes_without(fraction), default=0)
+
+    def parts(self, index: int) -> dict[str, int]:
+        """Return what the bytes in use in the interval before a moment were, by kind; they add up to M_i.
+
+        Named are the bytes at the interval's end; in a measured backward those at its begin, since an operation lets go
+        of its tensors only at its end.
+        """
+        counted = self._counted_at(self._named_at(index))
+        return counted | {"other": max(self.interval_bytes[index] - sum(counted.values()), 0)}
+
+    def logits_bytes(self, index: int) -> int:
+        """Return the bytes in the interval before a moment that are logits, or of a loss with one value for each.
+
+        They are what such a loss keeps, and "other" of ``parts`` too where the loss itself runs.
+        """
+        at, moment = self._named_at(index), self.moments[index]
+        of_loss = [storage for storage in self.retained if storage.of_loss]
+        runs = (moment.operator or "").startswith(LOSSES) or any(storage.born == index for storage in of_loss)
+        kept = sum(storage.nbytes for storage in of_loss if storage.kept_at(at))
+        return kept + (self.parts(index)["other"] if runs else 0)
+
+    def groups(self, index: int, *, uncovered: bool = False) -> list[RetainerGroup]:
+        """Return who keeps what at a moment, largest first, corresponding modules taken together.
+
+        Args:
+            index: The moment.
+            uncovered: Whether to leave out what was packed, or converted layers keep.
+        """
+        found: dict[tuple[str, bool], list[int]] = {}
+        for storage in self.retained:
+            if storage.kept_at(index) and not (uncovered and storage.covered):
+                found.setdefault((storage.label, storage.packed), []).append(storage.nbytes)
+        groups = [RetainerGroup(*key, len(sizes), sum(sizes)) for key, sizes in found.items()]
+        return sorted(groups, key=lambda group: -group.nbytes)
+
+    def series(self, operators: int = 5) -> dict[str, list[int]]:
+        """Return bytes at each moment by kind, those kept for backward by operation: what a stacked picture shows.
+
+        Args:
+            operators: How many operations are named, those with the most bytes over the step first; the others are
+                taken together. A storage with several retainers counts for the first.
+        """
+        counted = [self._counted_at(index) for index in range(len(self.moments))]
+        names = "parameters", "optimizer state", "gradients", "batch", "packed tensors"
+        made = {name: [moment[name] for moment in counted] for name in names}
+        kept: dict[str, list[Retained]] = {}
+        for storage in self.retained:
+            if not storage.packed:
+                kept.setdefault(storage.retainers[0].operator or "not used", []).append(storage)
+        curves = sorted((self._kept(retained), name) for name, retained in kept.items())
+        curves.sort(key=lambda curve: -sum(curve[0]))
+        made |= {name: curve for curve, name in curves[:operators]}
+        left = [curve for curve, _ in curves[operators:]]
+        return made | ({"other operations": [sum(column) for column in zip(*left, strict=True)]} if left else {})
+
+    def to_rows(self) -> list[dict[str, str | int | None]]:
+        """Return the moments as flat rows: ``pandas.DataFrame(step.to_rows())`` is a table.
+
+        ``activation_bytes`` is what autograd keeps, ``packed_bytes`` included; ``interval_bytes`` is M_i of the module.
+        """
+        kept = zip(self.activation_bytes, self.packed_bytes, self.interval_bytes, strict=True)
+        same = {"parameter_bytes": self.parameter_bytes, "batch_bytes": self.batch_bytes}
+        return [
+            {**asdict(moment), **same, "activation_bytes": saved, "packed_bytes": packed, "interval_bytes": most}
+            for moment, (saved, packed, most) in zip(self.moments, kept, strict=True)
+        ]
+
+    def _named_at(self, index: int) -> int:
+        """Return the moment whose bytes are named for the interval before ``index``."""
+        return index - 1 if self.measured and self.moments[index].phase == "backward" and index > 0 else index
+
+    def _counted_at(self, index: int) -> dict[str, int]:
+        moment, packed = self.moments[index], self.packed_bytes[index]
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": moment.gradient_bytes,
+            "optimizer state": moment.optimizer_bytes,
+            "batch": self.batch_bytes,
+            "packed tensors": packed,
+            "other saved tensors": self.activation_bytes[index] - packed,
+        }
+
+    def _kept(self, retained: Iterable[Retained]) -> list[int]:
+        changes = [0] * (len(self.moments) + 1)
+        for storage in retained:
+            changes[min(storage.born, len(self.moments))] += storage.nbytes
+            if storage.freed is not None:
+                changes[min(storage.freed, len(self.moments))] -= storage.nbytes
+        kept, total = [], 0
+        for change in changes[:-1]:
+            total += change
+            kept.append(total)
+        return kept
+
+
+class StepMemoryRecorder(SavedTensorRecorder):
+    """Record what is in use over the step that runs inside this context.
+
+    The step begins with its forward; ``mark`` tells where backward and the optimizer begin. A backward that nobody
+    marks begins where it takes up its first tensor, a further forward with the call of a module. Nothing is kept alive.
+    Tensors on other devices do not count; what saved-tensor hooks around this context put elsewhere, such as those of
+    ``save_on_cpu``, counts as if it stayed. Inside ``torch.compile``d modules moments are only those of their saved
+    tensors, which are all credited to the module that calls the compiled one.
+
+    Args:
+        model: The module whose step it is.
+        batch: Whatever holds the step's input tensors.
+        optimizers: Those whose state counts.
+        device: Where memory is looked at; by default the device of the first parameter, or the CPU.
+        allocator: Returns the bytes in use now, and the most since it was asked last; by default that of CUDA.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x = torch.randn(16, 64)
+        >>> with StepMemoryRecorder(model, x, [optimizer]) as recorder:
+        ...     loss = model(x).sum()
+        ...     recorder.mark("backward")
+        ...     loss.backward()
+        ...     recorder.mark("optimizer")
+        ...     optimizer.step()
+        >>> step = recorder.result()
+        >>> [(group.label, group.nbytes) for group in step.groups(step.forward_end)]
+        [('* (gelu)', 4096), ('* (addmm)', 4096)]
+    """
+
+    needs = FOR_NODES
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        optimizers: Sequence[Optimizer] = (),
+        device: torch.device | None = None,
+        allocator: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(model, batch)
+        self._allocator = allocator
+        first = next(model.parameters(), None)
+        self._device = device or (torch.device("cpu") if first is None else first.device)
+        self._optimizers = optimizers
+        self._names = ModuleNames(model)
+        self._sizes = {key: n for t in tree_leaves(batch) if self._is_here(t) for key, n in storages(t)}
+        self._phase: Phase = "forward"
+        self._taken_up: tuple[str, str | None] = "", None
+        self._moments: list[MemoryMoment] = []
+        self._retained: dict[StorageWeakRef, Retained] = {}
+        self._graph: dict[int, _InGraph] = {}
+        self._uses: Counter[StorageWeakRef] = Counter()
+        self._gradients: dict[StorageWeakRef, int] = {}
+        self._gradient_bytes = 0
+        self._optimizer_bytes = 0
+        self._gradient_hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        unpack_listeners.append(self._on_unpack)
+        super().__enter__()
+        try:
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and parameter.is_leaf:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    handle = register(self._on_gradient)
+                    self._gradient_hooks.append(handle)
+            self._ask_allocator()  # whose peak so far is not this step's
+            self.moment()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._active:
+            self.moment()
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording; what was recorded stays."""
+        if self._on_unpack in unpack_listeners:
+            unpack_listeners.remove(self._on_unpack)
+            for handle in self._gradient_hooks:
+                handle.remove()
+            self._gradient_hooks.clear()
+            self._graph.clear()
+        super().close()
+
+    def mark(self, phase: Phase) -> None:
+        """Say that this phase begins."""
+        self.moment()
+        self._phase, self._taken_up = phase, ("", None)
+
+    def moment(self) -> None:
+        """Note what is in use now, gradients and optimizer state looked up anew."""
+        self._gradients.clear()
+        self._gradient_bytes = 0
+        for parameter in self._model.parameters():
+            self._add_gradient(parameter)
+        states = [state.values() for optimizer in self._optimizers for state in optimizer.state.values()]
+        self._optimizer_bytes = self._bytes(tensor for state in states for tensor in state)
+        self._add_moment("" if not self._running else self._names[self._running[-1][0]], None)
+
+    def result(self) -> StepMemory:
+        """Return what was recorded so far."""
+        parameters = self._bytes((*self._model.parameters(), *self._model.buffers()))
+        batch = sum(nbytes for key, nbytes in self._sizes.items() if key not in self._parameters)
+        return StepMemory(parameters, batch, list(self._moments), list(self._retained.values()))
+
+    def _enter(self, module: nn.Module, call: Any) -> None:
+        # A further forward in the same step, such as that of a second optimizer; not one that a checkpoint runs again.
+        if self._phase != "forward" and not backward_runs():
+            self.mark("forward")
+        self._add_forward_moment()
+        super()._enter(module, call)
+
+    def _leave(self, module: nn.Module) -> None:
+        self._add_forward_moment()
+        super()._leave(module)
+
+    def _add_forward_moment(self) -> None:
+        self._add_moment(self._names.get(self._running[-1][0], "") if self._running else "", None)
+
+    def _on_saved(self, saved: Saved) -> None:
+        kept = saved.handle()
+        known = saved.key in self._batch or saved.key in self._parameters
+        if known or kept is None or saved.device != self._device:
+            return
+        inside = any(isinstance(module, Converted) for module, _ in self._running)
+        packed = saved.original is not None or (saved.call is not None and saved.call.packs)
+        packed |= inside and saved.dtype == torch.uint8
+        now = len(self._moments)
+        storage = self._retained.setdefault(saved.key, Retained(saved.nbytes, packed, now))
+        storage.freed = None
+        storage.covered |= inside or packed
+        if id(kept) not in self._graph:
+            self._graph[id(kept)] = _InGraph(kept, self._on_let_go)
+        self._graph[id(kept)].saved.append((saved.key, len(storage.retainers)))
+        self._uses[saved.key] += 1
+        storage.retainers.append(Retainer("" if saved.module is None else self._names[saved.module], None))
+
+    def _on_unpack(self, value: Any) -> None:
+        kept = self._graph.get(id(value))
+        if kept is None:
+            return
+        if self._phase == "forward":
+            self.mark("backward")
+        self._add_moment(*self._taken_up)
+        node = current_autograd_node()
+        operator = None if node is None else operator_name(node.name())
+        for key, index in self._takers(kept):
+            retainers = self._retained[key].retainers
+            fqn = retainers[index].fqn
+            self._taken_up = fqn, operator
+            retainers[index] = Retainer(fqn, operator)
+
+    def _takers(self, kept: _InGraph) -> Iterable[tuple[StorageWeakRef, int]]:
+        """Return who takes up ``kept`` now: of several who saved one object, the last that has not done so yet."""
+        waiting = [(key, index) for key, index in kept.saved if self._retained[key].retainers[index].operator is None]
+        return dict(waiting or kept.saved).items()
+
+    def _on_let_go(self, number: int) -> None:
+        kept = self._graph.pop(number, None)
+        for key, _ in () if kept is None else kept.saved:
+            self._uses[key] -= 1
+            if self._uses[key] == 0:
+                self._retained[key].freed = len(self._moments)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._add_gradient(parameter)
+        self._add_moment(*self._taken_up)
+
+    def _add_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        for key, nbytes in storages(gradient) if self._is_here(gradient) else ():
+            if key not in self._gradients:
+                self._gradients[key] = nbytes
+                self._gradient_bytes += nbytes
+
+    def _add_moment(self, fqn: str, operator: str | None) -> None:
+        known = self._gradient_bytes, self._optimizer_bytes
+        self._moments.append(MemoryMoment(self._phase, fqn, operator, *known, *self._ask_allocator()))
+
+    def _ask_allocator(self) -> tuple[int | None, int | None]:
+        """Return the bytes in use now, and the most since the last time."""
+        if self._allocator is not None:
+            return self._allocator()
+        if self._device.type != "cuda":
+            return None, None
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(stats["current"]), int(stats["peak"])
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.device == self._device
+
+    def _bytes(self, values: Iterable[Any]) -> int:
+        found = {key: nbytes for value in values if self._is_here(value) for key, nbytes in storages(value)}
+        return sum(found.values())
+
+
+class _InGraph:
+    """What the graph has in place of a tensor: tells when it lets go, and for whom it is kept."""
+
+    def __init__(self, value: Any, on_let_go: Callable[[int], None]) -> None:
+        number = id(value)
+        self.reference = weakref.ref(value, lambda _: on_let_go(number))
+        self.saved: list[tuple[StorageWeakRef, int]] = []
+        """The storages behind it, each time it was saved, with the index among their retainers."""
