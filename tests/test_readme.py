@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from torch import nn
 
 from examples.benchmarks import tables, trainings_page
-from examples.benchmarks.study import evidence, results
-from examples.benchmarks.study.settings import parse_setting
+from examples.benchmarks.study import evidence
 from tests.support.helpers import assert_plain
 from tests.support.markdown import code_blocks
 
@@ -133,15 +131,12 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert f"{vit[1]:.1f} and {resmlp[1]:.1f} times" in PROSE
 
     trainings = trainings_page.of_images(trainings_page.from_scratch(tables.load("long")))
-    ours, paper = (
-        results.kept(asdict(parse_setting(tables.TRAINED))),
-        results.kept(asdict(parse_setting("0.6:32:same"))),
-    )
-    lost = evidence.in_all(trainings)[ours].shown(2).replace("-", "")
-    worst = min(evidence.findings(study)[paper].difference for study in trainings if paper in evidence.findings(study))
-    assert f'`"max"` is {lost} points below dense, and sparsity 0.6, the paper\'s, up to {-worst:.2f}' in PROSE
+    found = {name: [evidence.of_preset(name, study)[1] for study in trainings] for name in ("max", "paper")}
+    lost = evidence.together(found["max"]).shown(2).replace("-", "")
+    worst = -min(finding.difference for finding in found["paper"])
+    assert f'`"max"` is {lost} points below dense, and sparsity 0.6, the paper\'s, up to {worst:.2f}' in PROSE
     assert "lost 0.3 points at most" in PROSE
-    assert all(abs(evidence.findings(study)[ours].difference) <= 0.3 for study in trainings)
+    assert all(abs(finding.difference) <= 0.3 for finding in found["max"])
 
 
 def test_badges_say_what_the_package_needs():

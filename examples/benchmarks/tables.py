@@ -97,10 +97,12 @@ def summarised(summary: Summary, records: Records) -> str:
 
 
 PRESETS_TEXT = """\
-Trainings: a ResMLP, a ViT and a ResNet (whose convolutions are pruned) on CIFAR-10, a GPT on the source text of
-Python's standard library. Stored bits are those of the inputs of the blocks' linear layers, or convolutions, positions
-and headers included, over the tasks; scores are means ± standard deviations over three to six seeds with, in brackets,
-the difference to dense runs of the same seeds. [Accuracy](accuracy.md) has their numbers and the commands."""
+[Long trainings](trainings.md) of images, where there are some, and [shorter ones](accuracy.md) of text: dense scores as
+mean ± standard deviation over the seeds, below them the differences to these, ± their standard errors. A difference
+with a star is one that chance alone would make once in 20 times; of losses, more is worse. Bits are what is kept of
+every 16 bits that are kept dense; where `paper` stands for its sparsity alone, such as in the ResNet, whose
+convolutions the preset itself leaves dense, they are those of the pruned layers."""
+PRESET_TASKS = "resmlp", "vit", "resnet", "gpt"
 PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets, how
 much more or less that is than dense. `checkpoint` runs every block again in backward."""
@@ -119,10 +121,10 @@ def other_steps(steps: Records) -> str:
     return OTHER_STEPS_TEXT + "\n\n" + summarised(grouped(summaries.presets(steps)), steps)
 
 
-def presets(trainings: Records) -> str:
-    """What the presets store and what they do to accuracy."""
-    scores = study.presets(trainings)
-    return PRESETS_TEXT + "\n\n" + markdown(scores.header, narrowed(scores.rows))
+def presets(short: Records, long: Records) -> str:
+    """What the presets keep and what they do to accuracy."""
+    scores = evidence.presets([s for task in PRESET_TASKS if (s := evidence.main_study(task, long, short))])
+    return PRESETS_TEXT + "\n\n" + markdown(scores.header, scores.rows)
 
 
 def preset_steps(steps: Records) -> str:
@@ -234,7 +236,6 @@ HEADLINE = {
 }
 """Models of the first tables: what they are called, and the task of the study that trains a small one."""
 HEADLINE_METHODS = ("checkpoint", "max")
-TRAINED = "preset:max"
 _COMPARED = "activations_mib", "peak_mib", "step_ms"
 HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with checkpointing of every block;
@@ -255,8 +256,13 @@ models of the same kind, `"max"` beside dense, ± the standard error (a higher l
 
 def accuracy_of(task: str | None, short: Records, long: Records) -> tuple[str, str]:
     """Return what ``"max"`` does to the score of a task, by long trainings if there are some, and what was trained."""
-    found = [evidence.of_preset(TRAINED, [r for r in records if r["task"] == task]) for records in (long, short)]
-    return next((each for each in found if each[0]), ("not measured", ""))
+    runs = evidence.main_study(task, long, short)
+    setting, finding = evidence.of_preset("max", runs)
+    if finding is None:
+        return "not measured", ""
+    score, seeds = study.score_of(runs[0]), len(study.by_setting(runs)[setting])
+    unit = score.name if score.sign < 0 else "points"
+    return f"{finding.shown(score.digits)} {unit}", f"{runs[0]['model']}, {runs[0]['epochs']} epochs, {seeds} seeds"
 
 
 def brief(steps: Records, short: Records, long: Records) -> str:
@@ -410,7 +416,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
     "headline": (("rivals", "accuracy", "long"), headline),
     "brief": (("rivals", "accuracy", "long"), brief),
     "memory": (("memory",), memory),
-    "presets": (("accuracy",), presets),
+    "presets": (("accuracy", "long"), presets),
     "preset_steps": (("presets",), preset_steps),
     "others": (("others",), other_steps),
     "kernels": (("kernels",), kernels),

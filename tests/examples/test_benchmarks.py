@@ -141,13 +141,15 @@ def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
     runs = list(enumerate([70.0, 71.0, 72.0]))
     short, long = (
         [
-            study_record((name,), seed, score - lost * (name != "dense"), **more)
+            study_record(
+                (name,), seed, score - lost * (name != "dense"), bits_per_value=16.0 if name == "dense" else 2.0, **more
+            )
             for name in names
             for seed, score in runs
         ]
         for names, lost, more in (
-            (("dense", tables.TRAINED), 1.0, {"task": "gpt"}),
-            (("dense", tables.TRAINED), 0.5, {"task": "vit", "epochs": 90}),
+            (("dense", "preset:max"), 1.0, {"task": "gpt"}),
+            (("dense", "preset:max"), 0.5, {"task": "vit", "epochs": 90}),
         )
     )
     lines = tables.headline(steps, [*short, *({**r, "task": "vit"} for r in short)], long).splitlines()

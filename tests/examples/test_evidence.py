@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 
 import pytest
 
 from examples.benchmarks.study import evidence
 from examples.benchmarks.study.evidence import Finding, Scatter, quantile
+from examples.benchmarks.study.settings import parse_setting
 from tests.examples.study_records import study_record
 
 DENSE, HALF, FEW = ("dense",), ("pruned", 0.5, 16, "same"), ("pruned", 0.0, 32, "int2")
@@ -109,16 +111,54 @@ def test_together_says_nothing_of_a_setting_that_a_study_lacks_or_leaves_untouch
     assert evidence.in_all([both]) == {} == evidence.in_all([])
 
 
-def test_the_first_tables_say_what_a_preset_does_and_what_was_trained():
-    study = [
-        study_record((name,), seed, score)
-        for name, scores in (("dense", [70.0, 71.0, 72.0]), ("preset:max", [69.0, 70.0, 71.0]))
+def study_of(task, **runs):
+    """Make a study of settings by name: bits and scores."""
+    return [
+        {**study_record(DENSE, seed, score, task=task, bits_per_value=bits), **asdict(parse_setting(SETTINGS[name]))}
+        for name, (bits, scores) in runs.items()
         for seed, score in enumerate(scores)
     ]
-    change, what = evidence.of_preset("preset:max", study)
-    assert change == "-1.00 ± 0.82 points"
-    assert what == f"{study[0]['model']}, {study[0]['epochs']} epochs, 3 seeds"
-    assert evidence.of_preset("preset:max", study[:4]) == evidence.of_preset("preset:max", []) == ("", "")
+
+
+SETTINGS = {"dense": "dense", "most": "preset:max", "paper": "preset:paper", "convolutions": "0.6:32:same"}
+
+
+def test_presets_are_shown_beside_dense_with_the_errors_of_each_study():
+    scores = [70.0, 71.0, 72.0]
+    images = study_of("resmlp", dense=(16, scores), most=(2, [s - 5 for s in scores]), paper=(15.99, scores))
+    images += study_of("resmlp", convolutions=(6.4, [60.0, 61.0]))
+    text = study_of("gpt", dense=(16, [-1.0, -1.1, -1.2]), most=(4, [-1.0, -1.1, -1.2]), paper=(9, [-1.5]))
+    shown = evidence.presets([images, text])
+    assert shown.header == (
+        "preset",
+        "bits per value",
+        "net, 2 epochs, test accuracy %",
+        "net, 2 epochs, validation loss",
+    )
+    dense, paper, balanced, most, recompute = shown.rows
+    assert dense == ["dense", "16.00", "71.00 ± 1.00", "1.1000 ± 0.1000"]
+    # Of what compresses anything, so the convolutions in the one and the preset in the other.
+    assert paper == ["`paper`", "6.40 - 9.00", "-10.50 ± 0.88 *", "+0.4000 ± 0.1155 *"]
+    assert balanced == ["`balanced`", "-", "-", "-"]
+    assert most == ["`max`", "2.00 - 4.00", "-5.00 ± 0.79 *", "+0.0000 ± 0.0816"]
+    assert recompute[0] == "`recompute`"
+
+
+def test_a_preset_is_what_most_runs_say_of_it():
+    scores = [70.0, 71.0, 72.0]
+    study = study_of("resmlp", dense=(16, scores), paper=(9, scores), convolutions=(9, [60.0, 61.0]))
+    setting, finding = evidence.of_preset("paper", study)
+    assert (setting, finding.difference) == ("`paper`, every layer", 0.0)
+    assert evidence.of_preset("max", study) == evidence.of_preset("max", []) == ("", None)
+
+
+def test_a_task_is_shown_by_the_first_records_that_say_something_of_it():
+    scores = [70.0, 71.0, 72.0]
+    short = study_of("vit", dense=(16, scores), most=(2, scores)) + study_of("gpt", dense=(16, [1.0]))
+    long = study_of("vit", dense=(16, [80.0]), most=(2, [80.0]))
+    assert evidence.main_study("vit", long, short) == short[:6]
+    assert evidence.main_study("vit", [*long, *study_of("vit", most=(2, scores), dense=(16, scores))], short) != short
+    assert evidence.main_study("gpt", long, short) == evidence.main_study("vit", []) == []
 
 
 def finding_of(name, study):

@@ -1,11 +1,8 @@
 """Tables of the accuracy study from made-up records: what is compared with what, and what they are called."""
 
-from dataclasses import asdict
-
 import pytest
 
 from examples.benchmarks.study import results
-from examples.benchmarks.study.settings import parse_setting
 from tests.examples.study_records import study_record
 
 DENSE = ("dense",)
@@ -73,23 +70,3 @@ def test_fewest_bits_among_means_that_are_not_below_dense_by_more_than_the_margi
 
 def test_without_dense_runs_no_setting_is_as_good():
     assert results.fewest_bits([study_record(HALF, 0, 70.0), study_record(HALF, 1, 70.0)]) == []
-
-
-def preset_record(name, seed, accuracy, **more):
-    setting = asdict(parse_setting(name))
-    return {**study_record(DENSE, seed, accuracy), **setting, **more}
-
-
-def test_presets_are_shown_with_their_settings_and_the_main_study_of_each_task():
-    text = {"task": "gpt", "model": "gpt", "bits_per_value": 2.5}
-    records = [preset_record("dense", seed, 70.0 + seed) for seed in (0, 1)]
-    records += [preset_record("max", seed, 69.0 + seed, bits_per_value=1.25) for seed in (0, 1)]
-    records += [preset_record("max", 0, 5.0, batch=9, bits_per_value=9.0)]  # a study of fewer settings
-    records += [preset_record("dense", 0, -1.5, **text), preset_record("max", 0, -1.25, **text)]
-    shown = results.presets(records)
-    assert shown.header[-2:] == ("net, test accuracy %", "gpt, validation loss")
-    dense, paper, balanced, most = shown.rows
-    assert dense == ["dense", "-", "-", "-", "2.50 - 16.00", "70.50 ± 0.71", "1.5000"]
-    assert paper == ["`paper`", "0.6", "`same`", "-", "-", "-", "-"]
-    assert balanced[:4] == ["`balanced`", "0", "`int4`", "-"]
-    assert most == ["`max`", "0.5", "`int2`", "20 %", "1.25 - 2.50", "69.50 ± 0.71 (-1.00 ± 0.00)", "1.2500 (-0.2500)"]

@@ -109,7 +109,9 @@ def test_command_writes_page_and_pictures(monkeypatch, tmp_path, capsys):
 def test_pages_show_presets_once_records_are_there(tmp_path):
     pages = tables.pages()
     assert tables.rendered(pages, tmp_path) == pages
-    (tmp_path / "accuracy.json").write_text(json.dumps(trained(DENSE, [70.0, 72.0])))
+    runs = trained(DENSE, [70.0, 72.0, 71.0]) + trained(("preset:max",), [70.0, 72.0, 71.0])
+    (tmp_path / "accuracy.json").write_text("[]")
+    (tmp_path / "long.json").write_text(json.dumps(runs))
     step = {
         "model": "net",
         "batch": 8,
@@ -123,6 +125,6 @@ def test_pages_show_presets_once_records_are_there(tmp_path):
     step |= {"gpu": "GPU", "torch": "2", "triton": "3", "command": "measured"}
     (tmp_path / "presets.json").write_text(json.dumps([step]))
     text = "\n".join(tables.rendered(pages, tmp_path).values())
-    assert "| dense | - | - | - | 16.00 | 71.00 ± 1.41 |" in text
+    assert "| dense | 16.00 | 71.00 ± 1.00 |\n" in text
     assert "| **net, batch 8** |  |  |  |  |  |\n| dense | - | 400 | 800 | 10.00 | 4.0 |" in text
     assert "`measured`" in text

@@ -123,28 +123,56 @@ def together(found: Sequence[Finding]) -> Finding:
 
 def in_all(studies: Sequence[Records]) -> dict[str, Finding]:
     """Return by setting what several studies say together; none of one that some study lacks or leaves untouched."""
-    found = []
-    for study in studies:
-        kept = {setting: results.mean_of(runs, "bits_per_value") for setting, runs in results.by_setting(study).items()}
-        found.append({setting: each for setting, each in findings(study).items() if kept[setting] < UNTOUCHED})
+    found = [compressed(study) for study in studies]
     shared = [setting for setting in found[0] if all(setting in each for each in found)] if len(found) > 1 else []
     return {setting: together([each[setting] for each in found]) for setting in shared}
 
 
-def of_preset(name: str, records: Records) -> tuple[str, str]:
-    """Return how the score of a preset differs from dense in the main study of a task, and of what model and how often.
+def compressed(study: Records) -> dict[str, Finding]:
+    """Return the findings of the settings that compress something of this model."""
+    kept = {setting: results.mean_of(runs, "bits_per_value") for setting, runs in results.by_setting(study).items()}
+    return {setting: finding for setting, finding in findings(study).items() if kept[setting] < UNTOUCHED}
 
-    Where too few runs are there to say it, both are empty.
-    """
-    study = results.main_study(records) if records else []
-    setting = results.kept(asdict(parse_setting(name)))
-    finding = findings(study).get(setting) if study else None
-    if finding is None:
-        return "", ""
-    score, runs = results.score_of(study[0]), results.by_setting(study)[setting]
-    unit = score.name if score.sign < 0 else "points"
-    what = f"{study[0]['model']}, {study[0]['epochs']} epochs, {len(runs)} seeds"
-    return f"{finding.shown(score.digits)} {unit}", what
+
+def main_study(task: str | None, *sources: Records) -> Records:
+    """Return the main study of a task of the first records that say something of it; none if there are none."""
+    for records in sources:
+        chosen = [record for record in records if record["task"] == task]
+        study = results.main_study(chosen) if chosen else []
+        if study and findings(study):
+            return study
+    return []
+
+
+PRESETS = {name: (f"preset:{name}",) for name in ("paper", "balanced", "max", "recompute")}
+PRESETS["paper"] += ("0.6:32:same",)
+"""Settings of the study that are a preset; the sparsity of the paper's is also tried on convolutions."""
+
+
+def of_preset(name: str, study: Records) -> tuple[str, Finding | None]:
+    """Return what a preset does in a study, of several settings that of the most runs, and how that is called."""
+    found, runs = compressed(study) if study else {}, results.by_setting(study)
+    settings = [results.kept(asdict(parse_setting(setting))) for setting in PRESETS[name]]
+    setting = max((each for each in settings if each in found), key=lambda each: len(runs[each]), default="")
+    return setting, found.get(setting)
+
+
+def presets(studies: Sequence[Records]) -> Summary:
+    """One row per preset, dense first: bits over the studies, and the difference to dense in each."""
+    scores = [results.score_of(study[0]) for study in studies]
+    dense = [score.of(results.by_setting(study)["dense"]) for score, study in zip(scores, studies, strict=True)]
+    cells = [results.mean_and_deviation(each, score.digits) for each, score in zip(dense, scores, strict=True)]
+    rows = [["dense", "16.00", *cells]]
+    for name in PRESETS:
+        bits, cells = list[float](), []
+        for study, score in zip(studies, scores, strict=True):
+            setting, finding = of_preset(name, study)
+            cells.append("-" if finding is None else finding_cells(finding, score)[0])
+            bits += [results.mean_of(results.by_setting(study)[setting], "bits_per_value")] if setting else []
+        ends = dict.fromkeys(f"{end(bits):.2f}" for end in (min, max)) if bits else "-"
+        rows.append([f"`{name}`", " - ".join(ends), *cells])
+    names = (f"{s[0]['model']}, {s[0]['epochs']} epochs, {x.name}" for s, x in zip(studies, scores, strict=True))
+    return Summary("Presets", ("preset", "bits per value", *names), rows)
 
 
 def table(study: Records) -> Summary:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from examples.benchmarks.study.settings import PRESET, parse_setting
+from examples.benchmarks.study.settings import PRESET
 from examples.benchmarks.summaries import Records, Summary, groups
-from examples.benchmarks.vocabulary import PRESETS
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256", "augmentation")
 RECIPE += ("turned", "start", "lora")
@@ -201,43 +199,6 @@ def fewest_bits(records: Records) -> Records:
 def mean_of(records: Records, name: str) -> float:
     """Return the mean of a figure."""
     return statistics.mean(r[name] for r in records)
-
-
-def presets(records: Records) -> Summary:
-    """One row per preset, dense first: what it sets, stored bits over the tasks, and the score of each task.
-
-    Of several studies of a task it is the main one.
-    """
-    mains = [main_study(group) for group in groups(records, "task").values()]
-    rows = [["dense", "-", "-", "-", *preset_cells("dense", mains)]]
-    for name, preset in PRESETS.items():
-        limit = f"{100 * preset.max_dropped_energy:g} %" if preset.max_dropped_energy < 1 else "-"
-        settings = f"{preset.sparsity:g}", f"`{preset.value_format}`", limit
-        rows.append([f"`{name}`", *settings, *preset_cells(name, mains)])
-        cells = preset_cells(f"{name}+others", mains)
-        if set(cells) != {"-"}:
-            rows.append([f"`{name}`, every operator", *settings, *cells])
-    scores = (f"{study[0]['model']}, {score_of(study[0]).name}" for study in mains)
-    header = ("preset", "sparsity", "format", "energy dropped at most", "stored bits per value", *scores)
-    return Summary("Presets", header, rows)
-
-
-def preset_cells(name: str, mains: list[Records]) -> list[str]:
-    """Return the range of stored bits over the main studies of the tasks, and the score in each."""
-    method = kept(asdict(parse_setting(name)))
-    runs = [by_setting(study).get(method, []) for study in mains]
-    bits = [f"{mean_of(group, 'bits_per_value'):.2f}" for group in runs if group]
-    ends = dict.fromkeys((min(bits, key=float), max(bits, key=float))) if bits else "-"
-    return [" - ".join(ends), *(score_cell(*pair) for pair in zip(runs, mains, strict=True))]
-
-
-def score_cell(runs: Records, study: Records) -> str:
-    """Return the score of `runs` with, in brackets, the difference to the dense runs of their study."""
-    if not runs:
-        return "-"
-    score = score_of(runs[0])
-    apart = difference(runs, by_setting(study).get("dense", []), score)
-    return mean_and_deviation(score.of(runs), score.digits) + ("" if apart == "-" else f" ({apart})")
 
 
 def fidelity(records: Records) -> Summary:
