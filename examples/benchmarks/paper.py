@@ -191,7 +191,7 @@ def main() -> None:
     source = {"torch": torch.__version__, "command": command()}
     records = [{**record, **source} for record in (*components(), *overheads(), *savings())]
     write_records(RESULTS / "paper.json", records)
-    PAGE.write_text(page(records, load("memory") or []))
+    PAGE.write_text(page(records, load("memory") or [], load("long") or []))
     total = sum(r["bytes"] for r in records if r["table"] == "components") / MIB
     print(f"A step of ResMLP-S12 keeps {total:.1f} MiB; wrote {PAGE.name} from {len(records)} records.")
 

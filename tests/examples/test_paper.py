@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from examples.benchmarks import paper, paper_page, tables
+from examples.benchmarks import paper, paper_page, tables, trainings_page
 from examples.models import build_model
 from lightning_actprune import convert, functional
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -96,11 +96,24 @@ def test_records_are_what_is_computed_today():
 
 
 def test_page_is_generated_from_the_committed_records():
-    assert paper.PAGE.read_text() == paper_page.page(RECORDS, tables.load("memory"))
+    assert paper.PAGE.read_text() == paper_page.page(RECORDS, tables.load("memory"), tables.load("long"))
+
+
+def test_the_paper_s_method_costs_what_its_page_says():
+    text = paper_page.page(RECORDS, [], tables.load("long"))
+    lines = text.split("## Accuracy")[1].splitlines()
+    assert "Here it costs more than the noise of the seeds" in " ".join(lines)
+    of_paper, *pruned = (line for line in lines if line.startswith(("| `paper`", "| pruned")))
+    assert " * |" in of_paper
+    assert pruned
+    shown = trainings_page.PAGE.read_text().splitlines()
+    assert {of_paper, *pruned} <= set(shown)  # with the errors of the whole study
+    assert not any("`max`" in line for line in lines)
 
 
 def test_page_without_measurements_says_so():
-    text = paper_page.page(RECORDS, [])
+    text = paper_page.page(RECORDS, [], [])
+    assert "## Accuracy" not in text
     assert "allocator measured" not in text
     assert "| s = 0.6, b = 16 | 395.3 | - |" in text
 
@@ -109,7 +122,7 @@ def test_page_refuses_positions_that_depend_on_the_sparsity():
     changed = json.loads(json.dumps(RECORDS))
     next(r for r in changed if r["table"] == "overhead")["packed_bytes"] *= 2
     with pytest.raises(ValueError, match="too many values to unpack"):
-        paper_page.page(changed, [])
+        paper_page.page(changed, [], [])
 
 
 def test_command_writes_records_and_page(monkeypatch, tmp_path, capsys):
