@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
-from lightning_actprune.compiled.scope import why_not
 from tests.support.helpers import BATCHES, trainer
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
+pytestmark = needs_passes
 
 
 class Wide(pl.LightningModule):

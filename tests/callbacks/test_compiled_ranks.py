@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_actprune.compiled.scope import why_not
+from tests.support.marks import needs_passes
 from tests.support.ranks import STEPS, Case, Seen, fit_all
 
 TOKENS = 512  # of 64 values: large enough to be packed in compiled code
@@ -24,7 +24,7 @@ def gradient(seen: Seen) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not() is not None, reason="this torch has no passes over joint graphs")
+@needs_passes
 def test_compiled_models_in_two_processes(tmp_path):
     found = dict(zip(map(repr, CASES), fit_all(CASES, "cpu", tmp_path), strict=True))
     for case in CASES:

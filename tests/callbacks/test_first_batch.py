@@ -17,6 +17,7 @@ from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BARS, BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+from tests.support.marks import needs_passes
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -300,6 +301,7 @@ def test_a_quiet_callback_says_nothing_of_them(capsys, caplog):
     assert "stay dense" not in capsys.readouterr().out + caplog.text
 
 
+@needs_passes
 def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -332,7 +334,7 @@ def test_no_hook_is_there_after_the_first_batch():
 
 
 def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monkeypatch):
-    monkeypatch.setattr(private, "MISSING", [*RetentionProbe.needs])
+    monkeypatch.setattr(private, "MISSING", [*private.MISSING, *RetentionProbe.needs])
     model, callback = Retained(), ActivationPruning(sparsity=0.5)
     with pytest.warns(UserWarning, match=r"Finding out in the first batch .* needs torch\._C\..* All stay converted"):
         trainer(callback).fit(model)

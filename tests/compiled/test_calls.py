@@ -14,6 +14,9 @@ from lightning_actprune.codec import private
 from lightning_actprune.compiled import calls
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, mark
+from tests.support.marks import needs_passes
+
+pytestmark = needs_passes
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
 OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default

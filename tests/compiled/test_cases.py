@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.compiled.scope import CompiledPacking, why_not
+from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.convert import is_converted, layers, mark_layers
 from tests.support.cases import CASES
+from tests.support.marks import needs_passes
 from tests.support.measured import gradients, kept_bytes, relative_error
 
 pytestmark = [
-    pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer"),
+    needs_passes,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 UNLIKE = {

@@ -14,6 +14,9 @@ from lightning_actprune.codec import packed
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, mark, step, worst_cosine
+from tests.support.marks import needs_passes
+
+pytestmark = needs_passes
 
 SHAPES = [(32, 24, 96), (64, 9, 64), (8, 7, 64), (96, 5, 192)]
 """Block size, rows and length. Blocks of 8 values are no whole words in two or three bits, long ones many in eight."""

@@ -19,7 +19,9 @@ from lightning_actprune.compiled.marks import Model, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, mark, nbytes, run, step, worst_cosine
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
+
+pytestmark = needs_passes
 
 
 def transformer() -> tuple[nn.Module, Tensor]:

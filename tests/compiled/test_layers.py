@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.compiled.report import Row
-from lightning_actprune.compiled.scope import CompiledPacking, why_not
+from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
+pytestmark = needs_passes
 
 
 class Found(NamedTuple):

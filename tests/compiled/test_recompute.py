@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.compiled.scope import CompiledPacking, why_not
+from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, nbytes, run, step
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
+pytestmark = needs_passes
 WIDTH, VALUES = 64, 8 * 32 * 64
 PACKED = VALUES + VALUES // 16  # two bytes for each block of 32 values
 

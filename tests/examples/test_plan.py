@@ -8,6 +8,9 @@ import pytest
 
 from examples.benchmarks import models, plan, third_party
 from tests.examples.stand_ins import Blocks, vectors
+from tests.support.marks import needs_passes
+
+pytestmark = needs_passes
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
@@ -20,6 +21,11 @@ from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
 from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
+
+IN_ONE = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.9"),
+    reason="torch 2.8 composes an RMSNorm of operations, which lie otherwise",
+)
 
 BITS = (8, 4, 3, 2)
 EPS = 1e-5
@@ -295,7 +301,7 @@ def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
     assert oracle.relative_error(*grads) < 0.01
 
 
-@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("make", [nn.LayerNorm, pytest.param(nn.RMSNorm, marks=IN_ONE)])
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_outputs_lie_as_torchs_whatever_the_strides(where, make):
     draw = random.Random(0)

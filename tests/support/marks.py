@@ -1,4 +1,4 @@
-"""Which cases of a test are quick, and which ones are left to the slow tests."""
+"""Which cases of a test are quick, which ones are left to the slow tests, and which need a newer torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from lightning_actprune.compiled.scope import why_not
+
+needs_passes = pytest.mark.skipif(why_not() is not None, reason="passes over joint graphs are of torch 2.10 and newer")
 
 
 def quick(names: Iterable[Any], *few: Any) -> list[Any]:
