@@ -98,7 +98,7 @@ def test_figures_in_the_text_are_those_of_the_records():
         for method in ("max", "checkpoint")
     )
     assert f"between {-min(ours):.0f} % less and {max(ours):.0f} % more time" in PROSE
-    assert f"its steps took {min(theirs):.0f} % to {max(theirs):.0f} % more time" in PROSE
+    assert f"its eager steps took {min(theirs):.0f} % to {max(theirs):.0f} % more time" in PROSE
 
     built = {(r["model"], r["method"]): r["step_ms"] for r in tables.load("compiled")}
     ours, theirs = (

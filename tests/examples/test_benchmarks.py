@@ -152,11 +152,13 @@ def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
             (("dense", "preset:max"), 0.5, {"task": "vit", "epochs": 90}),
         )
     )
-    lines = tables.headline(steps, [*short, *({**r, "task": "vit"} for r in short)], long).splitlines()
+    built = [{"model": name, "method": "dense", "step_ms": 5.0} for name in list(tables.HEADLINE)[:2]]
+    built += [{**r, "method": method, "step_ms": ms} for r in built for method, ms in (("max", 5.5), ("checkpoint", 6))]
+    lines = tables.headline(steps, built[:-1], [*short, *({**r, "task": "vit"} for r in short)], long).splitlines()
     memory = "100 MiB: **0 %** (-90 %) | 200 MiB: **-55 %** (0 %)"
-    assert lines[2] == f"| ViT-B/16, batch 8 | {memory} | **0 %** (+30 %) | -0.50 ± 0.82 points |"
-    assert lines[3].endswith("| +1.0000 ± 0.8165 validation loss |")
-    assert all(line.endswith("| not measured |") for line in lines[4:7])
+    assert lines[2] == f"| ViT-B/16, batch 8 | {memory} | **0 %** (+30 %) | **+10 %** (+20 %) | -0.50 ± 0.82 points |"
+    assert lines[3].endswith("| **+10 %** | +1.0000 ± 0.8165 validation loss |")
+    assert all(line.endswith("| not measured | not measured |") for line in lines[4:7])
     assert "(net, 90 epochs, 3 seeds; net, 2 epochs, 3 seeds)" in " ".join(lines)
     first, _, *others = tables.brief(steps, short, long).splitlines()[2:7]
     assert first == "| ViT-B/16 | **0 %**<br>(-90 %) | **-55 %**<br>(0 %) | **0 %**<br>(+30 %) | -0.50 ± 0.82 points |"
