@@ -21,6 +21,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
+from tests.support.marks import quick
 from tests.support.measured import kept_bytes
 
 SCHEDULE = [0.1, 0.2, 0.29, 0.4, 0.5, 0.6, 2 / 3, 0.8, 0.9, 0.95]
@@ -73,6 +74,31 @@ def gradients(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for a, b in zip(found, expected, strict=True):
         assert oracle.relative_error(a, b) < tolerance
+
+
+class Attended(nn.Module):
+    """An MLP with attention, which are modules of their own inside of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.attention(x))
+
+
+@pytest.mark.parametrize("preset", quick(["balanced", "max", "recompute", "paper"], "max"))
+def test_more_blocks_than_the_compiler_compiles_anew_share_a_compilation(preset):
+    model = nn.Sequential(*(Attended() for _ in range(torch._dynamo.config.recompile_limit + 2)))
+    convert(model, preset)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=counter)
+    for _ in range(2):
+        model(torch.randn(2, 16, 64)).sum().backward()
+    # The first input gets no gradient; all others do.
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ Every run is one of ``accuracy.py``, with the dense model and the presets in tur
 With ``--larger``, the sizes of that file are trained too, which ``larger.py`` has found.
 
 After ``--seconds`` runs leave their state in ``--states``; when the command is called again, they go on from there, and
-what the file has already is not run again.
+what the file has already is not run again. In ``--states`` is also what each run prints.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def records_of(run: Run, gpu: int, end: float, args: argparse.Namespace, folder:
     out = Path(mkdtemp(dir=folder)) / "record.json"
     command = run.command(out, seconds, args)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    args.states.mkdir(parents=True, exist_ok=True)
+    with (args.states / f"{run.name}_{run.setting}_{run.seed}.log".replace(":", "_")).open("w") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{shlex.join(command)}\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
     return load_records(out)

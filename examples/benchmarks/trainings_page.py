@@ -65,7 +65,7 @@ own: 80 classes of 625 images, as hard as more classes are."""
 TUNED = """\
 ## Fine-tuning
 
-On one half of the classes, from the weights of a dense training on the other."""
+On one half of the classes, from the weights of a dense training on the other, which comes first."""
 
 LARGER = """\
 ## Larger models in the memory of the dense one
@@ -84,7 +84,7 @@ def page(trainings: Records, sizes: Records) -> str:
     parts += [SCRATCH, *map(studied, results.studies(scratch)), *together(scratch)] if scratch else []
     for text, chosen in (
         (CLASSES, [r for r in rest if r.get("turned")]),
-        (TUNED, [r for r in rest if r.get("start")]),
+        (TUNED, of_tuning(rest)),
     ):
         parts += [text, *map(studied, results.studies(chosen))] if chosen else []
     parts += [LARGER, *(larger(group, of_sizes) for group in groups(sizes, "task").values())] if sizes else []
@@ -112,9 +112,16 @@ def studied(study: Records) -> str:
     return table(evidence.table(ordered(study)), ordered(study))
 
 
+def of_tuning(trainings: Records) -> Records:
+    """Return the fine-tunings, and the trainings on the other half of the classes that they begin with."""
+    halves = {record.get("classes") for record in trainings if record.get("start")} - {None}
+    return [r for r in trainings if r.get("start") or (r.get("classes") in halves and not r.get("turned"))]
+
+
 def from_scratch(trainings: Records) -> Records:
-    """Return the trainings of whole models on the classes that the data has."""
-    return [record for record in trainings if not record.get("start") and not record.get("turned")]
+    """Return the trainings of models on the classes that the data has."""
+    others = {id(record) for record in of_tuning(trainings)}
+    return [record for record in trainings if id(record) not in others and not record.get("turned")]
 
 
 def together(trainings: Records) -> list[str]:
@@ -126,8 +133,9 @@ def together(trainings: Records) -> list[str]:
 
 
 def of_images(trainings: Records) -> list[Records]:
-    """Return the studies whose scores are shares of images."""
-    return [study for study in results.studies(trainings) if study[0]["task"] != "gpt"]
+    """Return the studies whose scores are shares of images, and that say something of a setting."""
+    chosen = (study for study in results.studies(trainings) if study[0]["task"] != "gpt")
+    return [study for study in chosen if evidence.findings(study)]
 
 
 def runs_of(size: Record, trainings: Records) -> Records:

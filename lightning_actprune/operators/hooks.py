@@ -6,6 +6,7 @@ a checkpoint, in what a compiler has taken in. Who hangs hooks on modules finds 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_actprune.codec.private import COMPILED, current_graph_task_id
 from lightning_actprune.operators.base import Converted
@@ -41,6 +43,27 @@ class ForwardHook:
     def idle(self) -> bool:
         """Whether it does nothing."""
         return self._method is None
+
+
+def add_hooks(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[RemovableHandle]:
+    """Call ``enter`` before and ``leave`` after each forward of a module, also one that raises; return the handles.
+
+    The compiler guards on the numbers of hooks. By those that torch counts up, each of many modules that are alike
+    would be compiled for itself, and past a limit none would be any more; so they have the same ones everywhere.
+    """
+    before = module.register_forward_pre_hook(ForwardHook(enter))
+    after = module.register_forward_hook(ForwardHook(leave), always_call=True)
+    _number(before, module._forward_pre_hooks)
+    _number(after, module._forward_hooks, module._forward_hooks_always_called)
+    return [before, after]
+
+
+def _number(handle: RemovableHandle, hooks: dict[int, Any], *options: dict[int, Any]) -> None:
+    """Give a hook the first number that torch does not count up to and the module does not use."""
+    number = next(number for number in itertools.count(-1, -1) if number not in hooks)
+    for places in (hooks, *options):
+        places[number] = places.pop(handle.id)
+    handle.id = number
 
 
 def drop_idle_hooks(module: nn.Module) -> None:

@@ -76,7 +76,7 @@ from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
-    ForwardHook,
+    add_hooks,
     backward_runs,
     caller,
     dropped_by_checkpoint,
@@ -366,10 +366,7 @@ class SavedTensorCompression:
             # What runs again keeps nothing of what is saved in it, and hooks would cost the host time twice.
             for module in called & eager_modules(self._module, running_again=False):
                 if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                    self._handles.append(module.register_forward_pre_hook(ForwardHook(self._enter)))
-                    # Always: a forward may raise and its caller go on without it.
-                    leave = ForwardHook(self._leave)
-                    self._handles.append(module.register_forward_hook(leave, always_call=True))
+                    self._handles += add_hooks(module, self._enter, self._leave)
         return self
 
     def detach(self) -> None:

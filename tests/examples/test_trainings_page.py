@@ -56,6 +56,19 @@ def test_models_of_images_are_taken_together_and_text_is_not():
     assert row in trainings_page.page([*studies["net"], *studies["other"], *studies["text"]], [])
 
 
+def test_what_fine_tuning_begins_with_is_shown_with_it_and_counts_for_nothing_else():
+    whole = [r for name in ("net", "other") for r in trained(DENSE, [80.0, 81.0, 82.0], model=name, classes=10)]
+    whole += [r for n in ("net", "other") for r in trained(MAX, [79.0, 80.0, 81.0], model=n, classes=10, **bits(MAX))]
+    half = trained(DENSE, [91.0], classes=5, epochs=9)
+    tuned = trained(DENSE, [92.0], classes=5, epochs=3, start="ab")
+    row = "| `max`, every layer | -1.00 ± 0.58 |"
+    assert row in trainings_page.page([*whole, *half], [])
+    scratch, below = trainings_page.page([*half, *whole, *tuned], []).split("\n## Fine-tuning")
+    assert row in scratch
+    assert "91.00" not in scratch
+    assert below.index("91.00") < below.index("92.00")
+
+
 def test_larger_models_are_shown_with_the_trainings_of_their_sizes_alone():
     sizes = [size(None, None, "dense", 40, step_ms=6.0), size("depth", 24, "preset:max", 20)]
     sizes += [size("patch-size", 2, "preset:max", 9, dense_size=4)]

@@ -120,6 +120,25 @@ def test_two_scopes_on_one_module_leave_nothing_behind():
             assert top_hooks() is None
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_hooks_of_alike_modules_have_the_same_numbers_and_those_of_one_module_have_not(last: int):
+    model = nn.Sequential(made(), made())
+    own = model[0].register_forward_hook(lambda *_: None)
+    scopes = [SavedTensorCompression(part, min_values=256).attach() for part in (model[0], model[1], model[0])]
+    first, second = ([*module._forward_hooks] for module in model)
+    assert (len(first), len(second)) == (3, 1)
+    assert own.id in first
+    assert {*second} < {*first} - {own.id}
+    assert {*model[0]._forward_hooks_always_called} == {*first} - {own.id}
+    scopes[2 * last].detach()
+    assert len(model[0]._forward_hooks) == 2
+    for scope in scopes:
+        scope.detach()
+    assert [*model[0]._forward_hooks] == [own.id]
+    assert not model[0]._forward_pre_hooks
+    assert not model[0]._forward_hooks_always_called
+
+
 def test_layers_without_weights_yet_are_taken():
     model = nn.Sequential(nn.LazyLinear(48), nn.GELU())
     with SavedTensorCompression(model, min_values=256) as saving:
