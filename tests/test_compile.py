@@ -21,7 +21,6 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
-from tests.support.marks import quick
 from tests.support.measured import kept_bytes
 
 SCHEDULE = [0.1, 0.2, 0.29, 0.4, 0.5, 0.6, 2 / 3, 0.8, 0.9, 0.95]
@@ -76,29 +75,46 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         assert oracle.relative_error(a, b) < tolerance
 
 
-class Attended(nn.Module):
-    """An MLP with attention, which are modules of their own inside of a block."""
+class Attention(nn.Module):
+    """Attention of two heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+        self.given, self.made = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.given(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return self.made(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class Attended(nn.Module):
+    """A block of a transformer, whose attention and MLP are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(64), Attention()
         self.mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.attention(x))
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
 
 
-@pytest.mark.parametrize("preset", quick(["balanced", "max", "recompute", "paper"], "max"))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["paper", "balanced", "max", "recompute"])
 def test_more_blocks_than_the_compiler_compiles_anew_share_a_compilation(preset):
-    model = nn.Sequential(*(Attended() for _ in range(torch._dynamo.config.recompile_limit + 2)))
-    convert(model, preset)
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in model:
-        block.compile(backend=counter)
-    for _ in range(2):
+    counts = []
+    for blocks in (2, torch._dynamo.config.recompile_limit + 2):
+        torch._dynamo.reset()
+        model = nn.Sequential(*(Attended() for _ in range(blocks)))
+        convert(model, preset)
+        counter = CompileCounterWithBackend("aot_eager")
+        for block in model:
+            block.compile(backend=counter)
         model(torch.randn(2, 16, 64)).sum().backward()
-    # The first input gets no gradient; all others do.
-    assert counter.frame_count == 2
+        counts.append(counter.frame_count)
+    # The input of the first gets no gradient, those of all others do.
+    assert counts[0] == counts[1] >= 2
 
 
 @pytest.mark.slow

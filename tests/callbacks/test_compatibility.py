@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_actprune import ActivationMemoryMonitor, ActivationPrunedLinear, ActivationPruning, Keep
 from lightning_actprune.schedules import CosineSchedule, CubicSchedule, LinearSchedule, StepSchedule
 from tests.support.helpers import BATCHES, ConfiguredNet, Gradients, Net, assert_plain, sparsities, trainer
+from tests.support.marks import needs_passes
 
 PRUNED = ["ActivationPrunedLinear"] * 3
 
@@ -130,6 +131,7 @@ def test_two_processes(tmp_path):
     assert_plain(model)
 
 
+@needs_passes
 @pytest.mark.slow
 def test_a_compiled_module():
     model = Net()

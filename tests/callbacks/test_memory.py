@@ -21,6 +21,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks import memory
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, loader, trainer
+from tests.support.marks import needs_passes
 
 NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 MIB = 2**20
@@ -72,6 +73,7 @@ def test_totals_are_there_as_soon_as_a_step_was_measured():
     assert watching.seen == [nothing] * 2 + [all_of_them] * (2 * BATCHES - 2)
 
 
+@needs_passes
 @pytest.mark.parametrize("part", ["all", "body"])
 @pytest.mark.slow
 def test_a_compiled_model_shows_its_total(part: str, caplog):

@@ -111,6 +111,7 @@ print(sorted(map(str, packing.rows)))
 """
 
 
+@needs_passes
 @pytest.mark.slow
 def test_a_second_process_that_hits_the_caches_lists_what_the_first_did(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -32,6 +32,7 @@ from tests.support.fuzzed import (
     keep_of,
     values_of,
 )
+from tests.support.marks import newer_norms
 
 CASES = {"reference": 1300, "interpreter": 25, "cuda": 150}
 """Of each of the eight kinds of layers: in plain torch, with kernels in Triton's interpreter and with them on a GPU."""
@@ -195,7 +196,9 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=newer_norms) if kind in ("row norm", "group norm") else kind for kind in LAYERS]
+)
 def test_layers_in_any_circumstances(kind: str, place: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 

@@ -22,6 +22,7 @@ from lightning_actprune import convert, revert
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.operators import recompute
 from lightning_actprune.operators.base import Converted
+from tests.support.marks import needs_passes
 
 SIZE = ["--dim", "32", "--depth", "1", "--epochs", "2", "--batch-size", "6", "--limit-batches", "3"]
 RECIPE = ["--lr", "0.02", "--precision", "fp32", "--seeds", "0", "1"]
@@ -377,6 +378,7 @@ def test_images_are_cut_into_windows_and_mirrored(image_folder):
         assert label == images.labels[index]
 
 
+@needs_passes
 @pytest.mark.slow
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_compiled_blocks_train_like_eager_ones(study, task, monkeypatch):

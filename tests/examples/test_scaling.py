@@ -10,7 +10,7 @@ import pytest
 from examples.benchmarks import common, scaling, summaries
 from examples.benchmarks.scaling import Case
 from tests.examples.test_rivals import ENVIRONMENT
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
 
 CASES = [("ddp", "dense"), ("ddp", "recompute"), ("fsdp2", "checkpoint"), ("fsdp2", "max")]
 
@@ -24,6 +24,7 @@ def test_a_case_in_two_processes(strategy, method):
     assert found["samples_per_s"] == round(2 * scaling.BATCHES * 2 / found["step_ms"] * 1e3, 1)
 
 
+@needs_passes
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_rival")
 def test_a_compiled_case():

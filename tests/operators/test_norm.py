@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
@@ -18,14 +17,10 @@ from lightning_actprune.operators.norm import CompressedTimmLayerNorm, NormSetti
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
+from tests.support.marks import newer_norms
 from tests.support.saving import saved_tensors
 from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
-
-IN_ONE = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.9"),
-    reason="torch 2.8 composes an RMSNorm of operations, which lie otherwise",
-)
 
 BITS = (8, 4, 3, 2)
 EPS = 1e-5
@@ -301,7 +296,7 @@ def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
     assert oracle.relative_error(*grads) < 0.01
 
 
-@pytest.mark.parametrize("make", [nn.LayerNorm, pytest.param(nn.RMSNorm, marks=IN_ONE)])
+@pytest.mark.parametrize("make", [nn.LayerNorm, pytest.param(nn.RMSNorm, marks=newer_norms)])
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_outputs_lie_as_torchs_whatever_the_strides(where, make):
     draw = random.Random(0)

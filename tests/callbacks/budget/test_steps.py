@@ -19,7 +19,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks import budget as module
 from tests.support.budgets import DENSE, HALF, assert_restored, chosen, fit
 from tests.support.helpers import trainer
-from tests.support.marks import quick
+from tests.support.marks import needs_passes, quick
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack
 
 # What a training step may do.
@@ -91,6 +91,7 @@ class Compiled(Stack):
         self.body[1] = torch.compile(self.body[1], backend="eager")
 
 
+@needs_passes
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A compiler of this fit runs no pass")
 def test_compiled_modules_run_eagerly_in_a_simulation():
