@@ -31,8 +31,9 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from examples.benchmarks.study import results
-from examples.benchmarks.study.settings import parse_setting
+from examples.benchmarks.study.settings import PRESET, parse_setting
 from examples.benchmarks.summaries import Records, Summary
+from lightning_actprune import config
 
 FEWEST = 4
 """Degrees of freedom with which something can be said."""
@@ -144,9 +145,9 @@ def main_study(task: str | None, *sources: Records) -> Records:
     return []
 
 
-PRESETS = {name: (f"preset:{name}",) for name in ("paper", "balanced", "max", "recompute")}
-PRESETS["paper"] += ("0.6:32:same",)
-"""Settings of the study that are a preset; the sparsity of the paper's is also tried on convolutions."""
+PRESETS = {name: (f"{PRESET}{name}",) for name in config.PRESETS}
+PRESETS["paper"] += ("paper",)
+"""Settings of the study that are a preset; that of the paper is also tried on convolutions."""
 
 
 def of_preset(name: str, study: Records) -> tuple[str, Finding | None]:
