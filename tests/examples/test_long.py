@@ -12,7 +12,7 @@ from examples.benchmarks.study import tasks
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(monkeypatch, tmp_path):
     """Trainings that end at once, but for those with seed 9: the command and GPU of each."""
     found, lock = [], threading.Lock()
 
@@ -37,6 +37,7 @@ def started(monkeypatch):
         return Done()
 
     monkeypatch.setattr(long.subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)  # where states go by default
     return found
 
 
