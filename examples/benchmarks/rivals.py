@@ -2,24 +2,28 @@
 
     python examples/benchmarks/rivals.py --rounds 3 --offload-file activation_offloading.py --out rivals.json
     python examples/benchmarks/rivals.py --methods dense max budget:4GiB --seconds 500 --out rivals.json
+    python examples/benchmarks/rivals.py --mode default --together 6 --out compiled.json
     python examples/benchmarks/rivals.py --largest 16 --out rivals_largest.json
 
-Models as their libraries build them, on one GPU, eager, ``Trainer(precision="bf16-mixed")``, fused AdamW, the same
+Models as their libraries build them, on one GPU, ``Trainer(precision="bf16-mixed")``, fused AdamW, the same
 batch over and over, which lies on the GPU. Every case runs in a fresh process. The first steps of its fit warm up, with
-the callback's probes in them, in one the memory is measured, and the others are timed. With ``--rounds``, all methods
-of a model run one after the other and then again, so that a drift of the machine meets them alike. With ``--together``
-so many cases warm up at the same time, and then one after the other measures while the rest waits.
+the callback's probes in them, in one the memory is measured, and the others are timed (``step_figures.py``). With
+``--rounds``, all methods of a model run one after the other and then again, so that a drift of the machine meets them
+alike. With ``--together`` so many cases warm up at the same time, and then one after the other measures while the rest
+waits.
 
-``activations_mib`` is the growth of the allocator's requested bytes over the forward, ``peak_mib`` the most that was
-allocated in that step, and ``reserved_mib`` the most that the allocator held in it. ``step_ms`` is the time of a step
-where the host issues one after the other without waiting for the device, as trainings do: from where the device ends
-one step to where it ends the next, the median of ``in_a_row`` steps. Before that, ``host_ms`` is how long the host
-takes to issue a step to a device that has nothing to do, the median of some steps. Both are medians over the rounds.
+With ``--mode``, models are given to ``torch.compile`` as a whole, in that mode. ``warm_up_s`` is then what the steps
+before took, with compilation in them, several processes at a time. Where steps are replayed from CUDA graphs
+(``reduce-overhead``), ``reserved_mib`` alone has the memory of those, which lies in pools of their own. ``packed_mib``
+is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a cache.
+
+``step_ms`` and ``host_ms`` are medians over the rounds.
 Records without ``in_a_row`` are of an earlier version that waited for the device after each step: there ``step_ms`` has
 the host's time in forward in it. Those of GPT-2 in ``budgets.json`` and of ``rivals_453fd4e.json`` have the mean of
 steps in a row.
 ``cosine`` is that of the gradient of all parameters after the last step with the one of the dense model from the same
-weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact.
+weights, batch and random numbers; only methods of this package have it, the gradients of the others are exact, and
+eager steps, since compiled ones draw other random numbers.
 
 ``checkpoint``
     The library's own activation checkpointing of every block, by its own switch where it has one.
@@ -30,6 +34,8 @@ weights, batch and random numbers; only methods of this package have it, the gra
     ``ActivationPruning`` with that preset.
 ``budget:4GiB``, ``budget:0.5``
     ``ActivationPruning(memory_budget=...)`` with that size or fraction.
+``compiler:0.5``
+    The dense model under ``torch._functorch.config.activation_memory_budget``, of that share, with ``--mode``.
 
 ``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
 few repeated samples, and then takes the same figures at that batch, but for the cosine; where those steps run out of
@@ -48,16 +54,14 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.synchronize import Lock
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,14 +77,13 @@ from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import RESOLUTION, Case, Training, search, train
 from examples.benchmarks.common import (
     MIB,
-    finish_in_fork,
     in_fork,
     require_gpu_in_fork,
     software,
-    start_in_fork,
     write_records,
 )
 from examples.benchmarks.models import described
+from examples.benchmarks.step_figures import STEPS, TIMES, Alone, StepFigures, in_turns
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
@@ -99,11 +102,10 @@ OTHERS = ("dense", "checkpoint", "offload")
 METHODS = (*OTHERS, "balanced", "max", "recompute")
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
-WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
-"""A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
-STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
-CASE_SECONDS, LARGEST_SECONDS, WAIT_SECONDS = 200, 240, 400
-TIMES = ("step_ms", "host_ms")
+CASE_SECONDS, COMPILED_SECONDS, LARGEST_SECONDS = 200, 400, 240
+EAGER, MODES = "eager", ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILER = "compiler:"
+"""Before the compiler's own ``activation_memory_budget``, a share of what the dense model keeps compiled."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable with the settings of torch's allocator."""
 
@@ -164,11 +166,16 @@ def callbacks_of(method: str, offload_file: Path | None) -> list[pl.Callback]:
     """Return the callbacks that a method adds to a Trainer."""
     if method == "offload":
         return [Offload(offload_file)]
-    if method in OTHERS:
+    if is_exact(method):
         return []
     if method.startswith(BUDGET):
         return [ActivationPruning(memory_budget=budget_of(method), verbose=0)]
     return [ActivationPruning(method, verbose=0)]
+
+
+def is_exact(method: str) -> bool:
+    """Return whether a method is none of this package, so that gradients are exact."""
+    return method in OTHERS or method.startswith(COMPILER)
 
 
 def budget_of(method: str) -> str | float:
@@ -178,156 +185,6 @@ def budget_of(method: str) -> str | float:
         return float(value)
     except ValueError:
         return value
-
-
-class StepFigures(pl.Callback):
-    """Measures the memory of one step, then times steps one by one, then some in a row; a Trainer's last callback."""
-
-    def __init__(self) -> None:
-        self.memory: dict[str, float] = {}
-        self.issued: list[float] = []
-        self.ended: list[torch.cuda.Event] = []
-        self.number, self.before, self.began = 0, 0, 0.0
-        self.allocation: Any = None
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self.number = batch_idx
-        if batch_idx == WARM_UP:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.before = requested()
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        # Lightning zeroes gradients between forward and backward: those of the last step are here before and after.
-        if self.number == WARM_UP:
-            self.memory["activations_mib"] = round((requested() - self.before) / MIB, 2)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        now, timed = time.perf_counter(), batch_idx - WARM_UP
-        if timed >= ALONE:
-            self.ended.append(torch.cuda.Event(enable_timing=True))
-            self.ended[-1].record()
-        if 0 <= timed <= ALONE:
-            torch.cuda.synchronize()
-        if timed == 0:
-            most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
-            self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}
-            for callback in trainer.callbacks:
-                self.allocation = getattr(callback, "allocation", self.allocation)
-        elif 0 < timed <= ALONE:
-            self.issued.append((now - self.began) * 1e3)
-        self.began = time.perf_counter()
-
-    def found(self) -> dict[str, float]:
-        """Return the figures of a fit."""
-        torch.cuda.synchronize()
-        steps = [before.elapsed_time(end) for before, end in itertools.pairwise(self.ended)]
-        times = statistics.median(steps), statistics.median(self.issued)
-        rounded = {name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}
-        return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
-
-
-class Arrivals:
-    """Counts the processes that have warmed up, or failed, and waits for all.
-
-    Args:
-        parties: How many there are.
-    """
-
-    def __init__(self, parties: int) -> None:
-        self.parties, self.count = parties, multiprocessing.get_context("fork").Value("i", 0)
-
-    def arrive(self) -> None:
-        """Count this process."""
-        with self.count.get_lock():
-            self.count.value += 1
-
-    def wait(self, seconds: float) -> None:
-        """Count this process, and return when all are there, or the time is up."""
-        self.arrive()
-        end = time.monotonic() + seconds
-        while self.count.value < self.parties and time.monotonic() < end:
-            time.sleep(0.02)
-
-
-class Alone(StepFigures):
-    """Measures when all others have warmed up, and nobody else does.
-
-    Args:
-        ready: Passed by all of them when all have warmed up or failed.
-        turn: Held while measuring.
-    """
-
-    def __init__(self, ready: Arrivals, turn: Lock) -> None:
-        super().__init__()
-        self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
-        self.arrived = False
-        self.warm_up_s = 0.0
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == WARM_UP:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # for the others
-            self.warm_up_s = round(time.perf_counter() - self.made, 1)
-            self.arrived = True
-            self.ready.wait(WAIT_SECONDS)
-            self.held = self.turn.acquire()
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_end(self, *_: Any) -> None:
-        self.release()
-
-    def on_exception(self, *_: Any) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Let another one measure."""
-        torch.cuda.synchronize()
-        if self.held:
-            self.held = False
-            self.turn.release()
-
-
-def in_turns(
-    seconds: float, measure: Callable[..., dict[str, Any]], cases: Sequence[tuple[Any, ...]]
-) -> Iterator[dict[str, Any]]:
-    """Run cases at the same time but for the steps that they measure, each in a fresh process.
-
-    Args:
-        seconds: That one may take.
-        measure: Called with what a case consists of, and then with its ``Alone``.
-        cases: What to measure.
-
-    Yields:
-        The figures of each, or its error; the others do not wait for one that fails.
-    """
-    context = multiprocessing.get_context("fork")
-    ready, turn = Arrivals(len(cases)), context.Lock()
-    running = [start_in_fork(_measured, measure, case, ready, turn) for case in cases]
-    for each in running:
-        yield finish_in_fork(seconds, *each)
-
-
-def _measured(
-    measure: Callable[..., dict[str, Any]], case: tuple[Any, ...], ready: Arrivals, turn: Lock
-) -> dict[str, Any]:
-    alone = Alone(ready, turn)
-    try:
-        return measure(*case, alone)
-    finally:
-        if not alone.arrived:
-            ready.arrive()
-
-
-def requested() -> int:
-    """Return the bytes that tensors have asked the allocator for."""
-    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 class GradientError(pl.Callback):
@@ -367,17 +224,34 @@ def cosine(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
 
 
 def measure(
-    name: str, method: str, offload_file: Path | None, accelerator: str, figures: StepFigures
+    name: str, method: str, mode: str, offload_file: Path | None, accelerator: str, figures: Alone
 ) -> dict[str, Any]:
     """Return the figures of one case."""
     place, batch = "cuda" if accelerator == "gpu" else "cpu", BATCHES * WORKLOADS[name].batch
     training = Rival(name, method, place, samples=batch)
     training.batch_size = batch
-    error = GradientError()
-    callbacks = [*callbacks_of(method, offload_file), *([] if method in OTHERS else [error]), figures]
-    train(training, callbacks, STEPS, accelerator)
-    found = figures.found() | ({} if method in OTHERS else {"cosine": error.cosine})
+    callbacks = callbacks_of(method, offload_file)
+    ours, error = [] if is_exact(method) else callbacks, GradientError()
+    if method.startswith(COMPILER):
+        torch._functorch.config.activation_memory_budget = float(method.removeprefix(COMPILER))
+    if mode != EAGER:
+        training.model = torch.compile(training.model, mode=mode)
+    compared = [error] if ours and mode == EAGER else []
+    train(training, [*callbacks, *compared, figures], STEPS, accelerator)
+    found = figures.found() | ({"cosine": error.cosine} if compared else {})
+    if mode != EAGER:
+        found |= {"warm_up_s": figures.warm_up_s, **packed(ours)}
     return found | (predicted(callbacks[0], figures) if method.startswith(BUDGET) else {})
+
+
+def packed(ours: Sequence[ActivationPruning]) -> dict[str, float]:
+    """Return what is packed of what could be in compiled graphs."""
+    parts = ("packed_mib", "stored_bytes"), ("packable_mib", "dense_bytes")
+    return {
+        key: round(sum(getattr(row, part) for row in callback.compiled) / MIB, 2)
+        for callback in ours
+        for key, part in parts
+    }
 
 
 def predicted(pruning: ActivationPruning, figures: StepFigures) -> dict[str, Any]:
@@ -412,26 +286,27 @@ def with_speed(record: Record) -> Record:
     return {**record, "samples_per_s": round(record["batch"] / record["step_ms"] * 1e3, 1)}
 
 
-def run_together(
-    cases: Sequence[tuple[str, str]], offload_file: Path | None, cap_gib: float | None
-) -> Iterator[dict[str, Any]]:
+def run_together(cases: Sequence[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure cases, each in a fresh process; yield the figures of each, or its error."""
+    offload_file, mode = args.offload_file, args.mode
     missing = {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
     possible = [case for case in cases if case[1] != "offload" or offload_file is not None]
-    if cap_gib is not None:
-        found = (in_fork(LARGEST_SECONDS, measure_largest, *case, offload_file, cap_gib) for case in possible)
+    if args.largest is not None:
+        found = (in_fork(LARGEST_SECONDS, measure_largest, *case, offload_file, args.largest) for case in possible)
     else:
-        found = in_turns(CASE_SECONDS, measure, [(*case, offload_file, "gpu") for case in possible])
+        seconds = CASE_SECONDS if mode == EAGER else COMPILED_SECONDS
+        found = in_turns(seconds, measure, [(*case, mode, offload_file, "gpu") for case in possible])
     for case in cases:
         yield next(found) if case in possible else missing
 
 
-Key = tuple[str, str, float | None, str | None]
+Key = tuple[str, str, str, float | None, str | None]
 
 
 def key_of(record: Record) -> Key:
     """Return what tells a case from the others of a file."""
-    return record["model"], record["method"], record.get("cap_gib"), record.get("allocator")
+    told = record.get("mode", EAGER), record.get("cap_gib"), record.get("allocator")
+    return record["model"], record["method"], *told
 
 
 def rounds_of(record: Record | None) -> int:
@@ -462,7 +337,7 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     rounds = range(args.rounds if args.largest is None else 1)
 
     def key(name: str, method: str) -> Key:
-        return name, method, args.largest, os.environ.get(ALLOCATOR)
+        return name, method, args.mode, args.largest, os.environ.get(ALLOCATOR)
 
     lacking = [
         (name, method)
@@ -473,26 +348,26 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
         cases, lacking = lacking[: args.together], lacking[args.together :]
         cases = [case for case in cases if key(*case) not in failed]
         begin = time.monotonic()
-        for (name, method), found in zip(cases, run_together(cases, args.offload_file, args.largest), strict=True):
+        for (name, method), found in zip(cases, run_together(cases, args), strict=True):
             print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
             case = key(name, method)
             if "error" in found:
                 failed.add(case)
             # A round that fails must not take away those that did not.
             if "error" not in found or not rounds_of(records.get(case)):
-                records[case] = recorded(records.get(case), name, method, args.largest, found)
+                records[case] = recorded(records.get(case), name, method, args, found)
                 write_records(args.out, list(records.values()))
 
 
-def recorded(before: Record | None, name: str, method: str, cap_gib: float | None, found: Record) -> Record:
+def recorded(before: Record | None, name: str, method: str, args: argparse.Namespace, found: Record) -> Record:
     """Return the record of a case of which one more run was made."""
-    head = {**described(name, BATCHES), "method": method}
-    if cap_gib is not None:
-        head["cap_gib"] = cap_gib
+    head = {**described(name, BATCHES), "method": method, "mode": args.mode}
+    if args.largest is not None:
+        head["cap_gib"] = args.largest
     if ALLOCATOR in os.environ:
         head["allocator"] = os.environ[ALLOCATOR]
     record = {**head, **found}
-    return record if "error" in found or cap_gib is not None else merged(before, record)
+    return record if "error" in found or args.largest is not None else merged(before, record)
 
 
 def largest_batches(records: Records) -> Summary:
@@ -515,7 +390,12 @@ def method_of(text: str) -> str:
     """Return a method as it stands on the command line, if it is one."""
     if text in METHODS or text.removeprefix(BUDGET) not in ("", text):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(METHODS)} and {BUDGET}VALUE")
+    try:
+        if text.startswith(COMPILER) and 0 <= float(text.removeprefix(COMPILER)) <= 1:
+            return text
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(METHODS)}, {BUDGET}VALUE and {COMPILER}SHARE")
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -523,6 +403,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
     parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
+    parser.add_argument("--mode", default=EAGER, choices=(EAGER, *MODES), help="of torch.compile")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each case, whose median time counts")
     parser.add_argument("--together", type=int, default=1, help="cases that warm up at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
@@ -530,8 +411,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--largest", type=float, metavar="CAP_GIB", help="search the largest batch under this cap")
     parser.add_argument("--out", type=Path, default=Path("rivals.json"))
     args = parser.parse_args(argv)
+    if args.mode != EAGER and args.largest is not None:
+        parser.error("--largest is for eager models: a compiled one would be compiled for each batch that is tried")
+    if args.mode == EAGER and any(method.startswith(COMPILER) for method in args.methods or ()):
+        parser.error(f"{COMPILER}SHARE is the budget of a compiler, and needs a --mode")
     if args.methods is None:
-        args.methods = [method for method in METHODS if args.largest is None or method != "offload"]
+        left_out = {"offload"} if args.largest is not None or args.mode != EAGER else set()
+        args.methods = [method for method in METHODS if method not in left_out]
     return args
 
 
@@ -544,7 +430,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = json.loads(args.out.read_text()) if args.out.is_file() else []
     records = {key_of(record): record for record in before}
     run_cases(args, records)
-    shown = [record for record in records.values() if record.get("cap_gib") == args.largest]
+    shown = [
+        record
+        for record in records.values()
+        if (record.get("mode", EAGER), record.get("cap_gib")) == (args.mode, args.largest)
+    ]
     summary = summaries.frontier(shown) if args.largest is None else largest_batches(shown)
     Console(width=None if sys.stdout.isatty() else 160).print(summary.rich())
     return int(any("error" in record for record in shown))

@@ -44,7 +44,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from examples.benchmarks import summaries
 from examples.benchmarks.common import finish_together, require_gpu_in_fork, start_in_fork, write_records
 from examples.benchmarks.models import described
-from examples.benchmarks.rivals import BATCHES, CASE_SECONDS, METHODS, STEPS, Rival, StepFigures, callbacks_of, train
+from examples.benchmarks.rivals import (
+    BATCHES,
+    CASE_SECONDS,
+    COMPILED_SECONDS,
+    METHODS,
+    Rival,
+    callbacks_of,
+    train,
+)
+from examples.benchmarks.step_figures import STEPS, StepFigures
 from examples.benchmarks.summaries import Record, Records
 from examples.benchmarks.third_party import WORKLOADS, blocks_of
 
@@ -52,7 +61,6 @@ MODELS = "vit_base_patch16_224", "GPT2LMHeadModel"
 STRATEGIES = "ddp", "fsdp2"
 ONE = "one GPU"
 KNOWN = [method for method in METHODS if method != "offload"]
-COMPILED_SECONDS = 2 * CASE_SECONDS
 
 
 class Case(NamedTuple):

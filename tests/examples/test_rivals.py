@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import threading
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks import compiled, plots, rivals, summaries
+from examples.benchmarks import plots, rivals, step_figures, summaries
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
 from tests.examples.stand_ins import PEAK, Event
 from tests.support.marks import quick
@@ -49,14 +48,14 @@ class Clock(pl.Callback):
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(rivals.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(step_figures.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.passed(10))
 
     def passed(self, seconds):
         self.now += seconds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.last = batch_idx == rivals.STEPS - 1
+        self.last = batch_idx == step_figures.STEPS - 1
 
     def on_before_zero_grad(self, *_):
         self.passed(3600 if self.last else 1)
@@ -64,13 +63,13 @@ class Clock(pl.Callback):
 
 @pytest.mark.usefixtures("small_rival")
 def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_device(monkeypatch):
-    figures, clock = rivals.StepFigures(), Clock(monkeypatch)
-    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
-    assert figures.issued == [1000] * rivals.ALONE
-    assert len(figures.ended) == rivals.IN_A_ROW + 1
+    figures, clock = step_figures.StepFigures(), Clock(monkeypatch)
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], step_figures.STEPS, "cpu")
+    assert figures.issued == [1000] * step_figures.ALONE
+    assert len(figures.ended) == step_figures.IN_A_ROW + 1
     # The first of them begins where the device has nothing to do, after a synchronisation, and the last one is slow.
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB, "reserved_mib": 2 * PEAK / MIB}
-    times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": rivals.IN_A_ROW}
+    times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": step_figures.IN_A_ROW}
     assert figures.found() == {**memory, **times}
 
 
@@ -78,10 +77,12 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     clock, turn = Clock(monkeypatch), threading.Lock()
     clock.passed(1)
-    figures = rivals.Alone(rivals.Arrivals(1), turn)
+    figures = step_figures.Alone(step_figures.Arrivals(1), turn)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], rivals.STEPS, "cpu")
-    assert figures.warm_up_s == rivals.WARM_UP + 10  # a second a step, and until the device has ended the last one
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], step_figures.STEPS, "cpu")
+    assert (
+        figures.warm_up_s == step_figures.WARM_UP + 10
+    )  # a second a step, and until the device has ended the last one
     assert figures.found()["step_ms"] == 1000
     assert turn.acquire(blocking=False)  # the next one
 
@@ -89,8 +90,8 @@ def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
-    alone = rivals.Alone(rivals.Arrivals(1), threading.Lock())
-    found = rivals.measure("small", method, offload_file, "cpu", alone)
+    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    found = rivals.measure("small", method, rivals.EAGER, offload_file, "cpu", alone)
     assert found["step_ms"] > 0
     assert found["host_ms"] > 0
     assert {"activations_mib", "peak_mib"} < found.keys()
@@ -99,6 +100,21 @@ def test_a_case(method, offload_file):
         assert 0.99 < found["cosine"] < 1
     if method == "recompute":
         assert 0.99 < found["cosine"] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_rival")
+@pytest.mark.parametrize("method", ["dense", "checkpoint", "max", "recompute", "compiler:0.5"])
+def test_a_compiled_case(method):
+    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    with torch._functorch.config.patch(activation_memory_budget=1.0):
+        found = rivals.measure("small", method, "default", None, "cpu", alone)
+        budget = torch._functorch.config.activation_memory_budget
+    assert found["step_ms"] > 0
+    assert "warm_up_s" in found
+    assert "cosine" not in found
+    assert (found.get("packable_mib", 0) > 0) == (method in ("max", "recompute"))
+    assert budget == (0.5 if method == "compiler:0.5" else 1.0)
 
 
 @pytest.mark.usefixtures("small_rival")
@@ -161,6 +177,24 @@ def test_other_methods_are_refused(text, capsys):
     assert f"{text!r} is none of dense, checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["compiler:", "compiler:2", "compiler:half"])
+def test_budgets_of_compilers_are_shares(text, capsys):
+    assert rivals.parsed(["--methods", "compiler:0.5", "--mode", "default"]).methods == ["compiler:0.5"]
+    with pytest.raises(SystemExit):
+        rivals.parsed(["--methods", text, "--mode", "default"])
+    assert f"{text!r} is none of dense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--mode", "default", "--largest", "16"], "--largest is for eager"), (["--methods", "compiler:0.5"], "a --mode")],
+)
+def test_what_only_one_mode_has_is_refused_in_the_other(more, said, capsys):
+    with pytest.raises(SystemExit):
+        rivals.parsed(more)
+    assert said in capsys.readouterr().err
+
+
 def test_the_largest_batch_of_offloading_is_searched_only_if_it_is_named():
     assert rivals.parsed([]).methods == list(rivals.METHODS)
     assert rivals.parsed(["--largest", "16"]).methods == [m for m in rivals.METHODS if m != "offload"]
@@ -169,7 +203,7 @@ def test_the_largest_batch_of_offloading_is_searched_only_if_it_is_named():
 
 @pytest.mark.usefixtures("small_rival")
 def test_offloading_without_the_file_is_an_error():
-    [found] = rivals.run_together([("small", "offload")], None, None)
+    [found] = rivals.run_together([("small", "offload")], rivals.parsed([]))
     assert "--offload-file" in found["error"]
 
 
@@ -179,7 +213,7 @@ def in_the_middle(number, barred, figures):
         raise RuntimeError("no memory is left")
     time.sleep(number)
     warm = time.monotonic()
-    figures.on_train_batch_start(None, None, None, rivals.WARM_UP)
+    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
     held = not figures.turn.acquire(block=False)
     figures.on_train_end()
     return {"number": number, "alone": held, "warm": warm, "measured": time.monotonic()}
@@ -189,7 +223,7 @@ def in_the_middle(number, barred, figures):
 @pytest.mark.parametrize("barred", [None, 1])
 def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    found = list(rivals.in_turns(60, in_the_middle, [(number, barred) for number in range(3)]))
+    found = list(step_figures.in_turns(60, in_the_middle, [(number, barred) for number in range(3)]))
     numbers = [number for number in range(3) if number != barred]
     assert [each["number"] for each in found if "error" not in each] == numbers
     assert all(each["alone"] for each in found if "error" not in each)
@@ -207,12 +241,12 @@ def ran(small_rival, monkeypatch):
         cases.append((name, method))
         if method == "max" and cases.count((name, method)) == 1:
             return {"error": "CUDA out of memory."}
-        times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases), "in_a_row": rivals.IN_A_ROW}
+        times = {"step_ms": 10.0 * len(cases), "host_ms": 1.0 * len(cases), "in_a_row": step_figures.IN_A_ROW}
         figures = {"activations_mib": 100.0, "peak_mib": 200.0, **times, **ENVIRONMENT}
         return figures if cap_gib is None else with_batch(figures)
 
-    def run_together(some, offload_file, cap_gib):
-        yield from (run_case(*case, cap_gib) for case in some)
+    def run_together(some, args):
+        yield from (run_case(*case, args.largest) for case in some)
 
     monkeypatch.setattr(rivals, "run_together", run_together)
     monkeypatch.setattr(rivals, "require_gpu_in_fork", lambda: None)
@@ -235,7 +269,17 @@ def test_rounds_are_in_turn_and_times_are_medians_over_them(ran, tmp_path, capsy
     assert dense["batch"] == rivals.BATCHES * 2
     assert dense["samples_per_s"] == pytest.approx(4 / 0.03, abs=0.1)
     assert {"gpu", "torch", "triton", "command", "precision"} < dense.keys()
+    assert dense["mode"] == "eager"
     assert "40.00 (+33 %)" in capsys.readouterr().out
+
+
+def test_modes_are_cases_of_their_own(ran, tmp_path, capsys):
+    command = ["--models", "small", "--methods", "dense", "--out", str(tmp_path / "rivals.json")]
+    for mode in ("eager", "default", "default", "eager"):
+        assert rivals.main([*command, "--mode", mode]) == 0
+    assert [r["mode"] for r in json.loads((tmp_path / "rivals.json").read_text())] == ["eager", "default"]
+    assert len(ran) == 2
+    assert capsys.readouterr().out.count("10.00") > 0
 
 
 def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
@@ -431,10 +475,3 @@ def test_table_of_budgets():
     rows = summaries.budgets([dense, refused, {**head, **sizes, "step_ms": 12.0}]).rows
     assert rows[0] == ["net, batch 4", "dense", "-", "-", "900", "-", "500", "10.0"]
     assert rows[2][-1] == "12.0 (+20 %)"
-
-
-def test_methods_of_compiled_models():
-    assert [compiled.method_of(text) for text in ("max", "compiler:0.5")] == ["max", "compiler:0.5"]
-    for text in ("compiler:", "compiler:2", "compiler:half", "minimal", "0.5"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is none of dense"):
-            compiled.method_of(text)
