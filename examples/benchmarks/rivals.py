@@ -39,8 +39,9 @@ eager steps, since compiled ones draw other random numbers.
 
 ``--largest`` searches the largest batch under a cap on what torch may allocate, as ``batch_size.py`` does and with its
 few repeated samples, and then takes the same figures at that batch, but for the cosine; where those steps run out of
-memory, at a smaller one. Offloading is left out unless it is named: what bounds its batch is the host's memory, of
-which it may take all. Records say if torch's allocator has settings of its own (``PYTORCH_CUDA_ALLOC_CONF``).
+memory, at a smaller one. With ``--together``, the caps of all must fit into the GPU at the same time. Offloading is
+left out unless it is named: what bounds its batch is the host's memory, of which it may take all. Records say if
+torch's allocator has settings of its own (``PYTORCH_CUDA_ALLOC_CONF``).
 
 Records are written after every case. A case that the file has already is not run again, unless it failed; after
 ``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again.
@@ -77,7 +78,6 @@ from examples.benchmarks import summaries
 from examples.benchmarks.batch_size import RESOLUTION, Case, Training, search, train
 from examples.benchmarks.common import (
     MIB,
-    in_fork,
     require_gpu_in_fork,
     software,
     write_records,
@@ -102,7 +102,7 @@ OTHERS = ("dense", "checkpoint", "offload")
 METHODS = (*OTHERS, "balanced", "max", "recompute")
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
-CASE_SECONDS, COMPILED_SECONDS, LARGEST_SECONDS = 200, 400, 240
+CASE_SECONDS, COMPILED_SECONDS, LARGEST_SECONDS = 200, 400, 400
 EAGER, MODES = "eager", ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 COMPILER = "compiler:"
 """Before the compiler's own ``activation_memory_budget``, a share of what the dense model keeps compiled."""
@@ -266,19 +266,20 @@ def predicted(pruning: ActivationPruning, figures: StepFigures) -> dict[str, Any
 
 
 def measure_largest(
-    name: str, method: str, offload_file: Path | None, cap_gib: float, accelerator: str = "gpu"
+    name: str, method: str, offload_file: Path | None, cap_gib: float, accelerator: str, figures: Alone
 ) -> dict[str, Any]:
     """Return the largest batch of one case under a cap, and the figures there."""
     training = Rival(name, method, "cuda" if accelerator == "gpu" else "cpu")
     case = Case(f"{name}, {method}", training, partial(callbacks_of, method, offload_file), accelerator)
     batch = search(case, WORKLOADS[name].batch, cap_gib)
     trials = len(case.peaks)
-    while batch:
-        figures = StepFigures()
-        if case.fit(batch, figures, steps=STEPS) is not None:
-            return with_speed({"batch": batch, "trials": trials, **figures.found()})
+    while batch and case.fit(batch, steps=STEPS) is None:  # a few steps may fit where more do not
         batch -= ceil_div(batch, RESOLUTION)
-    return {"batch": 0, "trials": trials, "peak_mib": None, "samples_per_s": None}
+    if not batch:
+        return {"batch": 0, "trials": trials, "peak_mib": None, "samples_per_s": None}
+    if case.fit(batch, figures, steps=STEPS) is None:
+        raise RuntimeError(f"{STEPS} steps at batch {batch} fitted once, and then ran out of memory")
+    return with_speed({"batch": batch, "trials": trials, **figures.found()})
 
 
 def with_speed(record: Record) -> Record:
@@ -292,7 +293,9 @@ def run_together(cases: Sequence[tuple[str, str]], args: argparse.Namespace) -> 
     missing = {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
     possible = [case for case in cases if case[1] != "offload" or offload_file is not None]
     if args.largest is not None:
-        found = (in_fork(LARGEST_SECONDS, measure_largest, *case, offload_file, args.largest) for case in possible)
+        found = in_turns(
+            LARGEST_SECONDS, measure_largest, [(*case, offload_file, args.largest, "gpu") for case in possible]
+        )
     else:
         seconds = CASE_SECONDS if mode == EAGER else COMPILED_SECONDS
         found = in_turns(seconds, measure, [(*case, mode, offload_file, "gpu") for case in possible])

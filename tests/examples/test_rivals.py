@@ -113,7 +113,7 @@ def test_a_compiled_case(method):
     assert found["step_ms"] > 0
     assert "warm_up_s" in found
     assert "cosine" not in found
-    assert (found.get("packable_mib", 0) > 0) == (method in ("max", "recompute"))
+    assert ("packable_mib" in found) == (method in ("max", "recompute"))
     assert budget == (0.5 if method == "compiler:0.5" else 1.0)
 
 
@@ -348,26 +348,41 @@ def test_the_largest_batch_comes_with_its_figures(small_rival, monkeypatch):
         return nn.functional.cross_entropy(model(x), y)
 
     monkeypatch.setitem(rivals.WORKLOADS, "small", rivals.WORKLOADS["small"]._replace(loss=loss))
-    found = rivals.measure_largest("small", "balanced", None, 1.0, accelerator="cpu")
+    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert (found["batch"], found["trials"]) == (3, 4)
+    assert alone.arrived
     assert found["samples_per_s"] == pytest.approx(3e3 / found["step_ms"], abs=0.1)
 
 
-def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small_rival, monkeypatch):
-    tried = []
+@pytest.mark.parametrize(("enough", "tried"), [(60, [64, 62, 60, 60]), (0, [3, 2, 1])])
+def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small_rival, monkeypatch, enough, tried):
+    asked = []
 
-    def fit(self, batch, figures, steps):
-        tried.append(batch)
-        if batch > 60:
+    def fit(self, batch, figures=None, steps=0):
+        asked.append(batch)
+        assert steps == step_figures.STEPS
+        if batch > enough:
             return None
-        figures.issued, figures.ended = [1.0], [Event(time=seconds) for seconds in (1.0, 1.002)]
+        if figures is not None:
+            figures.issued, figures.ended = [1.0], [Event(time=seconds) for seconds in (1.0, 1.002)]
         return 1.0
 
-    monkeypatch.setattr(rivals, "search", lambda case, *_: 64)
+    monkeypatch.setattr(rivals, "search", lambda case, *_: tried[0])
     monkeypatch.setattr(rivals.Case, "fit", fit)
-    found = rivals.measure_largest("small", "balanced", None, 1.0, accelerator="cpu")
-    assert tried == [64, 62, 60]
-    assert (found["batch"], found["samples_per_s"]) == (60, pytest.approx(30000))
+    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
+    assert asked == tried
+    assert found["batch"] == enough
+    assert found["samples_per_s"] == (pytest.approx(30000) if enough else None)
+
+
+def test_steps_that_fit_once_and_then_do_not_are_an_error(small_rival, monkeypatch):
+    monkeypatch.setattr(rivals, "search", lambda case, *_: 8)
+    monkeypatch.setattr(rivals.Case, "fit", lambda self, batch, figures=None, steps=0: None if figures else 1.0)
+    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    with pytest.raises(RuntimeError, match="27 steps at batch 8 fitted once"):
+        rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
 
 
 def test_table_of_largest_batches():
