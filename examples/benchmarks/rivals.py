@@ -102,7 +102,7 @@ OTHERS = ("dense", "checkpoint", "offload")
 METHODS = (*OTHERS, "balanced", "max", "recompute")
 BATCHES = 2
 """Batches of ``models.py`` in one: with one the host is as slow as the GPU."""
-CASE_SECONDS, COMPILED_SECONDS, LARGEST_SECONDS = 200, 400, 400
+CASE_SECONDS, COMPILED_SECONDS, LARGEST_SECONDS = 300, 500, 500
 EAGER, MODES = "eager", ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 COMPILER = "compiler:"
 """Before the compiler's own ``activation_memory_budget``, a share of what the dense model keeps compiled."""
@@ -289,16 +289,14 @@ def with_speed(record: Record) -> Record:
 
 def run_together(cases: Sequence[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure cases, each in a fresh process; yield the figures of each, or its error."""
-    offload_file, mode = args.offload_file, args.mode
     missing = {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
-    possible = [case for case in cases if case[1] != "offload" or offload_file is not None]
+    possible = [case for case in cases if case[1] != "offload" or args.offload_file is not None]
     if args.largest is not None:
-        found = in_turns(
-            LARGEST_SECONDS, measure_largest, [(*case, offload_file, args.largest, "gpu") for case in possible]
-        )
+        seconds, run, more = LARGEST_SECONDS, measure_largest, (args.offload_file, args.largest, "gpu")
     else:
-        seconds = CASE_SECONDS if mode == EAGER else COMPILED_SECONDS
-        found = in_turns(seconds, measure, [(*case, mode, offload_file, "gpu") for case in possible])
+        seconds = CASE_SECONDS if args.mode == EAGER else COMPILED_SECONDS
+        run, more = measure, (args.mode, args.offload_file, "gpu")
+    found = iter(in_turns(seconds, run, [(*case, *more) for case in possible]))
     for case in cases:
         yield next(found) if case in possible else missing
 
@@ -329,7 +327,11 @@ def merged(before: Record | None, found: Record) -> Record:
             f"Steps of {found['model']}, {found['method']} were timed in another way, {known} in a row and not "
             f"{found['in_a_row']}. HINT: name another file with --out."
         )
-    rounds = {f"{name}_rounds": [*(before or {}).get(f"{name}_rounds", []), found[name]] for name in TIMES}
+    earlier = {} if known is None else before or {}
+    rounds = {
+        f"{name}_rounds": [*earlier.get(f"{name}_rounds", [earlier[name]] if earlier else []), found[name]]
+        for name in TIMES
+    }
     medians = {name: round(statistics.median(rounds[f"{name}_rounds"]), 2) for name in TIMES}
     return with_speed({**found, **medians, **rounds})
 
@@ -348,8 +350,9 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
         if rounds_of(records.get(key(name, method))) <= number
     ]
     while lacking and time.monotonic() < end:
-        cases, lacking = lacking[: args.together], lacking[args.together :]
-        cases = [case for case in cases if key(*case) not in failed]
+        together = [case for case in lacking[: args.together] if case[0] == lacking[0][0]]  # of one model
+        lacking = lacking[len(together) :]
+        cases = [case for case in together if key(*case) not in failed]
         begin = time.monotonic()
         for (name, method), found in zip(cases, run_together(cases, args), strict=True):
             print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)

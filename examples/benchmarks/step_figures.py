@@ -17,19 +17,20 @@ import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.synchronize import Lock
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from examples.benchmarks.common import MIB, finish_in_fork, start_in_fork
+from examples.benchmarks.common import MIB, finish_together, start_in_fork
 
 WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
 """A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
 STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
-WAIT_SECONDS = 400
+WAITING = 0.6
+"""Share of the time that cases have, for which one waits at most until all have warmed up."""
 TIMES = ("step_ms", "host_ms")
 
 
@@ -89,21 +90,22 @@ class Arrivals:
 
     Args:
         parties: How many there are.
+        seconds: From now on, after which nobody waits any more.
     """
 
-    def __init__(self, parties: int) -> None:
+    def __init__(self, parties: int, seconds: float) -> None:
         self.parties, self.count = parties, multiprocessing.get_context("fork").Value("i", 0)
+        self.end = time.monotonic() + seconds
 
     def arrive(self) -> None:
         """Count this process."""
         with self.count.get_lock():
             self.count.value += 1
 
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
         """Count this process, and return when all are there, or the time is up."""
         self.arrive()
-        end = time.monotonic() + seconds
-        while self.count.value < self.parties and time.monotonic() < end:
+        while self.count.value < self.parties and time.monotonic() < self.end:
             time.sleep(0.02)
 
 
@@ -129,7 +131,7 @@ class Alone(StepFigures):
             torch.cuda.empty_cache()  # for the others
             self.warm_up_s = round(time.perf_counter() - self.made, 1)
             self.arrived = True
-            self.ready.wait(WAIT_SECONDS)
+            self.ready.wait()
             self.held = self.turn.acquire()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -141,30 +143,29 @@ class Alone(StepFigures):
 
     def release(self) -> None:
         """Let another one measure."""
-        torch.cuda.synchronize()
-        if self.held:
-            self.held = False
-            self.turn.release()
+        try:
+            torch.cuda.synchronize()
+        finally:  # also after an error of the device
+            if self.held:
+                self.held = False
+                self.turn.release()
 
 
 def in_turns(
     seconds: float, measure: Callable[..., dict[str, Any]], cases: Sequence[tuple[Any, ...]]
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """Run cases at the same time but for the steps that they measure, each in a fresh process.
 
     Args:
-        seconds: That one may take.
+        seconds: That all of them may take.
         measure: Called with what a case consists of, and then with its ``Alone``.
         cases: What to measure.
 
-    Yields:
+    Returns:
         The figures of each, or its error; the others do not wait for one that fails.
     """
-    context = multiprocessing.get_context("fork")
-    ready, turn = Arrivals(len(cases)), context.Lock()
-    running = [start_in_fork(_measured, measure, case, ready, turn) for case in cases]
-    for each in running:
-        yield finish_in_fork(seconds, *each)
+    ready, turn = Arrivals(len(cases), WAITING * seconds), multiprocessing.get_context("fork").Lock()
+    return finish_together(seconds, [start_in_fork(_measured, measure, case, ready, turn) for case in cases])
 
 
 def _measured(

@@ -77,7 +77,7 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
     clock, turn = Clock(monkeypatch), threading.Lock()
     clock.passed(1)
-    figures = step_figures.Alone(step_figures.Arrivals(1), turn)
+    figures = step_figures.Alone(step_figures.Arrivals(1, 60), turn)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], step_figures.STEPS, "cpu")
     assert (
@@ -90,7 +90,7 @@ def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
-    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
     found = rivals.measure("small", method, rivals.EAGER, offload_file, "cpu", alone)
     assert found["step_ms"] > 0
     assert found["host_ms"] > 0
@@ -106,7 +106,7 @@ def test_a_case(method, offload_file):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", ["dense", "checkpoint", "max", "recompute", "compiler:0.5"])
 def test_a_compiled_case(method):
-    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
     with torch._functorch.config.patch(activation_memory_budget=1.0):
         found = rivals.measure("small", method, "default", None, "cpu", alone)
         budget = torch._functorch.config.activation_memory_budget
@@ -232,6 +232,39 @@ def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monke
     assert sum("no memory is left" in each.get("error", "") for each in found) == (barred is not None)
 
 
+def that_the_device_fails(figures):
+    """A case that the device fails while it measures."""
+    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
+    torch.cuda.synchronize = failing
+    figures.on_exception(None, None, None)
+
+
+def failing():
+    raise RuntimeError("the device has failed")
+
+
+@pytest.mark.usefixtures("small_rival")
+def test_the_others_measure_after_an_error_of_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    found = step_figures.in_turns(40, that_the_device_fails, [(), ()])
+    assert all("the device has failed" in each["error"] for each in found)
+
+
+def slow_to_warm_up(number, figures):
+    if number:
+        time.sleep(3)
+    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
+    return {"number": number}
+
+
+@pytest.mark.usefixtures("small_rival")
+def test_nobody_waits_longer_for_others_than_a_part_of_the_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(step_figures, "WAITING", 0.05)
+    quick_one, slow = step_figures.in_turns(20, slow_to_warm_up, [(0,), (1,)])
+    assert (quick_one["number"], slow.get("number", 1)) == (0, 1)
+
+
 @pytest.fixture
 def ran(small_rival, monkeypatch):
     """Cases that end at once: a list of those that ran, dense in 10, 20, ... ms, and `max` with an error at first."""
@@ -280,6 +313,26 @@ def test_modes_are_cases_of_their_own(ran, tmp_path, capsys):
     assert [r["mode"] for r in json.loads((tmp_path / "rivals.json").read_text())] == ["eager", "default"]
     assert len(ran) == 2
     assert capsys.readouterr().out.count("10.00") > 0
+
+
+def test_only_cases_of_one_model_warm_up_together(ran, small_rival, monkeypatch, tmp_path):
+    monkeypatch.setitem(rivals.WORKLOADS, "other", rivals.WORKLOADS["small"])
+    monkeypatch.setattr(rivals, "described", lambda name, batches: {"model": name, "batch": 4})
+    groups, run_together = [], rivals.run_together
+    monkeypatch.setattr(rivals, "run_together", lambda cases, args: groups.append(cases) or run_together(cases, args))
+    command = ["--models", "small", "other", "--methods", "dense", "checkpoint", "recompute", "--together", "2"]
+    assert rivals.main([*command, "--out", str(tmp_path / "rivals.json")]) == 0
+    assert [[name for name, _ in cases] for cases in groups] == [["small"] * 2, ["small"], ["other"] * 2, ["other"]]
+
+
+def test_a_round_is_added_to_a_record_that_had_no_rounds(ran, tmp_path):
+    out = tmp_path / "rivals.json"
+    before = {"model": "small", "method": "dense", "mode": "default", "step_ms": 30.0, "host_ms": 3.0, "in_a_row": 16}
+    out.write_text(json.dumps([{**before, "activations_mib": 1.0, "peak_mib": 2.0}]))
+    command = ["--models", "small", "--methods", "dense", "--mode", "default", "--rounds", "2", "--out", str(out)]
+    assert rivals.main(command) == 0
+    [record] = json.loads(out.read_text())
+    assert (record["step_ms_rounds"], record["step_ms"]) == ([30.0, 10.0], 20.0)
 
 
 def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
@@ -348,7 +401,7 @@ def test_the_largest_batch_comes_with_its_figures(small_rival, monkeypatch):
         return nn.functional.cross_entropy(model(x), y)
 
     monkeypatch.setitem(rivals.WORKLOADS, "small", rivals.WORKLOADS["small"]._replace(loss=loss))
-    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
     found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert (found["batch"], found["trials"]) == (3, 4)
     assert alone.arrived
@@ -370,7 +423,7 @@ def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(sma
 
     monkeypatch.setattr(rivals, "search", lambda case, *_: tried[0])
     monkeypatch.setattr(rivals.Case, "fit", fit)
-    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
     found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert asked == tried
     assert found["batch"] == enough
@@ -380,7 +433,7 @@ def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(sma
 def test_steps_that_fit_once_and_then_do_not_are_an_error(small_rival, monkeypatch):
     monkeypatch.setattr(rivals, "search", lambda case, *_: 8)
     monkeypatch.setattr(rivals.Case, "fit", lambda self, batch, figures=None, steps=0: None if figures else 1.0)
-    alone = step_figures.Alone(step_figures.Arrivals(1), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
     with pytest.raises(RuntimeError, match="27 steps at batch 8 fitted once"):
         rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
 
