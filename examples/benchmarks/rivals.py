@@ -350,7 +350,9 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
         if rounds_of(records.get(key(name, method))) <= number
     ]
     while lacking and time.monotonic() < end:
-        together = [case for case in lacking[: args.together] if case[0] == lacking[0][0]]  # of one model
+        # Caps fit beside each other whatever the model; without them, cases are of one, so that a turn is a round.
+        alike = args.largest is not None
+        together = [case for case in lacking[: args.together] if alike or case[0] == lacking[0][0]]
         lacking = lacking[len(together) :]
         cases = [case for case in together if key(*case) not in failed]
         begin = time.monotonic()
