@@ -1,6 +1,6 @@
 """Ways to need less memory side by side through a Trainer: dense, checkpointing, offloading, the presets, a budget.
 
-    python examples/benchmarks/rivals.py --rounds 3 --offload-file activation_offloading.py --out rivals.json
+    python examples/benchmarks/rivals.py --together 7 --offload-file activation_offloading.py --out rivals.json
     python examples/benchmarks/rivals.py --methods dense max budget:4GiB --seconds 500 --out rivals.json
     python examples/benchmarks/rivals.py --mode default --together 6 --out compiled.json
     python examples/benchmarks/rivals.py --largest 16 --out rivals_largest.json
@@ -8,8 +8,7 @@
 Models as their libraries build them, on one GPU, ``Trainer(precision="bf16-mixed")``, fused AdamW, the same
 batch over and over, which lies on the GPU. Every case runs in a fresh process. The first steps of its fit warm up, with
 the callback's probes in them, in one the memory is measured, and the others are timed (``step_figures.py``). With
-``--rounds``, all methods of a model run one after the other and then again, so that a drift of the machine meets them
-alike. With ``--together`` so many cases warm up at the same time, and then one after the other measures while the rest
+``--together`` so many cases of a model warm up at the same time, and then take turns: one measures while the rest
 waits.
 
 With ``--mode``, models are given to ``torch.compile`` as a whole, in that mode. ``warm_up_s`` is then what the steps
@@ -17,7 +16,7 @@ before took, with compilation in them, several processes at a time. Where steps 
 (``reduce-overhead``), ``reserved_mib`` alone has the memory of those, which lies in pools of their own. ``packed_mib``
 is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a cache.
 
-``step_ms`` and ``host_ms`` are medians over the rounds.
+``step_ms`` and ``host_ms`` are medians over the turns, in earlier records over fits in processes of their own.
 Records without ``in_a_row`` are of an earlier version that waited for the device after each step: there ``step_ms`` has
 the host's time in forward in it. Those of GPT-2 in ``budgets.json`` and of ``rivals_453fd4e.json`` have the mean of
 steps in a row.
@@ -56,7 +55,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import sys
 import time
 import warnings
@@ -83,7 +81,7 @@ from examples.benchmarks.common import (
     write_records,
 )
 from examples.benchmarks.models import described
-from examples.benchmarks.step_figures import STEPS, TIMES, Alone, StepFigures, in_turns
+from examples.benchmarks.step_figures import TURNS, Alone, StepFigures, in_turns
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
@@ -237,8 +235,8 @@ def measure(
     if mode != EAGER:
         training.model = torch.compile(training.model, mode=mode)
     compared = [error] if ours and mode == EAGER else []
-    train(training, [*callbacks, *compared, figures], STEPS, accelerator)
-    found = figures.found() | ({"cosine": error.cosine} if compared else {})
+    train(training, [*callbacks, *compared, figures], figures.steps, accelerator)
+    found = with_speed({"batch": batch, **figures.found()}) | ({"cosine": error.cosine} if compared else {})
     if mode != EAGER:
         found |= {"warm_up_s": figures.warm_up_s, **packed(ours)}
     return found | (predicted(callbacks[0], figures) if method.startswith(BUDGET) else {})
@@ -273,12 +271,10 @@ def measure_largest(
     case = Case(f"{name}, {method}", training, partial(callbacks_of, method, offload_file), accelerator)
     batch = search(case, WORKLOADS[name].batch, cap_gib)
     trials = len(case.peaks)
-    while batch and case.fit(batch, steps=STEPS) is None:  # a few steps may fit where more do not
+    while batch and case.fit(batch, figures, steps=figures.steps) is None:  # a few steps may fit where more do not
         batch -= ceil_div(batch, RESOLUTION)
     if not batch:
         return {"batch": 0, "trials": trials, "peak_mib": None, "samples_per_s": None}
-    if case.fit(batch, figures, steps=STEPS) is None:
-        raise RuntimeError(f"{STEPS} steps at batch {batch} fitted once, and then ran out of memory")
     return with_speed({"batch": batch, "trials": trials, **figures.found()})
 
 
@@ -292,11 +288,11 @@ def run_together(cases: Sequence[tuple[str, str]], args: argparse.Namespace) -> 
     missing = {"error": "without --offload-file nothing can be offloaded", "gpu": "none", **software()}
     possible = [case for case in cases if case[1] != "offload" or args.offload_file is not None]
     if args.largest is not None:
-        seconds, run, more = LARGEST_SECONDS, measure_largest, (args.offload_file, args.largest, "gpu")
+        seconds, run, more, turns = LARGEST_SECONDS, measure_largest, (args.offload_file, args.largest, "gpu"), 1
     else:
         seconds = CASE_SECONDS if args.mode == EAGER else COMPILED_SECONDS
-        run, more = measure, (args.mode, args.offload_file, "gpu")
-    found = iter(in_turns(seconds, run, [(*case, *more) for case in possible]))
+        run, more, turns = measure, (args.mode, args.offload_file, "gpu"), TURNS
+    found = iter(in_turns(seconds, run, [(*case, *more) for case in possible], turns))
     for case in cases:
         yield next(found) if case in possible else missing
 
@@ -310,72 +306,38 @@ def key_of(record: Record) -> Key:
     return record["model"], record["method"], *told
 
 
-def rounds_of(record: Record | None) -> int:
-    """Return how many rounds of a case there are; a search of the largest batch has one."""
-    return 0 if record is None or "error" in record else len(record.get("step_ms_rounds", [None]))
-
-
-def merged(before: Record | None, found: Record) -> Record:
-    """Return the record of a case with the times of one more round, and medians over all of them.
-
-    Raises:
-        ValueError: If those before were timed in another way.
-    """
-    known = None if before is None or "error" in before else before.get("in_a_row", 0)
-    if known not in (None, found["in_a_row"]):
-        raise ValueError(
-            f"Steps of {found['model']}, {found['method']} were timed in another way, {known} in a row and not "
-            f"{found['in_a_row']}. HINT: name another file with --out."
-        )
-    earlier = {} if known is None else before or {}
-    rounds = {
-        f"{name}_rounds": [*earlier.get(f"{name}_rounds", [earlier[name]] if earlier else []), found[name]]
-        for name in TIMES
-    }
-    medians = {name: round(statistics.median(rounds[f"{name}_rounds"]), 2) for name in TIMES}
-    return with_speed({**found, **medians, **rounds})
-
-
 def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
-    """Run what ``records`` lack, a round of all methods of a model after the other, until the time is up."""
-    end, failed = time.monotonic() + args.seconds, set[Key]()
-    rounds = range(args.rounds if args.largest is None else 1)
+    """Run what ``records`` lack, model by model, until the time is up."""
+    end = time.monotonic() + args.seconds
 
     def key(name: str, method: str) -> Key:
         return name, method, args.mode, args.largest, os.environ.get(ALLOCATOR)
 
     lacking = [
         (name, method)
-        for name, number, method in itertools.product(args.models, rounds, args.methods)
-        if rounds_of(records.get(key(name, method))) <= number
+        for name, method in itertools.product(args.models, args.methods)
+        if "error" in records.get(key(name, method), {"error": "not run yet"})
     ]
     while lacking and time.monotonic() < end:
-        # Caps fit beside each other whatever the model; without them, cases are of one, so that a turn is a round.
+        # Caps fit beside each other whatever the model; without them, those that take turns are of one.
         alike = args.largest is not None
-        together = [case for case in lacking[: args.together] if alike or case[0] == lacking[0][0]]
-        lacking = lacking[len(together) :]
-        cases = [case for case in together if key(*case) not in failed]
+        cases = [case for case in lacking[: args.together] if alike or case[0] == lacking[0][0]]
+        lacking = lacking[len(cases) :]
         begin = time.monotonic()
         for (name, method), found in zip(cases, run_together(cases, args), strict=True):
             print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
-            case = key(name, method)
-            if "error" in found:
-                failed.add(case)
-            # A round that fails must not take away those that did not.
-            if "error" not in found or not rounds_of(records.get(case)):
-                records[case] = recorded(records.get(case), name, method, args, found)
-                write_records(args.out, list(records.values()))
+            records[key(name, method)] = {**head_of(name, method, args), **found}
+            write_records(args.out, list(records.values()))
 
 
-def recorded(before: Record | None, name: str, method: str, args: argparse.Namespace, found: Record) -> Record:
-    """Return the record of a case of which one more run was made."""
+def head_of(name: str, method: str, args: argparse.Namespace) -> Record:
+    """Return what the record of a case begins with."""
     head = {**described(name, BATCHES), "method": method, "mode": args.mode}
     if args.largest is not None:
         head["cap_gib"] = args.largest
     if ALLOCATOR in os.environ:
         head["allocator"] = os.environ[ALLOCATOR]
-    record = {**head, **found}
-    return record if "error" in found or args.largest is not None else merged(before, record)
+    return head
 
 
 def largest_batches(records: Records) -> Summary:
@@ -412,7 +374,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
     parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
     parser.add_argument("--mode", default=EAGER, choices=(EAGER, *MODES), help="of torch.compile")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each case, whose median time counts")
     parser.add_argument("--together", type=int, default=1, help="cases that warm up at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")

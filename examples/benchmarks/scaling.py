@@ -53,7 +53,7 @@ from examples.benchmarks.rivals import (
     callbacks_of,
     train,
 )
-from examples.benchmarks.step_figures import STEPS, StepFigures
+from examples.benchmarks.step_figures import StepFigures
 from examples.benchmarks.summaries import Record, Records
 from examples.benchmarks.third_party import WORKLOADS, blocks_of
 
@@ -128,7 +128,7 @@ def measure(rank: int, port: int, case: Case) -> dict[str, Any]:
         training.model = torch.compile(training.model)
     figures = StepFigures()
     callbacks, strategy = callbacks_of(case.method, None), strategy_of(case.strategy, case.devices)
-    train(training, [*callbacks, figures], STEPS, case.accelerator, strategy, case.devices)
+    train(training, [*callbacks, figures], figures.steps, case.accelerator, strategy, case.devices)
     found = figures.found()
     if dist.is_initialized():
         dist.destroy_process_group()

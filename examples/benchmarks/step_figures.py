@@ -1,14 +1,18 @@
 """The figures of a fit's steps: memory of one, times of others, alone on the GPU where several cases run side by side.
 
-After ``WARM_UP`` steps memory is measured in one, then ``ALONE`` steps are waited for, and ``IN_A_ROW`` ones are not::
+``WARM_UP`` steps come first, and then turns. In each of these the first step is not timed, ``ALONE`` ones are waited
+for, and ``IN_A_ROW`` ones are not::
 
-    activations_mib    growth of the allocator's requested bytes over the forward
+    activations_mib    growth of the allocator's requested bytes over the forward, in the first step of all turns
     peak_mib           the most that was allocated in that step
     reserved_mib       the most that the allocator held in it
-    host_ms            how long the host takes to issue a step to a device that has nothing to do, the median
-    step_ms            from where the device ends one step to where it ends the next, without waiting, the median
+    host_ms            how long the host takes to issue a step to a device that has nothing to do, the median of a turn
+    step_ms            from where the device ends one step to where it ends the next, without waiting, the same
 
-``in_turns`` runs cases in processes of their own, which warm up side by side and then measure one after the other.
+Of several turns the times are medians, and ``step_ms_rounds`` and ``host_ms_rounds`` are those of each.
+
+``in_turns`` runs cases in processes of their own, which warm up side by side. Then one after the other has a turn while
+the rest waits, and then all have the next one, so that a drift of the machine meets them alike.
 """
 
 from __future__ import annotations
@@ -28,21 +32,36 @@ from examples.benchmarks.common import MIB, finish_together, start_in_fork
 
 WARM_UP, ALONE, IN_A_ROW = 6, 4, 16
 """A budget chooses, probes and measures in the first four steps, and in two more where it has to choose again."""
-STEPS = WARM_UP + 1 + ALONE + IN_A_ROW
+TURN = 1 + ALONE + IN_A_ROW
+TURNS = 3
 WAITING = 0.6
-"""Share of the time that cases have, for which one waits at most until all have warmed up."""
+"""Share of the time that cases have, for which one waits for the others at most."""
 TIMES = ("step_ms", "host_ms")
 
 
 class StepFigures(pl.Callback):
-    """Measures the memory of one step, then times steps one by one, then some in a row; a Trainer's last callback."""
+    """Measures the memory of one step, and times steps one by one and in a row; a Trainer's last callback.
 
-    def __init__(self) -> None:
+    Args:
+        turns: How often steps are timed.
+    """
+
+    def __init__(self, turns: int = 1) -> None:
+        self.turns = turns
+        self.steps = WARM_UP + turns * TURN
+        """How many a fit has to have."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was measured."""
         self.memory: dict[str, float] = {}
-        self.issued: list[float] = []
-        self.ended: list[torch.cuda.Event] = []
+        self.issued: list[list[float]] = [[] for _ in range(self.turns)]
+        self.ended: list[list[torch.cuda.Event]] = [[] for _ in range(self.turns)]
         self.number, self.before, self.began = 0, 0, 0.0
         self.allocation: Any = None
+
+    def on_train_start(self, *_: Any) -> None:
+        self.begin()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -61,77 +80,87 @@ class StepFigures(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now, timed = time.perf_counter(), batch_idx - WARM_UP
-        if timed >= ALONE:
-            self.ended.append(torch.cuda.Event(enable_timing=True))
-            self.ended[-1].record()
-        if 0 <= timed <= ALONE:
+        now, (turn, timed) = time.perf_counter(), divmod(batch_idx - WARM_UP, TURN)
+        if turn >= 0 and timed >= ALONE:
+            self.ended[turn].append(torch.cuda.Event(enable_timing=True))
+            self.ended[turn][-1].record()
+        if turn >= 0 and timed <= ALONE:
             torch.cuda.synchronize()
-        if timed == 0:
+        if batch_idx == WARM_UP:
             most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
             self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
-        elif 0 < timed <= ALONE:
-            self.issued.append((now - self.began) * 1e3)
+        if turn >= 0 and 0 < timed <= ALONE:
+            self.issued[turn].append((now - self.began) * 1e3)
         self.began = time.perf_counter()
 
-    def found(self) -> dict[str, float]:
+    def found(self) -> dict[str, Any]:
         """Return the figures of a fit."""
         torch.cuda.synchronize()
-        steps = [before.elapsed_time(end) for before, end in itertools.pairwise(self.ended)]
-        times = statistics.median(steps), statistics.median(self.issued)
-        rounded = {name: round(ms, 2) for name, ms in zip(TIMES, times, strict=True)}
-        return {**self.memory, **rounded, "in_a_row": IN_A_ROW}
+        steps = [[before.elapsed_time(end) for before, end in itertools.pairwise(ended)] for ended in self.ended]
+        found = dict[str, Any](self.memory)
+        for name, turns in zip(TIMES, (steps, self.issued), strict=True):
+            medians = [round(statistics.median(turn), 2) for turn in turns]
+            found[name] = round(statistics.median(medians), 2)
+            if self.turns > 1:
+                found[f"{name}_rounds"] = medians
+        return {**found, "in_a_row": IN_A_ROW}
 
 
 class Arrivals:
-    """Counts the processes that have warmed up, or failed, and waits for all.
+    """Counts the processes that have come to the start of a turn, or failed, and waits for all.
 
     Args:
-        parties: How many there are.
+        parties: How many processes there are.
+        turns: How many turns each of them has.
         seconds: From now on, after which nobody waits any more.
     """
 
-    def __init__(self, parties: int, seconds: float) -> None:
-        self.parties, self.count = parties, multiprocessing.get_context("fork").Value("i", 0)
+    def __init__(self, parties: int, turns: int, seconds: float) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.parties, self.counts = parties, [fork.Value("i", 0) for _ in range(turns)]
         self.end = time.monotonic() + seconds
 
-    def arrive(self) -> None:
+    def arrive(self, turn: int) -> None:
         """Count this process."""
-        with self.count.get_lock():
-            self.count.value += 1
+        with self.counts[turn].get_lock():
+            self.counts[turn].value += 1
 
-    def wait(self) -> None:
+    def wait(self, turn: int) -> None:
         """Count this process, and return when all are there, or the time is up."""
-        self.arrive()
-        while self.count.value < self.parties and time.monotonic() < self.end:
+        self.arrive(turn)
+        while self.counts[turn].value < self.parties and time.monotonic() < self.end:
             time.sleep(0.02)
 
 
 class Alone(StepFigures):
-    """Measures when all others have warmed up, and nobody else does.
+    """Measures when all others are ready for the same turn, and nobody else does.
 
     Args:
-        ready: Passed by all of them when all have warmed up or failed.
+        ready: Passed by all of them at the start of every turn.
         turn: Held while measuring.
     """
 
     def __init__(self, ready: Arrivals, turn: Lock) -> None:
-        super().__init__()
+        super().__init__(len(ready.counts))
         self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
-        self.arrived = False
+        self.arrived = 0
+        """At the start of how many turns this process was."""
         self.warm_up_s = 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == WARM_UP:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # for the others
-            self.warm_up_s = round(time.perf_counter() - self.made, 1)
-            self.arrived = True
-            self.ready.wait()
+        turn, timed = divmod(batch_idx - WARM_UP, TURN)
+        if turn >= 0 and timed == 0:
+            self.release()
+            if turn == 0:
+                torch.cuda.empty_cache()  # for the others
+                self.warm_up_s = round(time.perf_counter() - self.made, 1)
+            if turn == self.arrived:  # and in no fit before
+                self.arrived += 1
+                self.ready.wait(turn)
             self.held = self.turn.acquire()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -150,9 +179,15 @@ class Alone(StepFigures):
                 self.held = False
                 self.turn.release()
 
+    def leave(self) -> None:
+        """Let nobody wait for this process any more."""
+        for turn in range(self.arrived, self.turns):
+            self.ready.arrive(turn)
+        self.arrived = self.turns
+
 
 def in_turns(
-    seconds: float, measure: Callable[..., dict[str, Any]], cases: Sequence[tuple[Any, ...]]
+    seconds: float, measure: Callable[..., dict[str, Any]], cases: Sequence[tuple[Any, ...]], turns: int = TURNS
 ) -> list[dict[str, Any]]:
     """Run cases at the same time but for the steps that they measure, each in a fresh process.
 
@@ -160,11 +195,13 @@ def in_turns(
         seconds: That all of them may take.
         measure: Called with what a case consists of, and then with its ``Alone``.
         cases: What to measure.
+        turns: How often each of them measures.
 
     Returns:
         The figures of each, or its error; the others do not wait for one that fails.
     """
-    ready, turn = Arrivals(len(cases), WAITING * seconds), multiprocessing.get_context("fork").Lock()
+    ready = Arrivals(len(cases), turns, WAITING * seconds)
+    turn = multiprocessing.get_context("fork").Lock()
     return finish_together(seconds, [start_in_fork(_measured, measure, case, ready, turn) for case in cases])
 
 
@@ -175,8 +212,7 @@ def _measured(
     try:
         return measure(*case, alone)
     finally:
-        if not alone.arrived:
-            ready.arrive()
+        alone.leave()
 
 
 def requested() -> int:

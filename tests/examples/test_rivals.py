@@ -46,8 +46,8 @@ def offload_file(tmp_path):
 class Clock(pl.Callback):
     """Lets time pass on its own clock: a second in each forward, an hour in the last one; ten to synchronise."""
 
-    def __init__(self, monkeypatch):
-        self.now = 0.0
+    def __init__(self, monkeypatch, steps):
+        self.now, self.steps = 0.0, steps
         monkeypatch.setattr(step_figures.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.passed(10))
 
@@ -55,7 +55,7 @@ class Clock(pl.Callback):
         self.now += seconds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.last = batch_idx == step_figures.STEPS - 1
+        self.last = batch_idx == self.steps - 1
 
     def on_before_zero_grad(self, *_):
         self.passed(3600 if self.last else 1)
@@ -63,34 +63,58 @@ class Clock(pl.Callback):
 
 @pytest.mark.usefixtures("small_rival")
 def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_device(monkeypatch):
-    figures, clock = step_figures.StepFigures(), Clock(monkeypatch)
-    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], step_figures.STEPS, "cpu")
-    assert figures.issued == [1000] * step_figures.ALONE
-    assert len(figures.ended) == step_figures.IN_A_ROW + 1
+    figures = step_figures.StepFigures()
+    clock = Clock(monkeypatch, figures.steps)
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], figures.steps, "cpu")
+    assert figures.issued == [[1000] * step_figures.ALONE]
+    assert [len(ended) for ended in figures.ended] == [step_figures.IN_A_ROW + 1]
     # The first of them begins where the device has nothing to do, after a synchronisation, and the last one is slow.
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB, "reserved_mib": 2 * PEAK / MIB}
     times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": step_figures.IN_A_ROW}
     assert figures.found() == {**memory, **times}
 
 
+class Slower(pl.Callback):
+    """Lets steps take longer from turn to turn: 1, 2 and 4 seconds more."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.clock.passed(2.0 ** ((batch_idx - step_figures.WARM_UP) // step_figures.TURN))
+
+
+@pytest.mark.usefixtures("small_rival")
+def test_times_are_medians_over_turns_and_memory_is_that_of_the_first(monkeypatch):
+    figures = step_figures.StepFigures(3)
+    clock = Clock(monkeypatch, figures.steps)
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, Slower(clock), figures], figures.steps, "cpu")
+    found = figures.found()
+    assert found["step_ms_rounds"] == found["host_ms_rounds"] == [2000, 3000, 5000]
+    assert (found["step_ms"], found["activations_mib"]) == (3000, 1.0)
+    figures.begin()
+    assert (figures.memory, figures.issued) == ({}, [[], [], []])
+
+
 @pytest.mark.usefixtures("small_rival")
 def test_what_compiles_warms_up_before_it_measures_alone(monkeypatch):
-    clock, turn = Clock(monkeypatch), threading.Lock()
+    turn = threading.Lock()
+    figures = step_figures.Alone(step_figures.Arrivals(1, 2, 60), turn)
+    clock = Clock(monkeypatch, figures.steps)
+    figures.made = clock.now
     clock.passed(1)
-    figures = step_figures.Alone(step_figures.Arrivals(1, 60), turn)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], step_figures.STEPS, "cpu")
-    assert (
-        figures.warm_up_s == step_figures.WARM_UP + 10
-    )  # a second a step, and until the device has ended the last one
-    assert figures.found()["step_ms"] == 1000
+    rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], figures.steps, "cpu")
+    # A second before the fit, a second a step, and until the device has ended the last one.
+    assert figures.warm_up_s == 1 + step_figures.WARM_UP + 10
+    assert figures.found()["step_ms_rounds"] == [1000, 1000]
     assert turn.acquire(blocking=False)  # the next one
 
 
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", quick(["dense", "checkpoint", "offload", "max", "recompute"], "dense", "recompute"))
 def test_a_case(method, offload_file):
-    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 1, 60), threading.Lock())
     found = rivals.measure("small", method, rivals.EAGER, offload_file, "cpu", alone)
     assert found["step_ms"] > 0
     assert found["host_ms"] > 0
@@ -106,7 +130,7 @@ def test_a_case(method, offload_file):
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("method", ["dense", "checkpoint", "max", "recompute", "compiler:0.5"])
 def test_a_compiled_case(method):
-    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 1, 60), threading.Lock())
     with torch._functorch.config.patch(activation_memory_budget=1.0):
         found = rivals.measure("small", method, "default", None, "cpu", alone)
         budget = torch._functorch.config.activation_memory_budget
@@ -208,27 +232,31 @@ def test_offloading_without_the_file_is_an_error():
 
 
 def in_the_middle(number, barred, figures):
-    """A case that says who else is measuring, or fails before it does; the last one is slow to warm up."""
+    """A case of two turns that says who else is measuring, or fails before it does; the last is slow to warm up."""
     if number == barred:
         raise RuntimeError("no memory is left")
     time.sleep(number)
-    warm = time.monotonic()
-    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
-    held = not figures.turn.acquire(block=False)
+    found = {"number": number, "warm": time.monotonic(), "alone": True, "began": [], "ended": []}
+    for turn in range(figures.turns):
+        figures.on_train_batch_start(None, None, None, step_figures.WARM_UP + turn * step_figures.TURN)
+        found["alone"] &= not figures.turn.acquire(block=False)
+        found["began"].append(time.monotonic())
+        time.sleep(0.1)
+        found["ended"].append(time.monotonic())
     figures.on_train_end()
-    return {"number": number, "alone": held, "warm": warm, "measured": time.monotonic()}
+    return found
 
 
 @pytest.mark.usefixtures("small_rival")
 @pytest.mark.parametrize("barred", [None, 1])
-def test_cases_warm_up_together_and_do_not_wait_for_one_that_fails(barred, monkeypatch):
+def test_cases_warm_up_together_take_turns_and_do_not_wait_for_one_that_fails(barred, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    found = list(step_figures.in_turns(60, in_the_middle, [(number, barred) for number in range(3)]))
-    numbers = [number for number in range(3) if number != barred]
-    assert [each["number"] for each in found if "error" not in each] == numbers
-    assert all(each["alone"] for each in found if "error" not in each)
+    found = step_figures.in_turns(60, in_the_middle, [(number, barred) for number in range(3)], 2)
     measured = [each for each in found if "error" not in each]
-    assert min(each["measured"] for each in measured) >= max(each["warm"] for each in measured)
+    assert [each["number"] for each in measured] == [number for number in range(3) if number != barred]
+    assert all(each["alone"] for each in measured)
+    assert min(each["began"][0] for each in measured) >= max(each["warm"] for each in measured)
+    assert min(each["began"][1] for each in measured) >= max(each["ended"][0] for each in measured)
     assert sum("no memory is left" in each.get("error", "") for each in found) == (barred is not None)
 
 
@@ -290,20 +318,15 @@ def with_batch(figures):
     return rivals.with_speed({**figures, "batch": 60, "trials": 5})
 
 
-def test_rounds_are_in_turn_and_times_are_medians_over_them(ran, tmp_path, capsys):
+def test_a_record_says_what_was_run_and_where(ran, tmp_path, capsys):
     out = tmp_path / "rivals.json"
-    assert (
-        rivals.main(["--models", "small", "--methods", "dense", "recompute", "--rounds", "3", "--out", str(out)]) == 0
-    )
-    assert [method for _, method in ran] == ["dense", "recompute"] * 3
-    dense, recompute = json.loads(out.read_text())
-    assert (dense["step_ms_rounds"], dense["step_ms"], dense["host_ms"]) == ([10.0, 30.0, 50.0], 30.0, 3.0)
-    assert recompute["step_ms_rounds"] == [20.0, 40.0, 60.0]
+    assert rivals.main(["--models", "small", "--methods", "dense", "recompute", "--out", str(out)]) == 0
+    assert [method for _, method in ran] == ["dense", "recompute"]
+    dense, _ = json.loads(out.read_text())
     assert dense["batch"] == rivals.BATCHES * 2
-    assert dense["samples_per_s"] == pytest.approx(4 / 0.03, abs=0.1)
     assert {"gpu", "torch", "triton", "command", "precision"} < dense.keys()
     assert dense["mode"] == "eager"
-    assert "40.00 (+33 %)" in capsys.readouterr().out
+    assert "20.00 (+100 %)" in capsys.readouterr().out
 
 
 def test_modes_are_cases_of_their_own(ran, tmp_path, capsys):
@@ -325,40 +348,15 @@ def test_only_cases_of_one_model_warm_up_together(ran, small_rival, monkeypatch,
     assert [[name for name, _ in cases] for cases in groups] == [["small"] * 2, ["small"], ["other"] * 2, ["other"]]
 
 
-def test_a_round_is_added_to_a_record_that_had_no_rounds(ran, tmp_path):
-    out = tmp_path / "rivals.json"
-    before = {"model": "small", "method": "dense", "mode": "default", "step_ms": 30.0, "host_ms": 3.0, "in_a_row": 16}
-    out.write_text(json.dumps([{**before, "activations_mib": 1.0, "peak_mib": 2.0}]))
-    command = ["--models", "small", "--methods", "dense", "--mode", "default", "--rounds", "2", "--out", str(out)]
-    assert rivals.main(command) == 0
-    [record] = json.loads(out.read_text())
-    assert (record["step_ms_rounds"], record["step_ms"]) == ([30.0, 10.0], 20.0)
-
-
 def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
     command = ["--models", "small", "--methods", "dense", "max", "--out", str(tmp_path / "rivals.json")]
-    assert rivals.main([*command, "--rounds", "2"]) == 1
-    assert ran == [("small", "dense"), ("small", "max"), ("small", "dense")]
+    assert rivals.main(command) == 1
+    assert ran == [("small", "dense"), ("small", "max")]
     assert "CUDA out of memory." in capsys.readouterr().out
     assert rivals.main(command) == 0
-    assert ran[3:] == [("small", "max")]
-    assert rivals.main([*command, "--rounds", "2"]) == 0
-    assert ran[4:] == [("small", "max")]
-    assert [len(r["step_ms_rounds"]) for r in json.loads((tmp_path / "rivals.json").read_text())] == [2, 2]
-
-
-def test_rounds_that_were_timed_in_another_way_are_not_mixed(ran, tmp_path):
-    out = tmp_path / "rivals.json"
-    command = ["--models", "small", "--methods", "dense", "--out", str(out)]
+    assert ran[2:] == [("small", "max")]
     assert rivals.main(command) == 0
-    [record] = json.loads(out.read_text())
-    for known in (8, 0):
-        record |= {"in_a_row": 8}
-        if not known:
-            del record["in_a_row"]
-        out.write_text(json.dumps([record]))
-        with pytest.raises(ValueError, match=f"another way, {known} in a row and not 16. HINT"):
-            rivals.main([*command, "--rounds", "2"])
+    assert len(ran) == 3
 
 
 def test_no_case_starts_after_the_time_is_up(ran, tmp_path):
@@ -366,22 +364,12 @@ def test_no_case_starts_after_the_time_is_up(ran, tmp_path):
     assert ran == []
 
 
-def test_a_round_that_fails_leaves_the_record_of_the_others(ran, tmp_path):
-    out = tmp_path / "rivals.json"
-    before = {"model": "small", "method": "max", "step_ms": 5.0, "step_ms_rounds": [5.0]}
-    before |= {"activations_mib": 1.0, "peak_mib": 2.0}
-    out.write_text(json.dumps([before]))
-    rivals.main(["--models", "small", "--methods", "max", "--rounds", "2", "--out", str(out)])
-    assert ran == [("small", "max")]
-    assert json.loads(out.read_text()) == [before]
-
-
 def test_largest_batches_are_cases_of_their_own_and_so_are_settings_of_the_allocator(
     ran, tmp_path, capsys, monkeypatch
 ):
     command = ["--models", "small", "--methods", "dense", "recompute", "--out", str(tmp_path / "rivals.json")]
     monkeypatch.delenv(rivals.ALLOCATOR, raising=False)
-    for more in ([], ["--largest", "16"], ["--largest", "16", "--rounds", "2"]):
+    for more in ([], ["--largest", "16"], ["--largest", "16"]):
         assert rivals.main([*command, *more]) == 0
     assert len(ran) == 4
     monkeypatch.setenv(rivals.ALLOCATOR, "expandable_segments:True")
@@ -401,41 +389,32 @@ def test_the_largest_batch_comes_with_its_figures(small_rival, monkeypatch):
         return nn.functional.cross_entropy(model(x), y)
 
     monkeypatch.setitem(rivals.WORKLOADS, "small", rivals.WORKLOADS["small"]._replace(loss=loss))
-    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 1, 60), threading.Lock())
     found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert (found["batch"], found["trials"]) == (3, 4)
     assert alone.arrived
     assert found["samples_per_s"] == pytest.approx(3e3 / found["step_ms"], abs=0.1)
 
 
-@pytest.mark.parametrize(("enough", "tried"), [(60, [64, 62, 60, 60]), (0, [3, 2, 1])])
+@pytest.mark.parametrize(("enough", "tried"), [(60, [64, 62, 60]), (0, [3, 2, 1])])
 def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(small_rival, monkeypatch, enough, tried):
     asked = []
 
-    def fit(self, batch, figures=None, steps=0):
+    def fit(self, batch, figures, steps):
         asked.append(batch)
-        assert steps == step_figures.STEPS
+        assert steps == figures.steps == step_figures.WARM_UP + step_figures.TURN
         if batch > enough:
             return None
-        if figures is not None:
-            figures.issued, figures.ended = [1.0], [Event(time=seconds) for seconds in (1.0, 1.002)]
+        figures.issued, figures.ended = [[1.0]], [[Event(time=seconds) for seconds in (1.0, 1.002)]]
         return 1.0
 
     monkeypatch.setattr(rivals, "search", lambda case, *_: tried[0])
     monkeypatch.setattr(rivals.Case, "fit", fit)
-    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
+    alone = step_figures.Alone(step_figures.Arrivals(1, 1, 60), threading.Lock())
     found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert asked == tried
     assert found["batch"] == enough
     assert found["samples_per_s"] == (pytest.approx(30000) if enough else None)
-
-
-def test_steps_that_fit_once_and_then_do_not_are_an_error(small_rival, monkeypatch):
-    monkeypatch.setattr(rivals, "search", lambda case, *_: 8)
-    monkeypatch.setattr(rivals.Case, "fit", lambda self, batch, figures=None, steps=0: None if figures else 1.0)
-    alone = step_figures.Alone(step_figures.Arrivals(1, 60), threading.Lock())
-    with pytest.raises(RuntimeError, match="27 steps at batch 8 fitted once"):
-        rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
 
 
 def test_table_of_largest_batches():
