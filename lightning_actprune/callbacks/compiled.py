@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_actprune.codec.private import splits_for_ddp
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.convert import mark_layers, unmark_layers
@@ -79,3 +81,8 @@ class CompiledLayers:
 def is_compiled(model: pl.LightningModule) -> bool:
     """Return whether something in it is compiled."""
     return eager_modules(model) != set(model.modules())
+
+
+def is_split(trainer: pl.Trainer) -> bool:
+    """Return whether a compiler cuts the model of a fit into pieces, one for each bucket in which DDP averages."""
+    return isinstance(trainer.strategy.model, DistributedDataParallel) and splits_for_ddp()

@@ -51,6 +51,7 @@ Name                                   Says                              Without
   ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
 ``_inductor.lowering``'s and ``ir``'s  lets inductor's code call what    it calls operators, slower
                                        packs
+``_dynamo.config.optimize_ddp``        whether DDP cuts compiled graphs  nothing is said of what lies between pieces
 ====================================== ================================= ==============================================
 
 Private attributes of tensors, storages and modules (``ATTRIBUTES``) are used where they are. Too much rests on those of
@@ -457,6 +458,11 @@ def inductor_runs() -> bool:
     """Return whether it is inductor that is compiling."""
     known = virtualized()
     return known is not None and isinstance(known.fake_mode, FakeTensorMode)
+
+
+def splits_for_ddp() -> bool:
+    """Return whether graphs that are compiled under DDP are cut at its buckets; for what has been compiled."""
+    return found("torch._dynamo.config.optimize_ddp") in (True, "ddp_optimizer")
 
 
 # Modules.

@@ -1,13 +1,18 @@
-"""Compiled models in two processes, with DDP and ``fully_shard``: packed, and gradients as in eager mode."""
+"""Compiled models with DDP and ``fully_shard``: packed, and gradients as in eager mode; DDP cuts them into pieces."""
 
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_actprune import ActivationPruning
+from lightning_actprune.compiled.report import RETAINED
+from tests.support.helpers import trainer
 from tests.support.marks import needs_passes
-from tests.support.ranks import STEPS, Case, Seen, fit_all
+from tests.support.ranks import COMPILER, STEPS, Case, Seen, fit_all
 
 TOKENS = 512  # of 64 values: large enough to be packed in compiled code
 CASES = [
@@ -42,3 +47,48 @@ def test_compiled_models_in_two_processes(tmp_path):
             assert torch.cosine_similarity(gradient(one), gradient(dense), 0) > 0.98
             assert not torch.allclose(gradient(one), gradient(dense), rtol=1e-3)
         assert ("body.*" in one.packed) == (case.pruning is not None and case.compiled)
+
+
+class Wide(pl.LightningModule):
+    """Residual blocks of more parameters than the first bucket of DDP takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)),
+                nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)),
+            ]
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.randn(4, 64, 512)] * 3, batch_size=None)
+
+
+@pytest.mark.slow
+@needs_passes
+def test_who_lets_ddp_cut_a_compiled_model_is_told_what_lies_between_the_pieces(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    said, between = {}, {}
+    for split in (True, False):
+        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", split)
+        torch._dynamo.reset()
+        caplog.clear()
+        pruning = ActivationPruning("max")
+        try:
+            trainer(pruning, strategy="ddp", devices=1).fit(torch.compile(Wide(), backend=COMPILER))
+        finally:
+            torch.distributed.destroy_process_group()
+        said[split] = "lie where the compiler cuts the model for DDP" in caplog.text
+        between[split] = sum(row.reason == RETAINED for row in pruning.compiled)
+    assert said == {True: True, False: False}
+    assert (between[True] > 0, between[False]) == (True, 0)
