@@ -7,7 +7,10 @@ Models, batches, precision, optimizer and figures of ``rivals.py``, one process 
 ``--compile``, compiled: the model as a whole, with FSDP2 each block, which is sharded by itself.
 
 ``ddp``
-    Lightning's ``DDPStrategy``: gradients are averaged in buckets while backward goes on.
+    Lightning's ``DDPStrategy``: gradients are averaged in buckets while backward goes on. A compiled model is cut at
+    these buckets.
+``ddp, whole``
+    The same with ``torch._dynamo.config.optimize_ddp = False``: a compiled model is one piece.
 ``fsdp2``
     Lightning's ``ModelParallelStrategy``, every block and what is left of the model sharded by ``fully_shard``:
     parameters are gathered in forward and backward, and gradients are averaged and dealt out, beside the computation.
@@ -59,6 +62,7 @@ from examples.benchmarks.third_party import WORKLOADS, blocks_of
 
 MODELS = "vit_base_patch16_224", "GPT2LMHeadModel"
 STRATEGIES = "ddp", "fsdp2"
+WHOLE = "ddp, whole"
 ONE = "one GPU"
 KNOWN = [method for method in METHODS if method != "offload"]
 
@@ -69,7 +73,7 @@ class Case(NamedTuple):
     Args:
         model: Name of a workload.
         method: One of ``KNOWN``.
-        strategy: One of ``STRATEGIES``, or ``ONE``.
+        strategy: One of ``STRATEGIES``, ``WHOLE`` or ``ONE``.
         devices: How many GPUs.
         compiled: Whether the model is compiled.
         accelerator: Of the Trainer.
@@ -109,7 +113,9 @@ def strategy_of(name: str, devices: int) -> str | Strategy:
     """Return what a Trainer takes."""
     if name == ONE:
         return "auto"
-    return DDPStrategy() if name == "ddp" else ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
+    if name == "fsdp2":
+        return ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
+    return DDPStrategy()
 
 
 def measure(rank: int, port: int, case: Case) -> dict[str, Any]:
@@ -125,6 +131,7 @@ def measure(rank: int, port: int, case: Case) -> dict[str, Any]:
     training = Sharded(case.model, case.method, place, samples=batch)
     training.batch_size, training.compiled = batch, case.compiled
     if case.compiled and case.strategy != "fsdp2":
+        torch._dynamo.config.optimize_ddp = case.strategy != WHOLE
         training.model = torch.compile(training.model)
     figures = StepFigures()
     callbacks, strategy = callbacks_of(case.method, None), strategy_of(case.strategy, case.devices)
@@ -185,12 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=WORKLOADS, metavar="MODEL")
     parser.add_argument("--methods", nargs="+", default=("dense", "max", "recompute"), choices=KNOWN)
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", choices=(*STRATEGIES, WHOLE), help="all that make a difference")
     parser.add_argument("--devices", nargs="+", type=int, default=(1, 2), help="how many GPUs")
     parser.add_argument("--compile", action="store_true", help="the models")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
     parser.add_argument("--out", type=Path, default=Path("scaling.json"))
     args = parser.parse_args(argv)
+    if args.strategies is None:
+        args.strategies = (*STRATEGIES, WHOLE) if args.compile else STRATEGIES
     require_gpu_in_fork()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+import torch
 
 from examples.benchmarks import common, scaling, summaries
 from examples.benchmarks.scaling import Case
@@ -27,8 +28,9 @@ def test_a_case_in_two_processes(strategy, method):
 @needs_passes
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_rival")
-def test_a_compiled_case():
+def test_a_compiled_case(monkeypatch):
     # In this process: one that has compiled has threads, without which its forks would wait for ever.
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
     found = scaling.measure(0, 0, Case("small", "max", scaling.ONE, 1, True, "cpu"))
     assert found["step_ms"] > 0
 
@@ -80,6 +82,9 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     assert scaling.main([*arguments, "--devices", "1", "--compile", "--out", str(out)]) == 0
     assert asked[6:] == [case._replace(compiled=True) for case in one]
     assert len(json.loads(out.read_text())) == 8
+    del asked[6:]
+    assert scaling.main([*arguments, "--devices", "2", "--compile", "--out", str(out)]) == 0
+    assert [case.strategy for case in asked[6:]] == ["ddp"] * 2 + ["fsdp2"] * 2 + [scaling.WHOLE] * 2
     del asked[6:]
     scaling.main([*arguments, "--seconds", "-1", "--out", str(tmp_path / "none.json")])
     assert asked == one + two
