@@ -39,6 +39,7 @@ STYLES: list[Style] = [
     ("#CC79A7", "D"),
     ("#E69F00", "v"),
     ("#56B4E9", "P"),
+    ("#999999", "X"),
 ]
 SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
 
@@ -97,6 +98,8 @@ def draw(records: Records, path: Path) -> None:
 
 PANELS = 5
 """In a row."""
+HOLLOW = ", compiled"
+"""Behind the names of hollow dots, which a legend shows of methods that there are compiled alone."""
 
 
 def frontier_figure(records: Records, compiled: Records = ()) -> Figure:
@@ -114,7 +117,9 @@ def frontier_figure(records: Records, compiled: Records = ()) -> Figure:
     measured = groups([r for r in records if "error" not in r], "model")
     models = {name: group for (name,), group in measured.items() if dense_of(group)}
     alone = dict.fromkeys(r["method"] for r in [*records, *compiled] if not r["method"].startswith((BUDGET, "dense")))
-    styles = {"dense": ("black", "o"), **dict(zip(alone, itertools.cycle(STYLES[1:])))}
+    styles = {"dense": ("black", "o"), **dict(zip(alone, STYLES[1:], strict=False))}
+    if len(styles) <= len(alone):
+        raise ValueError(f"There are styles for {len(STYLES) - 1} methods, and not for {', '.join(alone)}.")
     columns = min(PANELS, max(1, len(models)))
     rows = ceil_div(max(1, len(models)), columns)
     with matplotlib.rc_context(SETTINGS):
@@ -134,7 +139,7 @@ def frontier_figure(records: Records, compiled: Records = ()) -> Figure:
         known = dict[str, Any]()
         for axes in panels[: len(models)]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                known.setdefault(label, handle)
+                known.setdefault(label.removesuffix(HOLLOW), handle)
         figure.legend(known.values(), known, loc="outside lower center", frameon=False, ncols=max(1, len(known)))
     return figure
 
@@ -157,7 +162,7 @@ def draw_methods(axes: Axes, records: Records, dense: Record, styles: dict[str, 
         axes.plot(x, y, color=STYLES[0][0], linewidth=1.2, label="memory_budget")
     for x, y, method in points:
         color, marker = styles.get(method, STYLES[0])
-        label = None if hollow or method.startswith(BUDGET) else method
+        label = None if method.startswith(BUDGET) else method + HOLLOW * hollow
         axes.plot(x, y, marker, color=color, markersize=4, fillstyle="none" if hollow else "full", label=label)
     for x, y, method in line:
         where = {"xytext": (3, 2), "textcoords": "offset points", "fontsize": 5.5}

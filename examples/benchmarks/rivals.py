@@ -11,10 +11,10 @@ the callback's probes in them, in one the memory is measured, and the others are
 ``--together`` so many cases of a model warm up at the same time, and then take turns: one measures while the rest
 waits.
 
-With ``--mode``, models are given to ``torch.compile`` as a whole, in that mode. ``warm_up_s`` is then what the steps
-before took, with compilation in them, several processes at a time. Where steps are replayed from CUDA graphs
-(``reduce-overhead``), ``reserved_mib`` alone has the memory of those, which lies in pools of their own. ``packed_mib``
-is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a cache.
+With ``--mode``, models are given to ``torch.compile`` as a whole, in that mode. ``warm_up_s`` is then what all before
+the measured steps took, the model and its compilation too, several processes at a time. Where steps are replayed from
+CUDA graphs (``reduce-overhead``), ``reserved_mib`` alone has the memory of those, which lies in pools of their own.
+``packed_mib`` is what the pass says that it keeps of ``packable_mib``, nothing where the code came out of a cache.
 
 ``step_ms`` and ``host_ms`` are medians over the turns, in earlier records over fits in processes of their own.
 Records without ``in_a_row`` are of an earlier version that waited for the device after each step: there ``step_ms`` has
@@ -321,8 +321,8 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     while lacking and time.monotonic() < end:
         # Caps fit beside each other whatever the model; without them, those that take turns are of one.
         alike = args.largest is not None
-        cases = [case for case in lacking[: args.together] if alike or case[0] == lacking[0][0]]
-        lacking = lacking[len(cases) :]
+        cases = [case for case in lacking if alike or case[0] == lacking[0][0]][: args.together]
+        lacking = [case for case in lacking if case not in cases]
         begin = time.monotonic()
         for (name, method), found in zip(cases, run_together(cases, args), strict=True):
             print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)

@@ -200,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.strategies is None:
         args.strategies = (*STRATEGIES, WHOLE) if args.compile else STRATEGIES
+    if WHOLE in args.strategies and not args.compile:
+        parser.error(f"--strategies {WHOLE!r} is for compiled models: name --compile, too")
     require_gpu_in_fork()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")

@@ -12,11 +12,13 @@ for, and ``IN_A_ROW`` ones are not::
 Of several turns the times are medians, and ``step_ms_rounds`` and ``host_ms_rounds`` are those of each.
 
 ``in_turns`` runs cases in processes of their own, which warm up side by side. Then one after the other has a turn while
-the rest waits, and then all have the next one, so that a drift of the machine meets them alike.
+the rest waits, and then all have the next one, so that a drift of the machine meets them alike. Nobody waits for ever:
+``others_warmed_up`` is said of a case that measured while others still did.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import statistics
@@ -127,15 +129,18 @@ class Arrivals:
         with self.counts[turn].get_lock():
             self.counts[turn].value += 1
 
-    def wait(self, turn: int) -> None:
-        """Count this process, and return when all are there, or the time is up."""
+    def wait(self, turn: int) -> bool:
+        """Count this process, wait for all, or until the time is up, and return whether all are there."""
         self.arrive(turn)
         while self.counts[turn].value < self.parties and time.monotonic() < self.end:
             time.sleep(0.02)
+        return self.counts[turn].value >= self.parties
 
 
 class Alone(StepFigures):
     """Measures when all others are ready for the same turn, and nobody else does.
+
+    After a fit that fails while it measures nobody else does either, so that one that follows is alone from its start.
 
     Args:
         ready: Passed by all of them at the start of every turn.
@@ -147,6 +152,8 @@ class Alone(StepFigures):
         self.ready, self.turn, self.held, self.made = ready, turn, False, time.perf_counter()
         self.arrived = 0
         """At the start of how many turns this process was."""
+        self.alone = True
+        """Whether all others had warmed up by then."""
         self.warm_up_s = 0.0
 
     def on_train_batch_start(
@@ -154,21 +161,23 @@ class Alone(StepFigures):
     ) -> None:
         turn, timed = divmod(batch_idx - WARM_UP, TURN)
         if turn >= 0 and timed == 0:
-            self.release()
-            if turn == 0:
+            if turn > 0:
+                self.release()
+            else:
+                torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # for the others
                 self.warm_up_s = round(time.perf_counter() - self.made, 1)
             if turn == self.arrived:  # and in no fit before
                 self.arrived += 1
-                self.ready.wait(turn)
-            self.held = self.turn.acquire()
+                self.alone &= self.ready.wait(turn)
+            self.held = self.held or self.turn.acquire()
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_end(self, *_: Any) -> None:
         self.release()
 
-    def on_exception(self, *_: Any) -> None:
-        self.release()
+    def found(self) -> dict[str, Any]:
+        return super().found() | ({} if self.alone else {"others_warmed_up": True})
 
     def release(self) -> None:
         """Let another one measure."""
@@ -180,7 +189,9 @@ class Alone(StepFigures):
                 self.turn.release()
 
     def leave(self) -> None:
-        """Let nobody wait for this process any more."""
+        """Let nobody wait for this process any more, whatever has become of its fit."""
+        with contextlib.suppress(RuntimeError):  # an error of the device, which its fit has raised
+            self.release()
         for turn in range(self.arrived, self.turns):
             self.ready.arrive(turn)
         self.arrived = self.turns

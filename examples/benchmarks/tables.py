@@ -96,6 +96,11 @@ def summarised(summary: Summary, records: Records) -> str:
     return markdown(summary.header, summary.rows) + source(records[:1])
 
 
+def from_commands(summary: Summary, records: Records) -> str:
+    """Return a summary as Markdown with all commands that it comes from."""
+    return markdown(summary.header, summary.rows) + sources(records)
+
+
 PRESETS_TEXT = """\
 [Long trainings](trainings.md) of images, where there are some, and [shorter ones](accuracy.md) of text: dense scores as
 mean ± standard deviation over the seeds, below them the differences to these, ± their standard errors. A difference
@@ -242,7 +247,8 @@ Dense memory, then in bold the change with `ActivationPruning("max")` and in bra
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
 compiled dense model. Accuracy is that of *smaller* models of the same kind, trained [from scratch](docs/trainings.md)
 on CIFAR-10 (the GPT on Python's sources; a higher loss is worse): the difference to dense ± its standard error
-({trained}). The Llama's steps are of an older run. [More](docs/benchmarks.md#through-a-trainer)."""
+({trained}). The Llama's steps are of an older run, other times means of up to two, the second with a busy host: a ViT's
+eager step took 2 and 30 % more. [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
@@ -364,9 +370,10 @@ Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf
 are of one run with a slow host, each step waited for, but of GPT-2; in brackets, how much more or less than dense."""
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
-compiler's `activation_memory_budget`. Of two runs, which the first five models have of dense, `checkpoint`, `max` and
-`recompute`, times are means. In the second one the host was busy with other GPUs, and where its time is about that of a
-step, it decides: the ResNet with `balanced` and the ConvNeXt waited for it. The Llama without a size is one of GPT-2's
+compiler's `activation_memory_budget`. There are two runs of the first five models, of which times are means; of
+`balanced` and `compiler:0.5` there is the second one alone. In that one the host was busy with another GPU, too, and
+decides where its time is about that of a step: on the ResMLP, the ConvNeXt, the U-Net and the ResNet but for `max`. In
+the first run the ResMLP took 17 % more time with `max`, the ConvNeXt 12 %. The Llama without a size is one of GPT-2's
 size."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
@@ -374,10 +381,10 @@ in all, gaps included. In another run it held 1,500 MiB more or less of each met
 RIVALS_TEXT = """\
 Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. `checkpoint` is the
 library's own, `offload` is TRL's streamed offloading to the host's memory, `budget:0.5` is half the dense peak. Several
-methods of a model warmed up at a time and measured in turn; of two runs, which all but four models have, times are
-means. Samples are images or texts. The host's time is that of a step for a GPU that has nothing to do; it varies, and
-where it is longer than the GPU's, it decides: from run to run steps of a dense ViT differed by .2 %, with `max`, for
-which the host takes longer, by 28 %. The Llama is of an earlier run."""
+methods of a model warmed up at a time and measured in turn. Times are means of two runs; of four models and of
+`budget:0.5` there is one. Samples are images or texts. The host's time is that of a step for a GPU that has nothing to
+do; it varies, and where it is longer than the GPU's, it decides: from run to run steps of a dense ViT differed by .2 %,
+with `max`, for which the host takes longer, by 28 %. The Llama is of an earlier run."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; the last column compares each method with itself."""
@@ -387,18 +394,17 @@ One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cros
 
 def rivals(records: Records) -> str:
     """Presets and checkpointing through a Trainer."""
-    return RIVALS_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
+    return RIVALS_TEXT + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 
 def scaling(records: Records) -> str:
     """Steps on several GPUs."""
-    table = grouped(summaries.scaling(records))
-    return SCALING_TEXT + "\n\n" + markdown(table.header, table.rows) + sources(records)
+    return SCALING_TEXT + "\n\n" + from_commands(grouped(summaries.scaling(records)), records)
 
 
 def compiled(records: Records) -> str:
     """Steps of compiled models."""
-    return COMPILED_TEXT + "\n\n" + summarised(grouped(summaries.frontier(records)), records)
+    return COMPILED_TEXT + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 
 def graphs(records: Records) -> str:
@@ -407,12 +413,14 @@ def graphs(records: Records) -> str:
 
 
 LARGEST_TEXT = """\
-The same search with the presets as `rivals.py` has them, with the speed at that batch."""
+The same search with the presets as `rivals.py` has them, with the speed at that batch. A method that is not there was
+not searched to the end. The ResNet with `max` is held up by something that is not understood: 6.1 GiB of the 24 would
+do for its batch by simulation, and it peaks at 21.3."""
 
 
 def largest(records: Records) -> str:
     """How large a batch fits under a cap, and how fast it trains."""
-    return LARGEST_TEXT + "\n\n" + summarised(grouped(rivals_benchmark.largest_batches(records)), records)
+    return LARGEST_TEXT + "\n\n" + from_commands(grouped(rivals_benchmark.largest_batches(records)), records)
 
 
 def budgets(records: Records) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_actprune.codec.private import splits_for_ddp
@@ -25,7 +26,7 @@ class CompiledLayers:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._packing: CompiledPacking | None = None
-        self._told = 0
+        self._told, self._hinted = 0, False
         self.rows: list[Row] = []
         """How each value is kept that backward reads in the graphs that were compiled in this fit or the last."""
 
@@ -33,7 +34,7 @@ class CompiledLayers:
         """Install the pass when a fit begins."""
         self.end()  # of a fit whose end it has not heard of
         reason = why_not()
-        self.rows, self._told = [], 0
+        self.rows, self._told, self._hinted = [], 0, False
         if reason is None:
             self._packing = CompiledPacking().open()
             self.rows = self._packing.rows
@@ -71,6 +72,17 @@ class CompiledLayers:
         self._told += len(found)
         return found
 
+    def hints(self, trainer: pl.Trainer) -> list[str]:
+        """Return what to say of how a fit compiles, once."""
+        if self._hinted or not is_cut(trainer):
+            return []
+        self._hinted = True
+        return [
+            "Activation pruning: for DDP, a compiler cuts a model into a piece for each bucket of gradients, and what "
+            "lies between the pieces stays as it is. HINT: `torch._dynamo.config.optimize_ddp = False` before the fit "
+            "compiles it in one piece, whose gradients are averaged when backward is over, no longer beside it."
+        ]
+
     def end(self) -> None:
         """Take the pass out. Does nothing outside of a fit."""
         if self._packing is not None:
@@ -83,6 +95,19 @@ def is_compiled(model: pl.LightningModule) -> bool:
     return eager_modules(model) != set(model.modules())
 
 
-def is_split(trainer: pl.Trainer) -> bool:
-    """Return whether a compiler cuts the model of a fit into pieces, one for each bucket in which DDP averages."""
-    return isinstance(trainer.strategy.model, DistributedDataParallel) and splits_for_ddp()
+def is_cut(trainer: pl.Trainer) -> bool:
+    """Return whether a compiler cuts a model at the buckets of DDP, as it does if more than one of them is compiled."""
+    wrapped = trainer.strategy.model
+    if not isinstance(wrapped, DistributedDataParallel) or not splits_for_ddp():
+        return False
+    return any(_trained_bytes(part) > wrapped.bucket_bytes_cap for part in compiled_parts(trainer.lightning_module))
+
+
+def compiled_parts(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that are compiled."""
+    eager = eager_modules(model)
+    return [part for module in eager for part in module.children() if part not in eager] if eager else [model]
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)

@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
 from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
-from lightning_actprune.compiled.report import RETAINED, UNMARKED, Row
+from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.recompute import kept_inputs
 from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
@@ -44,8 +44,6 @@ _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer
 _MOST_KEEPERS = 12
 _MOST_NAMED = 3
 """Names in a sentence, of layers or of who keeps what."""
-_MUCH = 0.1
-"""Fraction of what compiled code keeps above which what lies between its pieces is named."""
 _OUT_OF_REACH = 1 / 3
 """Fraction of what a dense model keeps above which what nothing covers is named."""
 _LOGITS_ADVICE = (
@@ -260,18 +258,6 @@ def compiled_text(rows: Sequence[Row]) -> str:
     return (
         f"Activation pruning: of {counted(len(rows), 'value')} that backward reads in compiled code, "
         f"{enumerated(parts) or 'none packed'}: {mib(stored)} MiB are kept of {mib(dense)} ({percent(stored / dense)})."
-    )
-
-
-def split_text(rows: Sequence[Row]) -> str | None:
-    """Return what to do about values between pieces of a model, ``None`` if they are few of the bytes that are kept."""
-    between = sum(row.stored_bytes for row in rows if row.reason in (RETAINED, UNMARKED))
-    if between <= _MUCH * sum(row.stored_bytes for row in rows):
-        return None
-    return (
-        f"Activation pruning: {mib(between)} MiB of it lie where the compiler cuts the model for DDP, into a piece for "
-        "each bucket of gradients, and stay as they are. HINT: `torch._dynamo.config.optimize_ddp = False` before the "
-        "fit compiles it in one piece, whose gradients are averaged when backward is over, no longer beside it."
     )
 
 

@@ -24,7 +24,7 @@ from lightning_actprune.callbacks.advice import (
 )
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail, refuses_removed
 from lightning_actprune.callbacks.budget import MemoryBudget
-from lightning_actprune.callbacks.compiled import CompiledLayers, is_split
+from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.display import (
     compiled_table,
     compiled_text,
@@ -33,7 +33,6 @@ from lightning_actprune.callbacks.display import (
     decision_tables,
     decision_text,
     show,
-    split_text,
 )
 from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
 from lightning_actprune.callbacks.fits import CurrentFit
@@ -356,8 +355,7 @@ class ActivationPruning(pl.Callback):
 
     def _show_compiled(self, trainer: pl.Trainer, rows: Sequence[Row]) -> None:
         if self.verbose and rows:
-            between = split_text(rows) if is_split(trainer) else None
-            show(trainer, compiled_text(rows), *([between] if between else []))
+            show(trainer, compiled_text(rows), *self._compiled.hints(trainer))
             if in_detail(self.verbose):
                 show(trainer, compiled_table(rows))
 

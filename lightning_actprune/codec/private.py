@@ -76,6 +76,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -461,8 +462,9 @@ def inductor_runs() -> bool:
 
 
 def splits_for_ddp() -> bool:
-    """Return whether graphs that are compiled under DDP are cut at its buckets; for what has been compiled."""
-    return found("torch._dynamo.config.optimize_ddp") in (True, "ddp_optimizer")
+    """Return whether a compiler cuts graphs at the buckets of DDP; looked up when it is asked for, as all of dynamo."""
+    dynamo = sys.modules.get(DYNAMO)
+    return dynamo is not None and getattr(dynamo.config, "optimize_ddp", False) in (True, "ddp_optimizer")
 
 
 # Modules.

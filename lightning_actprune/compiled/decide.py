@@ -31,7 +31,6 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.compiled.readers import Refused, Values, Way, most_careful, way_of
-from lightning_actprune.compiled.report import RETAINED
 
 _STATISTICS = frozenset(
     f"aten.{name}" for name in ("mean", "sum", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "max")
@@ -191,7 +190,7 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
         source.how = "signs" if source.reads_of("signs") else "shape"
         return
     if memory_of(source.node) in joint.retained:
-        raise Refused(RETAINED)
+        raise Refused("it is an output, or shares the memory of one, which is retained anyway")
     source.way = most_careful(ways)
     if base is not None and base.way is not None and 0 < source.way.bits <= base.way.bits:
         source.how, source.base = "again", base

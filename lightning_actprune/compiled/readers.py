@@ -29,7 +29,6 @@ from torch.fx import Node
 
 from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on, value_of
 from lightning_actprune.compiled.marks import HALF, Model
-from lightning_actprune.compiled.report import UNMARKED
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
@@ -119,7 +118,7 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
     if not bits:
         raise Refused("the rule for what operations save keeps it as it is")
     if given not in joint.marked:
-        raise Refused(UNMARKED)
+        raise Refused("it does not depend on what a layer has marked, so that it may be a weight")
     if not name.startswith("aten._scaled_dot_product") and is_masked(given):
         raise Refused("a mask has put values into it, which may be as large as it likes")
     return Values(bits, model.block_size)

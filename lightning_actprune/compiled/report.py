@@ -27,10 +27,6 @@ from lightning_actprune.compiled.graphs import (
     value_of,
 )
 
-RETAINED = "it is an output, or shares the memory of one, which is retained anyway"
-UNMARKED = "it does not depend on what a layer has marked, so that it may be a weight"
-"""Reasons why a value stays as it is that are those of a graph's edges."""
-
 
 class Row(NamedTuple):
     """How one value that backward reads is kept.

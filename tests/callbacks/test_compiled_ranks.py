@@ -5,11 +5,12 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationPruning
-from lightning_actprune.compiled.report import RETAINED
+from lightning_actprune.callbacks.compiled import compiled_parts
 from tests.support.helpers import trainer
 from tests.support.marks import needs_passes
 from tests.support.ranks import COMPILER, STEPS, Case, Seen, fit_all
@@ -76,19 +77,24 @@ class Wide(pl.LightningModule):
 
 @pytest.mark.slow
 @needs_passes
-def test_who_lets_ddp_cut_a_compiled_model_is_told_what_lies_between_the_pieces(caplog, monkeypatch):
+@pytest.mark.parametrize(("bucket", "cuts"), [(1, True), (1, False), (25, True)])
+def test_who_lets_ddp_cut_a_compiled_model_is_told_once(bucket, cuts, caplog):
     caplog.set_level("INFO")
-    said, between = {}, {}
-    for split in (True, False):
-        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", split)
-        torch._dynamo.reset()
-        caplog.clear()
-        pruning = ActivationPruning("max")
-        try:
-            trainer(pruning, strategy="ddp", devices=1).fit(torch.compile(Wide(), backend=COMPILER))
-        finally:
-            torch.distributed.destroy_process_group()
-        said[split] = "lie where the compiler cuts the model for DDP" in caplog.text
-        between[split] = sum(row.reason == RETAINED for row in pruning.compiled)
-    assert said == {True: True, False: False}
-    assert (between[True] > 0, between[False]) == (True, 0)
+    torch._dynamo.reset()
+    pruning, strategy = ActivationPruning("max"), DDPStrategy(bucket_cap_mb=bucket)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=cuts):
+            trainer(pruning, strategy=strategy, max_epochs=2).fit(torch.compile(Wide(), backend=COMPILER))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert any(row.how == "packed" for row in pruning.compiled)
+    assert caplog.text.count("optimize_ddp = False") == (cuts and bucket == 1)  # of its 4 MiB
+
+
+def test_parts_that_are_compiled():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)), nn.Linear(1, 1))
+    assert compiled_parts(model) == []
+    model[1].compile(backend=COMPILER)
+    assert compiled_parts(model) == [model[1]]
+    model.compile(backend=COMPILER)
+    assert compiled_parts(model) == [model]

@@ -264,7 +264,7 @@ def that_the_device_fails(figures):
     """A case that the device fails while it measures."""
     figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
     torch.cuda.synchronize = failing
-    figures.on_exception(None, None, None)
+    torch.cuda.synchronize()
 
 
 def failing():
@@ -282,15 +282,35 @@ def slow_to_warm_up(number, figures):
     if number:
         time.sleep(3)
     figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
-    return {"number": number}
+    return {"number": number, "alone": figures.alone}
 
 
 @pytest.mark.usefixtures("small_rival")
 def test_nobody_waits_longer_for_others_than_a_part_of_the_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(step_figures, "WAITING", 0.05)
-    quick_one, slow = step_figures.in_turns(20, slow_to_warm_up, [(0,), (1,)])
-    assert (quick_one["number"], slow.get("number", 1)) == (0, 1)
+    quick_one, slow = step_figures.in_turns(20, slow_to_warm_up, [(0,), (1,)], 1)
+    assert (quick_one["number"], slow["number"]) == (0, 1)
+    assert (quick_one["alone"], slow["alone"]) == (False, True)
+
+
+def out_of_memory_at_first(number, figures):
+    """A case that runs out of memory while it measures, and measures again in a second fit."""
+    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
+    figures.begin()
+    begin = time.monotonic()
+    time.sleep(0.2)
+    figures.on_train_batch_start(None, None, None, step_figures.WARM_UP)
+    end = time.monotonic()
+    figures.on_train_end()
+    return {"begin": begin, "end": end}
+
+
+@pytest.mark.usefixtures("small_rival")
+def test_a_second_fit_is_alone_from_its_start(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    one, other = step_figures.in_turns(20, out_of_memory_at_first, [(0,), (1,)], 1)
+    assert one["end"] <= other["begin"] or other["end"] <= one["begin"]
 
 
 @pytest.fixture
@@ -459,6 +479,7 @@ def test_table_of_the_frontier():
 def test_picture_of_the_frontier(tmp_path):
     pytest.importorskip("matplotlib", reason="only pictures need it")
     compiled = [frontier_record("dense", 300.0, 8.0), frontier_record("max", 50.0, 9.0)]
+    compiled.append(frontier_record("compiler:0.5", 200.0, 8.5))
     figure = plots.frontier_figure(FRONTIER, compiled)
     (panel,) = figure.axes
     assert panel.get_title() == "net"
@@ -466,11 +487,11 @@ def test_picture_of_the_frontier(tmp_path):
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([0.1, 0.3], [1.2, 1.0])
     assert [text.get_text() for text in panel.texts] == ["0.1", "0.3"]
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert labels == {"memory_budget", "max", "dense"}
+    assert labels == {"memory_budget", "max", "dense", "compiler:0.5"}
     dots = [
         (*dot.get_xdata(), *dot.get_ydata(), dot.get_fillstyle()) for dot in panel.lines if len(dot.get_xdata()) == 1
     ]
-    assert dots[-2:] == [(0.125, 0.9, "none"), (0.75, 0.8, "none")]
+    assert dots[-3:] == [(0.125, 0.9, "none"), (0.5, 0.85, "none"), (0.75, 0.8, "none")]
     assert panel.get_yscale() == panel.get_xscale() == "log"
     plots.save(figure, tmp_path / "frontier.png", colors=256)
     assert (tmp_path / "frontier.png").stat().st_size > 1000

@@ -28,10 +28,10 @@ def test_a_case_in_two_processes(strategy, method):
 @needs_passes
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_rival")
-def test_a_compiled_case(monkeypatch):
+def test_a_compiled_case():
     # In this process: one that has compiled has threads, without which its forks would wait for ever.
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
-    found = scaling.measure(0, 0, Case("small", "max", scaling.ONE, 1, True, "cpu"))
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        found = scaling.measure(0, 0, Case("small", "max", scaling.ONE, 1, True, "cpu"))
     assert found["step_ms"] > 0
 
 
@@ -88,6 +88,12 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
     del asked[6:]
     scaling.main([*arguments, "--seconds", "-1", "--out", str(tmp_path / "none.json")])
     assert asked == one + two
+
+
+def test_one_piece_is_for_compiled_models(capsys):
+    with pytest.raises(SystemExit):
+        scaling.main(["--strategies", scaling.WHOLE])
+    assert "name --compile" in capsys.readouterr().err
 
 
 def test_the_table_compares_with_dense_on_as_many_and_with_one():
