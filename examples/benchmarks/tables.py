@@ -232,6 +232,13 @@ def sensitivities(records: Records) -> str:
     return SENSITIVITY_TEXT + "\n\n" + summarised(sensitivity.summary(records), records)
 
 
+def rounds(records: Records, model: str, method: str) -> list[float]:
+    """Return how many percent more time a method takes than dense, in each of the runs of a model."""
+    of_model = [r for r in records if r["model"] == model and r["method"] in (method, "dense")]
+    found = {r["method"]: r["step_ms_rounds"] for r in of_model}
+    return [100 * (ours / dense - 1) for ours, dense in zip(found[method], found["dense"], strict=True)]
+
+
 HEADLINE = {
     "vit_base_patch16_224": ("ViT-B/16", "vit"),
     "GPT2LMHeadModel": ("GPT-2", "gpt"),
@@ -248,7 +255,7 @@ eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are c
 compiled dense model. Accuracy is that of *smaller* models of the same kind, trained [from scratch](docs/trainings.md)
 on CIFAR-10 (the GPT on Python's sources; a higher loss is worse): the difference to dense ± its standard error
 ({trained}). The Llama's steps are of an older run, other times means of up to two, the second with a busy host: a ViT's
-eager step took 2 and 30 % more. [More](docs/benchmarks.md#through-a-trainer)."""
+eager step took {first:.0f} and {second:.0f} % more. [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
@@ -309,7 +316,8 @@ def headline(steps: Records, compiled: Records, short: Records, long: Records) -
         trained += [what] if what else []
         rows.append([f"{title}, batch {dense['batch']}", *cells, compiled_time(compiled, model), change])
     header = ["model", "activations", "peak memory", "eager step", "compiled step", "accuracy of a smaller model"]
-    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained))
+    first, second = rounds(steps, "vit_base_patch16_224", "max")
+    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained), first=first, second=second)
     return markdown(header, rows) + "\n\n" + fill(text, 120, break_on_hyphens=False)
 
 
@@ -373,8 +381,8 @@ All methods of a model were measured in turn, in steps one after the other; `com
 compiler's `activation_memory_budget`. There are two runs of the first five models, of which times are means; of
 `balanced` and `compiler:0.5` there is the second one alone. In that one the host was busy with another GPU, too, and
 decides where its time is about that of a step: on the ResMLP, the ConvNeXt, the U-Net and the ResNet but for `max`. In
-the first run the ResMLP took 17 % more time with `max`, the ConvNeXt 12 %. The Llama without a size is one of GPT-2's
-size."""
+the first run the ResMLP took {resmlp:.0f} % more time with `max`, the ConvNeXt {convnext:.0f} %. The Llama without a
+size is one of GPT-2's size."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run it held 1,500 MiB more or less of each method of the GPT-2."""
@@ -383,8 +391,8 @@ Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`,
 library's own, `offload` is TRL's streamed offloading to the host's memory, `budget:0.5` is half the dense peak. Several
 methods of a model warmed up at a time and measured in turn. Times are means of two runs; of four models and of
 `budget:0.5` there is one. Samples are images or texts. The host's time is that of a step for a GPU that has nothing to
-do; it varies, and where it is longer than the GPU's, it decides: from run to run steps of a dense ViT differed by .2 %,
-with `max`, for which the host takes longer, by 28 %. The Llama is of an earlier run."""
+do; it varies, and where it is longer than the GPU's, it decides: from run to run steps of a dense ViT differed by
+{dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %. The Llama is of an earlier run."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; the last column compares each method with itself."""
@@ -394,7 +402,10 @@ One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cros
 
 def rivals(records: Records) -> str:
     """Presets and checkpointing through a Trainer."""
-    return RIVALS_TEXT + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
+    found = {r["method"]: r["step_ms_rounds"] for r in records if r["model"] == "vit_base_patch16_224"}
+    dense, ours = (100 * (max(found[method]) / min(found[method]) - 1) for method in ("dense", "max"))
+    text = RIVALS_TEXT.format(dense=dense, ours=ours)
+    return text + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 
 def scaling(records: Records) -> str:
@@ -404,7 +415,9 @@ def scaling(records: Records) -> str:
 
 def compiled(records: Records) -> str:
     """Steps of compiled models."""
-    return COMPILED_TEXT + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
+    resmlp, convnext = (rounds(records, model, "max")[0] for model in ("resmlp_12_224", "convnext_tiny"))
+    text = COMPILED_TEXT.format(resmlp=resmlp, convnext=convnext)
+    return text + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 
 def graphs(records: Records) -> str:
@@ -414,13 +427,15 @@ def graphs(records: Records) -> str:
 
 LARGEST_TEXT = """\
 The same search with the presets as `rivals.py` has them, with the speed at that batch. A method that is not there was
-not searched to the end. The ResNet with `max` is held up by something that is not understood: 6.1 GiB of the 24 would
-do for its batch by simulation, and it peaks at 21.3."""
+not searched to the end. The ResNet with `max` is held up by something that is not understood: its activations take
+{activations:.1f} GiB of the 24, and it peaks at {peak:.1f}."""
 
 
 def largest(records: Records) -> str:
     """How large a batch fits under a cap, and how fast it trains."""
-    return LARGEST_TEXT + "\n\n" + from_commands(grouped(rivals_benchmark.largest_batches(records)), records)
+    (resnet,) = [r for r in records if (r["model"], r["method"], r["cap_gib"]) == ("resnet50", "max", 24)]
+    text = LARGEST_TEXT.format(activations=resnet["activations_mib"] / 1024, peak=resnet["peak_mib"] / 1024)
+    return text + "\n\n" + from_commands(grouped(rivals_benchmark.largest_batches(records)), records)
 
 
 def budgets(records: Records) -> str:

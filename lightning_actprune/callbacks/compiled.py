@@ -26,7 +26,7 @@ class CompiledLayers:
     def __init__(self, owner: str) -> None:
         self._owner = owner
         self._packing: CompiledPacking | None = None
-        self._told, self._hinted = 0, False
+        self._told = 0
         self.rows: list[Row] = []
         """How each value is kept that backward reads in the graphs that were compiled in this fit or the last."""
 
@@ -34,7 +34,7 @@ class CompiledLayers:
         """Install the pass when a fit begins."""
         self.end()  # of a fit whose end it has not heard of
         reason = why_not()
-        self.rows, self._told, self._hinted = [], 0, False
+        self.rows, self._told = [], 0
         if reason is None:
             self._packing = CompiledPacking().open()
             self.rows = self._packing.rows
@@ -72,11 +72,10 @@ class CompiledLayers:
         self._told += len(found)
         return found
 
-    def hints(self, trainer: pl.Trainer) -> list[str]:
-        """Return what to say of how a fit compiles, once."""
-        if self._hinted or not is_cut(trainer):
+    def hints(self, trainer: pl.Trainer, news: list[Row]) -> list[str]:
+        """Return what to say of how a fit compiles with its first ``news``."""
+        if len(news) < len(self.rows) or not is_cut(trainer):
             return []
-        self._hinted = True
         return [
             "Activation pruning: for DDP, a compiler cuts a model into a piece for each bucket of gradients, and what "
             "lies between the pieces stays as it is. HINT: `torch._dynamo.config.optimize_ddp = False` before the fit "
@@ -92,7 +91,7 @@ class CompiledLayers:
 
 def is_compiled(model: pl.LightningModule) -> bool:
     """Return whether something in it is compiled."""
-    return eager_modules(model) != set(model.modules())
+    return bool(compiled_parts(model))
 
 
 def is_cut(trainer: pl.Trainer) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -353,9 +353,9 @@ class ActivationPruning(pl.Callback):
         if in_detail(self.verbose):
             show(trainer, *decision_tables(decision))
 
-    def _show_compiled(self, trainer: pl.Trainer, rows: Sequence[Row]) -> None:
+    def _show_compiled(self, trainer: pl.Trainer, rows: list[Row]) -> None:
         if self.verbose and rows:
-            show(trainer, compiled_text(rows), *self._compiled.hints(trainer))
+            show(trainer, compiled_text(rows), *self._compiled.hints(trainer, rows))
             if in_detail(self.verbose):
                 show(trainer, compiled_table(rows))
 
