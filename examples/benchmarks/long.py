@@ -78,6 +78,8 @@ LEAVE_SECONDS = 30.0
 START_SECONDS = 90.0
 """Without so many left, no run starts: it would compile, and not be cut before its first epoch is over."""
 SCRIPT = Path(__file__).with_name("accuracy.py")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""The variable that names the GPUs that a process sees."""
 
 
 class Run(NamedTuple):
@@ -131,13 +133,19 @@ def records_of(run: Run, gpu: int, end: float, args: argparse.Namespace, folder:
         return []
     out = Path(mkdtemp(dir=folder)) / "record.json"
     command = run.command(out, seconds, args)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+    environment = {**os.environ, VISIBLE: visible(gpu)}
     args.states.mkdir(parents=True, exist_ok=True)
     with (args.states / f"{run.name}_{run.setting}_{run.seed}.log".replace(":", "_")).open("w") as log:
         done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         print(f"{shlex.join(command)}\n{done.stderr[-2000:]}", file=sys.stderr, flush=True)
     return load_records(out)
+
+
+def visible(gpu: int) -> str:
+    """Return what tells a run to see this one of the GPUs that we see."""
+    names = os.environ.get(VISIBLE)
+    return names.split(",")[gpu] if names else str(gpu)
 
 
 def run_all(runs: Sequence[Run], args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
@@ -194,7 +202,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--larger", type=Path, help="file of larger.py, whose sizes are trained too")
     parser.add_argument("--axes", nargs="+", default=["dim", "depth"], choices=AXES, help="of these sizes")
-    parser.add_argument("--gpus", type=int, default=1, help="how many there are")
+    parser.add_argument("--gpus", type=int, default=1, help="how many of those that are visible")
     parser.add_argument("--at-a-time", type=int, default=1, help="runs on each of them")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which runs leave their state and end")
     parser.add_argument("--states", type=Path, default=Path("states"), help="folder for these")

@@ -37,6 +37,7 @@ def started(monkeypatch, tmp_path):
         return Done()
 
     monkeypatch.setattr(long.subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)  # where states go by default
     return found
 
@@ -55,6 +56,13 @@ def test_all_runs_are_made_once_on_all_gpus(started, tmp_path, capsys):
     assert len(started) == 12
     assert all(("--root" in words) == ("gpt" not in words) for words, _ in started)
     assert all("--states" in words for words, _ in started)
+
+
+def test_gpus_are_those_that_are_visible(started, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    command = ["--tasks", "gpt", "--gpus", "2", "--settings", "dense", "preset:max", "--seeds", "0"]
+    assert long.main([*command, "--out", str(tmp_path / "long.json")]) == 0
+    assert {gpu for _, gpu in started} <= {"4", "7"}
 
 
 def test_other_trainings_in_the_file_do_not_count(started, tmp_path):
