@@ -25,7 +25,7 @@ million bytes:
 
     python examples/benchmarks/accuracy.py --root data/cifar10 --task vit --epochs 100 --strong --settings preset:max
     python examples/benchmarks/accuracy.py --task gpt --packages --dim 768 --depth 12 --context 1024 --batch-size 16 \\
-        --epochs 163 --compile --settings dense preset:max
+        --epochs 163 --lr 3e-4 --clip 1 --compile --settings dense preset:max
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ FAMILIES = {
         },
     ),
     "gpt": Family(
-        "--task gpt --packages --lr 1e-3",
+        "--task gpt --packages --clip 1 --lr 1e-3",
         60,
         {
             "dim": range(384, 1537, 64),

@@ -3,8 +3,9 @@
 Dimensions are sorted by stride, and those that follow each other in memory joined, as ``operators.regions`` does. What
 is one run of values then, permuted or not, is read as rows of one block each if their number is a multiple of it; a
 query cut out of a joint projection is rows of all heads side by side, read where it lies. What has more than three
-joined dimensions is copied first. Where blocks are dropped they compete within a sample, which is the first dimension:
-a linear layer's rows are its features, a convolution's a block each, as in eager mode.
+joined dimensions is copied first, and so are runs that make no rows, such as 196 of every 200 features where inductor
+has padded a product. Where blocks are dropped they compete within a sample, which is the first dimension: a linear
+layer's rows are its features, a convolution's a block each, as in eager mode.
 
 Sizes may be symbols. A row's length never is, so that values can be cut to rows whose number may be one; comparisons
 that would make a constant of a symbol are not made.
@@ -85,12 +86,8 @@ def _known(sizes: list[Size]) -> int:
     return product
 
 
-def _length(run: list[Size], block: int) -> int:
-    """Return the length of the rows that a run is cut to.
-
-    Raises:
-        Refused: If there is no sensible one.
-    """
+def _length(run: list[Size], block: int) -> int | None:
+    """Return the length of the rows that a run is cut to, ``None`` if there is no sensible one."""
     inner = _known(run)
     whole = all(isinstance(size, int) for size in run)
     if inner % block == 0:
@@ -100,7 +97,7 @@ def _length(run: list[Size], block: int) -> int:
     for rows in range(ceil_div(inner, block * MAX_COLUMNS), inner // (block * MIN_ROW_BLOCKS) + 1):
         if inner % rows == 0:
             return inner // rows
-    raise Refused(f"{inner} values side by side make no rows of blocks of {block}")
+    return None
 
 
 def layout_of(x: Tensor, way: Values) -> Layout:
@@ -112,14 +109,17 @@ def layout_of(x: Tensor, way: Values) -> Layout:
     order = memory_order(x)
     runs = _joined(x, order)
     symbols = sum(any(not isinstance(size, int) for size in run) for run in runs)
-    if len(runs) > 2 or symbols > 1:
-        length = _length([x.shape[dim] for dim in order], way.block_size)
-        return Layout(order, True, (1, -1, length), length)
     run = runs[-1]
-    length = min(_length(run, way.block_size), way.block_size * MAX_COLUMNS)
+    length = _length(run, way.block_size) if len(runs) <= 2 and symbols <= 1 else None
+    copied = length is None and len(runs) > 1
+    if copied:
+        run = [x.shape[dim] for dim in order]
+        length = _length(run, way.block_size)
+    if length is None:
+        raise Refused(f"{_known(run)} values side by side make no rows of blocks of {way.block_size}")
     block = min(way.block_size, length)
-    if len(runs) == 1:
-        return Layout(order, False, (1, -1, length), block)
+    if copied or len(runs) == 1:
+        return Layout(order, copied, (1, -1, length), block)
     if not all(isinstance(size, int) for size in run):
         outer = math.prod(hints(runs[0]))
         return Layout(order, False, (outer, -1, length), block)

@@ -338,6 +338,26 @@ def test_a_turned_input_is_read_as_it_lies():
     assert [(row.how, row.stored_bytes) for row in found.rows] == [("packed", 4 * 64 * 16 // 32 * 18), ("again", 0)]
 
 
+class Cut(nn.Module):
+    """A layer scale over 196 of every 200 features, as inductor cuts the result of a product that it has padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = Marked(nn.Linear(64, 200), mark("linear", 4)), nn.Parameter(torch.ones(196))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[..., :196] * self.scale
+
+
+def test_what_makes_no_rows_where_it_lies_is_copied_and_packed():
+    model, x = Cut(), torch.randn(8, 16, 64)
+    dense, found = step(model, x, packs=False), step(model, x)
+    assert torch.equal(found.output, dense.output)
+    assert worst_cosine(found, dense) > 0.98
+    kept = {row.shape[-1]: (row.how, row.bits, row.stored_bytes) for row in found.rows}
+    assert kept[196] == ("packed", 8, 8 * 16 * 196 // 32 * 34)
+
+
 class Scheduled(nn.Module):
     """A linear layer whose sparsity a schedule changes, as the size of a tensor says it."""
 

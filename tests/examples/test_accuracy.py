@@ -378,6 +378,23 @@ def test_images_are_cut_into_windows_and_mirrored(image_folder):
         assert label == images.labels[index]
 
 
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_gradients_are_made_smaller_where_they_shall_be(source_folder, monkeypatch, clip):
+    more = [] if clip is None else ["--clip", str(clip)]
+    command = ["--task", "gpt", "--root", str(source_folder), *SIZE, *RECIPE, *OPTIONS["gpt"], *more]
+    study = tasks.open_study(accuracy.parse([*command, "--settings", "dense"]))
+    step, norms = training.TrainStep(study.build(seed=0), study.data, study.recipe), []
+
+    def stepped():
+        norms.append(torch.stack([p.grad.norm() for p in step.model.parameters()]).norm().item())
+
+    monkeypatch.setattr(step.optimizer, "step", stepped)
+    monkeypatch.setattr(step, "graph", None)
+    step(training.first_choices(study.data, study.recipe), 1e-3)
+    assert study.describe()["clip"] == clip
+    assert norms == [pytest.approx(clip, rel=1e-4)] if clip else norms[0] > 0.5
+
+
 @needs_passes
 @pytest.mark.slow
 @pytest.mark.parametrize("task", tasks.TASKS)

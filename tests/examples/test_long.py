@@ -27,7 +27,7 @@ def started(monkeypatch, tmp_path):
         if args.save:
             args.save.write_bytes(b"weights")
         if seed != 9:
-            told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile")}
+            told = {name: getattr(args, name) for name in ("task", "epochs", "lr", "compile", "clip")}
             told |= tasks.options_of(args) | {"batch": args.batch_size or tasks.TASKS[args.task].batch}
             told |= {"dataset": "packages"} if args.packages else {"dataset": "images"}
             told |= {"augmentation": "RandAugment and mixup"} if args.strong else {}

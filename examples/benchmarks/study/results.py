@@ -14,7 +14,7 @@ from examples.benchmarks.summaries import Records, Summary, groups
 
 RECIPE = ("task", "model", "dim", "depth", "patch_size", "context", "dataset", "bytes", "sha256", "augmentation")
 RECIPE += ("turned", "start", "lora")
-RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile")
+RECIPE += ("epochs", "batches", "batch", "lr", "weight_decay", "precision", "compile", "clip")
 """What a training has to share with another for their accuracies to be compared."""
 BATCH = ("batches", "batch", "lr")
 """What goes with the batch size."""

@@ -104,6 +104,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--batch-size", type=int, help="by default 256 images or 64 windows of text")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
+    parser.add_argument("--clip", type=float, metavar="NORM", help="of all gradients, above which they are made smaller")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks")
     if settings:
@@ -133,7 +134,8 @@ def open_study(args: argparse.Namespace, data: Data | None = None) -> Study:
     batch = args.batch_size or task.batch
     batches = data.epoch_batches(batch)
     batches = min(batches, args.limit_batches or batches)
-    recipe = Recipe(args.epochs, batches, batch, args.lr, args.weight_decay, args.precision, args.compile)
+    how = args.lr, args.weight_decay, args.precision, args.compile, args.clip
+    recipe = Recipe(args.epochs, batches, batch, *how)
     return Study(args.task, args.model or task.model, options_of(args), data, recipe, args.start, args.lora)
 
 

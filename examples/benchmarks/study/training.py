@@ -69,6 +69,7 @@ class Recipe:
         weight_decay: Weight decay of the matrices.
         precision: `bf16` (autocast) or `fp32`.
         compile: Backend that compiles the blocks, or `None`.
+        clip: Norm of all gradients above which they are made smaller, or `None`.
     """
 
     epochs: int
@@ -78,6 +79,7 @@ class Recipe:
     weight_decay: float
     precision: str
     compile: str | None
+    clip: float | None = None
 
 
 class TrainStep:
@@ -91,7 +93,7 @@ class TrainStep:
 
     def __init__(self, model: nn.Module, data: Data, recipe: Recipe) -> None:
         cuda = data.device.type == "cuda"
-        self.model, self.data, self.precision = model, data, recipe.precision
+        self.model, self.data, self.precision, self.clip = model, data, recipe.precision, recipe.clip
         self.choices = first_choices(data, recipe)
         self.lr = torch.tensor(recipe.lr, device=data.device)
         self.loss_sum = torch.zeros((), device=data.device)
@@ -130,6 +132,8 @@ class TrainStep:
     def _step(self) -> None:
         loss = training_loss(self.model, self.data.batch(self.choices), self.precision)
         loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss_sum += loss.detach()
