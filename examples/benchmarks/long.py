@@ -52,8 +52,8 @@ IMAGES = "--task {} --strong --epochs {} --lr {}"
 RESMLP = f"{IMAGES.format('resmlp', 100, 1e-3)} --compile"
 """Compiled, it takes half the time."""
 GPT = "--task gpt --packages --clip 1"
-"""Without a bound for its gradients, a GPT-2 small jumps to a loss of 2.9 and more, dense or not, and takes a quarter of
-the training to come back (`long_unclipped.json`)."""
+"""Without a bound for its gradients, the loss of a GPT-2 small jumps, dense to 2.9, and takes a quarter of the training
+to come back (`long_unclipped.json`)."""
 SECOND = "--task vit --part second --epochs 15 --lr {} --start"
 TASKS = {
     "resnet": IMAGES.format("resnet", 60, 1e-3),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.benchmarks.summaries import BUDGET, Record, Records, case_name, dense_of, groups
+from examples.benchmarks.summaries import BUDGET, Record, Records, case_name, dense_of, groups, quickest
 from lightning_actprune.codec.blocks import ceil_div
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ HOLLOW = ", compiled"
 
 
 def frontier_figure(records: Records, compiled: Records = ()) -> Figure:
-    """Draw the peak of a step of each model against the time that it takes, a panel per model and a dot per method.
+    """Draw the peak of a step of each model against the time of its quickest turn, a panel a model and a dot a method.
 
     Models of which there is no dense record are left out.
 
@@ -155,7 +155,7 @@ def draw_methods(axes: Axes, records: Records, dense: Record, styles: dict[str, 
     axes.set_xticks([0.2, 0.3, 0.5, 1.0])
     axes.set_yticks([0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0, 6.0])
     axes.grid(alpha=0.25, linewidth=0.5)
-    points = sorted((r["peak_mib"] / dense["peak_mib"], r["step_ms"] / dense["step_ms"], r["method"]) for r in records)
+    points = sorted((r["peak_mib"] / dense["peak_mib"], quickest(r) / quickest(dense), r["method"]) for r in records)
     line = [point for point in points if point[2].startswith(BUDGET)]
     if line:
         x, y, _ = zip(*line, strict=True)

@@ -51,6 +51,18 @@ def percent(ratio: float) -> str:
     return f"{change:+d} %" if change else "0 %"
 
 
+def quickest(record: Record) -> float:
+    """Return how long a step took in the quickest turn."""
+    return min(record.get("step_ms_rounds") or [record["step_ms"]])
+
+
+def time_change(record: Record, dense: Record) -> str:
+    """Return how the time of a step changes, by the quickest turns and by the medians where these differ."""
+    ratios = sorted((quickest(record) / quickest(dense), record["step_ms"] / dense["step_ms"]))
+    least, most = map(percent, ratios)
+    return least if least == most else f"{least.removesuffix(' %')} to {most}"
+
+
 def groups(records: Records, *keys: str) -> dict[tuple[Any, ...], Records]:
     """Return ``records`` by the values of ``keys``, in order of appearance."""
     found: dict[tuple[Any, ...], Records] = {}
@@ -174,10 +186,12 @@ def frontier(records: Records) -> Summary:
     for (model,), group in groups(records, "model").items():
         dense = dense_of(group)
         for r in group:
-            cells = [r.get("error", "-"), *"-----"]
+            cells = [r.get("error", "-"), *"------"]
             if "error" not in r:
                 figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+                turn = f"{quickest(r):.2f}"
+                cells.append(turn if dense in (None, r) else f"{turn} ({percent(quickest(r) / quickest(dense))})")
                 cells += [f"{r[name]:.0f}" if name in r else "-" for name in ("host_ms", "samples_per_s")]
                 cells.append("-" if r.get("cosine") is None else f"{1 - r['cosine']:.1e}")
             rows.append([model, r["method"], *cells])
@@ -187,6 +201,7 @@ def frontier(records: Records) -> Summary:
         "activations MiB",
         "peak MiB",
         "ms a step",
+        "quickest turn",
         "host's ms",
         "samples a second",
         "1 - cosine",

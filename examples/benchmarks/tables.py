@@ -30,7 +30,7 @@ from examples.benchmarks import rivals as rivals_benchmark
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.study import evidence
 from examples.benchmarks.study import results as study
-from examples.benchmarks.summaries import Record, Records, Summary, are_figures, groups, percent
+from examples.benchmarks.summaries import Record, Records, Summary, are_figures, groups, percent, time_change
 
 ROOT = RESULTS.parents[2]
 README = ROOT / "README.md"
@@ -232,13 +232,6 @@ def sensitivities(records: Records) -> str:
     return SENSITIVITY_TEXT + "\n\n" + summarised(sensitivity.summary(records), records)
 
 
-def rounds(records: Records, model: str, method: str) -> list[float]:
-    """Return how many percent more time a method takes than dense, in each of the runs of a model."""
-    of_model = [r for r in records if r["model"] == model and r["method"] in (method, "dense")]
-    found = {r["method"]: r["step_ms_rounds"] for r in of_model}
-    return [100 * (ours / dense - 1) for ours, dense in zip(found[method], found["dense"], strict=True)]
-
-
 HEADLINE = {
     "vit_base_patch16_224": ("ViT-B/16", "vit"),
     "GPT2LMHeadModel": ("GPT-2", "gpt"),
@@ -248,20 +241,21 @@ HEADLINE = {
 }
 """Models of the first tables: what they are called, and the task of the study that trains a small one."""
 HEADLINE_METHODS = ("checkpoint", "max")
-_COMPARED = "activations_mib", "peak_mib", "step_ms"
+_MEMORY = "activations_mib", "peak_mib"
 HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with every block checkpointed, of
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
-compiled dense model. Accuracy is that of *smaller* models of the same kind, trained [from scratch](docs/trainings.md)
-on CIFAR-10 (the GPT on Python's sources; a higher loss is worse): the difference to dense ± its standard error
-({trained}). The Llama's steps are of an older run, other times means of up to two, the second with a busy host: a ViT's
-eager step took {first:.0f} and {second:.0f} % more. [More](docs/benchmarks.md#through-a-trainer)."""
+compiled dense model: that of the quickest turn and that of the median of up to {turns}. Where these differ, a host that
+others share kept the GPU waiting. Accuracy is that of *smaller* models of the same kind, trained [from
+scratch](docs/trainings.md) on CIFAR-10 (the GPT on Python's sources; a higher loss is worse): the difference to dense ±
+its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
 Eager steps with `ActivationPruning("max")` through a Trainer, bf16-mixed, fused AdamW, on an
 {gpu}, beside dense ones. In brackets: the same steps with every block checkpointed. Times
-of eager steps depend on [how fast the host is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
+of eager steps, of the quickest turn and of the median, depend on [how fast the host
+is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
 models of the same kind, `"max"` beside dense, ± the standard error (a higher loss is worse).
 [Benchmarks](benchmarks.md), [accuracy](accuracy.md) and [long trainings](trainings.md) have the whole tables."""
 
@@ -282,7 +276,8 @@ def brief(steps: Records, short: Records, long: Records) -> str:
     rows = []
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
-        cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _COMPARED]
+        cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _MEMORY]
+        cells.append(_times(dense, checkpoint, ours, "<br>"))
         rows.append([title, *cells, accuracy_of(task, short, long)[0]])
     header = ["model", "activations", "peak memory", "step time", "accuracy"]
     return markdown(header, rows) + "\n\n" + BRIEF_TEXT.format(gpu=steps[0]["gpu"])
@@ -296,11 +291,10 @@ def headline_steps(steps: Records, model: str) -> Records:
 
 def compiled_time(compiled: Records, model: str) -> str:
     """Return how the time of a compiled step changes, as far as it was measured."""
-    found = {r["method"]: r["step_ms"] for r in compiled if r["model"] == model}
+    found = {r["method"]: r for r in compiled if r["model"] == model}
     if not {"dense", "max"} <= set(found):
         return "not measured"
-    checkpoint = f" ({percent(found['checkpoint'] / found['dense'])})" if "checkpoint" in found else ""
-    return f"**{percent(found['max'] / found['dense'])}**{checkpoint}"
+    return _times(found["dense"], found.get("checkpoint"), found["max"], " ")
 
 
 def headline(steps: Records, compiled: Records, short: Records, long: Records) -> str:
@@ -308,21 +302,24 @@ def headline(steps: Records, compiled: Records, short: Records, long: Records) -
     rows, trained = [], []
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
-        cells = [
-            (f"{dense[name]:.0f} MiB: " if name.endswith("_mib") else "") + _changes(dense, checkpoint, ours, name, " ")
-            for name in _COMPARED
-        ]
+        cells = [f"{dense[name]:.0f} MiB: {_changes(dense, checkpoint, ours, name, ' ')}" for name in _MEMORY]
+        cells += [_times(dense, checkpoint, ours, " "), compiled_time(compiled, model)]
         change, what = accuracy_of(task, short, long)
         trained += [what] if what else []
-        rows.append([f"{title}, batch {dense['batch']}", *cells, compiled_time(compiled, model), change])
+        rows.append([f"{title}, batch {dense['batch']}", *cells, change])
     header = ["model", "activations", "peak memory", "eager step", "compiled step", "accuracy of a smaller model"]
-    first, second = rounds(steps, "vit_base_patch16_224", "max")
-    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained), first=first, second=second)
+    turns = most_turns([*steps, *compiled])
+    text = HEADLINE_TEXT.format(gpu=steps[0]["gpu"], trained="; ".join(trained), turns=turns)
     return markdown(header, rows) + "\n\n" + fill(text, 120, break_on_hyphens=False)
 
 
 def _changes(dense: Record, checkpoint: Record, ours: Record, name: str, between: str) -> str:
     return f"**{percent(ours[name] / dense[name])}**{between}({percent(checkpoint[name] / dense[name])})"
+
+
+def _times(dense: Record, checkpoint: Record | None, ours: Record, between: str) -> str:
+    more = "" if checkpoint is None else f"{between}({time_change(checkpoint, dense)})"
+    return f"**{time_change(ours, dense)}**{more}"
 
 
 ZOO_TEXT = """\
@@ -378,21 +375,21 @@ Fits with a budget, a share of the dense peak, through a Trainer: `precision="bf
 are of one run with a slow host, each step waited for, but of GPT-2; in brackets, how much more or less than dense."""
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
-compiler's `activation_memory_budget`. There are two runs of the first five models, of which times are means; of
-`balanced` and `compiler:0.5` there is the second one alone. In that one the host was busy with another GPU, too, and
-decides where its time is about that of a step: on the ResMLP, the ConvNeXt, the U-Net and the ResNet but for `max`. In
-the first run the ResMLP took {resmlp:.0f} % more time with `max`, the ConvNeXt {convnext:.0f} %. The Llama without a
-size is one of GPT-2's size."""
+compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
+quickest one: where they differ, a host that others share kept the GPU waiting. The U-Net and the Llamas had one turn,
+the U-Net with a host that took longer than the GPU. The Llama without a size is one of GPT-2's size. Of the ResMLP
+inductor had padded products in the last run, whose results were not packed then."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run it held 1,500 MiB more or less of each method of the GPT-2."""
 RIVALS_TEXT = """\
 Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. `checkpoint` is the
 library's own, `offload` is TRL's streamed offloading to the host's memory, `budget:0.5` is half the dense peak. Several
-methods of a model warmed up at a time and measured in turn. Times are means of two runs; of four models and of
-`budget:0.5` there is one. Samples are images or texts. The host's time is that of a step for a GPU that has nothing to
-do; it varies, and where it is longer than the GPU's, it decides: from run to run steps of a dense ViT differed by
-{dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %. The Llama is of an earlier run."""
+methods of a model warmed up at a time and measured in turn. Times are medians of up to {turns} turns in several runs,
+beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
+that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
+turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %. The
+Llama had one turn."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; the last column compares each method with itself."""
@@ -400,11 +397,16 @@ LOGITS_TEXT = """\
 One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cross_entropy`."""
 
 
+def most_turns(records: Records) -> int:
+    """Return of how many turns times are medians, at the most."""
+    return max(len(r.get("step_ms_rounds") or ["the only one"]) for r in records)
+
+
 def rivals(records: Records) -> str:
     """Presets and checkpointing through a Trainer."""
     found = {r["method"]: r["step_ms_rounds"] for r in records if r["model"] == "vit_base_patch16_224"}
     dense, ours = (100 * (max(found[method]) / min(found[method]) - 1) for method in ("dense", "max"))
-    text = RIVALS_TEXT.format(dense=dense, ours=ours)
+    text = RIVALS_TEXT.format(dense=dense, ours=ours, turns=most_turns(records))
     return text + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 
@@ -415,8 +417,7 @@ def scaling(records: Records) -> str:
 
 def compiled(records: Records) -> str:
     """Steps of compiled models."""
-    resmlp, convnext = (rounds(records, model, "max")[0] for model in ("resmlp_12_224", "convnext_tiny"))
-    text = COMPILED_TEXT.format(resmlp=resmlp, convnext=convnext)
+    text = COMPILED_TEXT.format(turns=most_turns(records))
     return text + "\n\n" + from_commands(grouped(summaries.frontier(records)), records)
 
 

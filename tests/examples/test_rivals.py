@@ -470,10 +470,20 @@ FRONTIER = [
 
 def test_table_of_the_frontier():
     rows = summaries.frontier(FRONTIER).rows
-    assert rows[0] == ["net", "dense", "400", "800", "10.00", "7", "64", "-"]
-    assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", "11.00 (+10 %)", "7", "64", "1.0e-02"]
-    assert rows[4] == ["net", "offload", "took over 120 s", *"-----"]
-    assert rows[5] == ["without dense", "max", "50", "100", "5.00", "7", "64", "5.0e-01"]
+    assert rows[0] == ["net", "dense", "400", "800", "10.00", "10.00", "7", "64", "-"]
+    times = "11.00 (+10 %)", "11.00 (+10 %)"
+    assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", *times, "7", "64", "1.0e-02"]
+    assert rows[4] == ["net", "offload", "took over 120 s", *"------"]
+    assert rows[5] == ["without dense", "max", "50", "100", "5.00", "5.00", "7", "64", "5.0e-01"]
+
+
+def test_times_are_of_the_quickest_turn_and_of_the_median():
+    dense = {**frontier_record("dense", 400.0, 10.0), "step_ms_rounds": [10.0, 9.0, 12.0]}
+    ours = {**frontier_record("max", 100.0, 14.0), "step_ms_rounds": [9.9, 15.0, 14.0]}
+    assert summaries.frontier([dense, ours]).rows[1][4:6] == ["14.00 (+40 %)", "9.90 (+10 %)"]
+    assert summaries.time_change(ours, dense) == "+10 to +40 %"
+    assert summaries.time_change({**ours, "step_ms": 9.0}, dense) == "-10 to +10 %"
+    assert summaries.time_change({**ours, "step_ms": 11.0}, dense) == "+10 %"
 
 
 def test_picture_of_the_frontier(tmp_path):

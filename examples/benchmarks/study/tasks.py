@@ -104,7 +104,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, settings:
     parser.add_argument("--batch-size", type=int, help="by default 256 images or 64 windows of text")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=0.05)
-    parser.add_argument("--clip", type=float, metavar="NORM", help="of all gradients, above which they are made smaller")
+    parser.add_argument(
+        "--clip", type=float, metavar="NORM", help="of all gradients, above which they are made smaller"
+    )
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile the blocks")
     if settings:
