@@ -8,8 +8,10 @@ for, and ``IN_A_ROW`` ones are not::
     reserved_mib       the most that the allocator held in it
     host_ms            how long the host takes to issue a step to a device that has nothing to do, the median of a turn
     step_ms            from where the device ends one step to where it ends the next, without waiting, the same
+    gpu_ms             for how long the GPU computes or copies anything in a step, the last one, which is profiled
 
-Of several turns the times are medians, and ``step_ms_rounds`` and ``host_ms_rounds`` are those of each.
+Where ``step_ms`` is more than ``gpu_ms``, the GPU waits for the host. Of several turns the times are medians, and
+``step_ms_rounds`` and ``host_ms_rounds`` are those of each.
 
 ``in_turns`` runs cases in processes of their own, which warm up side by side. Then one after the other has a turn while
 the rest waits, and then all have the next one, so that a drift of the machine meets them alike. Nobody waits for ever:
@@ -23,12 +25,15 @@ import itertools
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.synchronize import Lock
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
 
 from examples.benchmarks.common import MIB, finish_together, start_in_fork
 
@@ -50,7 +55,7 @@ class StepFigures(pl.Callback):
 
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns
-        self.steps = WARM_UP + turns * TURN
+        self.steps = WARM_UP + turns * TURN + 1
         """How many a fit has to have."""
         self.begin()
 
@@ -61,6 +66,7 @@ class StepFigures(pl.Callback):
         self.ended: list[list[torch.cuda.Event]] = [[] for _ in range(self.turns)]
         self.number, self.before, self.began = 0, 0, 0.0
         self.allocation: Any = None
+        self.profile: profile | None = None
 
     def on_train_start(self, *_: Any) -> None:
         self.begin()
@@ -73,6 +79,10 @@ class StepFigures(pl.Callback):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self.before = requested()
+        if batch_idx == self.steps - 1 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self.profile = profile(activities=[ProfilerActivity.CUDA])
+            self.profile.start()
 
     def on_before_zero_grad(self, *_: Any) -> None:
         # Lightning zeroes gradients between forward and backward: those of the last step are here before and after.
@@ -95,6 +105,8 @@ class StepFigures(pl.Callback):
                 self.allocation = getattr(callback, "allocation", self.allocation)
         if turn >= 0 and 0 < timed <= ALONE:
             self.issued[turn].append((now - self.began) * 1e3)
+        if batch_idx == self.steps - 1 and self.profile is not None:
+            self.profile.stop()
         self.began = time.perf_counter()
 
     def found(self) -> dict[str, Any]:
@@ -107,6 +119,8 @@ class StepFigures(pl.Callback):
             found[name] = round(statistics.median(medians), 2)
             if self.turns > 1:
                 found[f"{name}_rounds"] = medians
+        if self.profile is not None:
+            found["gpu_ms"] = round(busy_ms(self.profile.events()), 2)
         return {**found, "in_a_row": IN_A_ROW}
 
 
@@ -160,7 +174,7 @@ class Alone(StepFigures):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         turn, timed = divmod(batch_idx - WARM_UP, TURN)
-        if turn >= 0 and timed == 0:
+        if 0 <= turn < self.turns and timed == 0:
             if turn > 0:
                 self.release()
             else:
@@ -224,6 +238,16 @@ def _measured(
         return measure(*case, alone)
     finally:
         alone.leave()
+
+
+def busy_ms(events: Iterable[FunctionEvent]) -> float:
+    """Return for how long there is any event of a GPU, in milliseconds."""
+    of_gpu = (event.time_range for event in events if event.device_type == DeviceType.CUDA)
+    busy, until = 0.0, 0.0
+    for start, end in sorted((span.start, span.end) for span in of_gpu):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy / 1e3
 
 
 def requested() -> int:

@@ -6,11 +6,14 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from examples.benchmarks import plots, rivals, step_figures, summaries
 from examples.benchmarks.common import MIB, in_fork, require_gpu_in_fork
@@ -64,7 +67,7 @@ class Clock(pl.Callback):
 @pytest.mark.usefixtures("small_rival")
 def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_device(monkeypatch):
     figures = step_figures.StepFigures()
-    clock = Clock(monkeypatch, figures.steps)
+    clock = Clock(monkeypatch, figures.steps - 1)  # after which one is profiled
     rivals.train(rivals.Rival("small", "dense", "cpu"), [clock, figures], figures.steps, "cpu")
     assert figures.issued == [[1000] * step_figures.ALONE]
     assert [len(ended) for ended in figures.ended] == [step_figures.IN_A_ROW + 1]
@@ -72,6 +75,16 @@ def test_steps_are_timed_in_a_row_and_the_host_until_one_is_issued_to_an_idle_de
     memory = {"activations_mib": 1.0, "peak_mib": PEAK / MIB, "reserved_mib": 2 * PEAK / MIB}
     times = {"step_ms": 1000, "host_ms": 1000, "in_a_row": step_figures.IN_A_ROW}
     assert figures.found() == {**memory, **times}
+
+
+def test_a_gpu_is_busy_where_there_is_any_event_of_it():
+    spans = [("CUDA", 100, 400), ("CUDA", 300, 350), ("CUDA", 390, 600), ("CPU", 0, 5000), ("CUDA", 900, 1000)]
+    events = [
+        SimpleNamespace(device_type=getattr(DeviceType, kind), time_range=Interval(start, end))
+        for kind, start, end in spans
+    ]
+    assert step_figures.busy_ms(reversed(events)) == pytest.approx(0.6)
+    assert step_figures.busy_ms([]) == 0
 
 
 class Slower(pl.Callback):
@@ -422,7 +435,7 @@ def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(sma
 
     def fit(self, batch, figures, steps):
         asked.append(batch)
-        assert steps == figures.steps == step_figures.WARM_UP + step_figures.TURN
+        assert steps == figures.steps == step_figures.WARM_UP + step_figures.TURN + 1
         if batch > enough:
             return None
         figures.issued, figures.ended = [[1.0]], [[Event(time=seconds) for seconds in (1.0, 1.002)]]
