@@ -240,11 +240,14 @@ def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> Marks | Non
     if layer.traced == "own":
         return None
     if layer.traced == "dense":
-        return "", "", 0
+        return "", "", 0, False
     keep = layer.keep
     kept = keep.stored_bits, keep.block_size, keep.scope, keep.selection
     mark = Mark(layer.operator_of(layer), name, *kept, of_model)
-    return mark.text, replace(mark, bits=8).text, keep.fine_rows if 0 < keep.stored_bits < 8 else 0
+    fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
+    # Whoever averages gradients over processes may let a compiler cut graphs between a layer and its mark.
+    cut = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return mark.text, replace(mark, bits=8).text, fine_rows, cut
 
 
 @contextmanager

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_actprune.codec.private import splits_for_ddp
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking, why_not
 from lightning_actprune.convert import mark_layers, unmark_layers
@@ -72,16 +69,6 @@ class CompiledLayers:
         self._told += len(found)
         return found
 
-    def hints(self, trainer: pl.Trainer, news: list[Row]) -> list[str]:
-        """Return what to say of how a fit compiles with its first ``news``."""
-        if len(news) < len(self.rows) or not is_cut(trainer):
-            return []
-        return [
-            "Activation pruning: for DDP, a compiler cuts a model into a piece for each bucket of gradients, and what "
-            "lies between the pieces stays as it is. HINT: `torch._dynamo.config.optimize_ddp = False` before the fit "
-            "compiles it in one piece, whose gradients are averaged when backward is over, no longer beside it."
-        ]
-
     def end(self) -> None:
         """Take the pass out. Does nothing outside of a fit."""
         if self._packing is not None:
@@ -91,22 +78,4 @@ class CompiledLayers:
 
 def is_compiled(model: pl.LightningModule) -> bool:
     """Return whether something in it is compiled."""
-    return bool(compiled_parts(model))
-
-
-def is_cut(trainer: pl.Trainer) -> bool:
-    """Return whether a compiler cuts a model at the buckets of DDP, as it does if more than one of them is compiled."""
-    wrapped = trainer.strategy.model
-    if not isinstance(wrapped, DistributedDataParallel) or not splits_for_ddp():
-        return False
-    return any(_trained_bytes(part) > wrapped.bucket_bytes_cap for part in compiled_parts(trainer.lightning_module))
-
-
-def compiled_parts(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that are compiled."""
-    eager = eager_modules(model)
-    return [part for module in eager for part in module.children() if part not in eager] if eager else [model]
-
-
-def _trained_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return eager_modules(model) != set(model.modules())

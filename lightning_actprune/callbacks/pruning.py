@@ -355,7 +355,7 @@ class ActivationPruning(pl.Callback):
 
     def _show_compiled(self, trainer: pl.Trainer, rows: list[Row]) -> None:
         if self.verbose and rows:
-            show(trainer, compiled_text(rows), *self._compiled.hints(trainer, rows))
+            show(trainer, compiled_text(rows))
             if in_detail(self.verbose):
                 show(trainer, compiled_table(rows))
 

@@ -51,7 +51,6 @@ Name                                   Says                              Without
   ``joint_custom_...`` and their kin   of forward and backward           (error where a pass is to be installed)
 ``_inductor.lowering``'s and ``ir``'s  lets inductor's code call what    it calls operators, slower
                                        packs
-``_dynamo.config.optimize_ddp``        whether DDP cuts compiled graphs  nothing is said of what lies between pieces
 ====================================== ================================= ==============================================
 
 Private attributes of tensors, storages and modules (``ATTRIBUTES``) are used where they are. Too much rests on those of
@@ -76,7 +75,6 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -459,12 +457,6 @@ def inductor_runs() -> bool:
     """Return whether it is inductor that is compiling."""
     known = virtualized()
     return known is not None and isinstance(known.fake_mode, FakeTensorMode)
-
-
-def splits_for_ddp() -> bool:
-    """Return whether a compiler cuts graphs at the buckets of DDP; looked up when it is asked for, as all of dynamo."""
-    dynamo = sys.modules.get(DYNAMO)
-    return dynamo is not None and getattr(dynamo.config, "optimize_ddp", False) in (True, "ddp_optimizer")
 
 
 # Modules.

@@ -14,6 +14,7 @@ from lightning_actprune.codec.dispatch import KERNEL_DTYPES
 from lightning_actprune.compiled.graphs import (
     CASTS,
     GETITEM,
+    WEIGHTS,
     Joint,
     Read,
     count_of,
@@ -48,8 +49,6 @@ _FEWER = 16
 NORM = "aten.native_layer_norm"
 EXACT = Values(64, 1)
 """How backward may read what it reads as it is."""
-_WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
-"""Operations with a weight, and its place."""
 
 
 @dataclass
@@ -137,7 +136,7 @@ def inputs_of(joint: Joint) -> list[Source]:
 
 def _is_weight_of(reader: Node, node: Node) -> bool:
     """Return whether a reader multiplies with a value as its weight, or passes it on to one that may."""
-    place = _WEIGHTS.get(name_of(reader))
+    place = WEIGHTS.get(name_of(reader))
     return passes_on(reader) if place is None else reader.args[place] is node
 
 

@@ -43,7 +43,9 @@ SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.
 _MULTIPLY = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 )
-MARK = "actprune.mark"
+WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
+"""Operations with a weight, and its place; what it multiplies comes right before it."""
+MARK, ENDED = "actprune.mark", "actprune.ended"
 FORWARD, BACKWARD, NOT_IN_FORWARD = "is_forward", "is_backward", "must_be_in_backward"
 """Where a node belongs, as the partitioner knows it."""
 
@@ -191,7 +193,7 @@ class Joint:
         forward: Nodes that forward needs.
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
-        retained: Nodes in whose memory outputs lie.
+        retained: Nodes in whose memory outputs lie that somebody holds until backward.
         given: Inputs that get no gradient, such as the batch.
         changing: Inputs that forward writes to, and what depends on them: backward would find other values there.
         order: Places of the nodes.
@@ -214,7 +216,9 @@ class Joint:
             if node not in self.forward:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
-        self.retained = {memory_of(node) for node in outputs}
+        # Where a mark is an output, the graph is a piece of one, and others are given what it computes.
+        is_piece = any(name_of(node) == MARK for node in outputs)
+        self.retained = set() if is_piece else {memory_of(node) for node in outputs}
         self.given = self._without_gradient(nodes) if self.tangent else set()
 
     def _without_gradient(self, nodes: list[Node]) -> set[Node]:

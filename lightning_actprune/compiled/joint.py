@@ -36,21 +36,34 @@ about many values (``_STATISTICS``). Of inputs of the graph, those are packed th
 gradient: where blocks are compiled one by one, or a graph breaks, they are what the one before has computed.
 
 What modules do that run again in backward is in ``compiled.recompute``; it comes first.
+
+For DDP, a compiler cuts a graph into pieces at the parameters of layers (``marks.ended``). An input that the layer of a
+later piece has marked in the one before gets its mark back. What a piece returns for others is packed like anything
+else: those do not hold it, they pack what they read of it.
 """
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
 
 from lightning_actprune.compiled.decide import Source, decide, sources_of
 from lightning_actprune.compiled.graphs import (
+    ENDED,
+    FORWARD,
     MARK,
+    WEIGHTS,
     Joint,
+    Writer,
     bytes_of,
     count_of,
     hints,
     name_of,
     path,
+    source_of,
     value_of,
 )
 from lightning_actprune.compiled.marks import Mark
@@ -65,6 +78,7 @@ def pack_joint_graph(graph: Graph) -> Packed | None:
     A graph without marks is left as it is, and nothing is decided. Nor is it of one without backward, of whose outputs
     none needs a gradient.
     """
+    restore_marks(graph)
     marks = [node for node in graph.nodes if name_of(node) == MARK]
     if not marks:
         return None
@@ -89,6 +103,54 @@ def pack_joint_graph(graph: Graph) -> Packed | None:
             names[at] = {node.name for node in nodes}
     listed = [at for at, source in enumerate(sources) if count_of(value_of(source.node)) >= model.min_values]
     return Packed([rows[at] for at in listed], [names[at] for at in listed], *joint.forward_of(), model.min_values)
+
+
+def restore_marks(graph: Graph) -> None:
+    """Take out what layers say once more of what they have read, and mark that where it is an input of the graph."""
+    for ended in [node for node in graph.nodes if name_of(node) == ENDED]:
+        y, x, *keep = ended.args
+        assert isinstance(x, Node)
+        assert isinstance(y, Node)
+        ended.replace_all_uses_with(y)
+        graph.erase_node(ended)
+        given = x if x.users else _multiplied(y)
+        if x.op == "placeholder" and given is not None and count_of(value_of(given)) == count_of(value_of(x)):
+            _mark_input(Writer(graph), given, x, keep)
+
+
+def _multiplied(y: Node) -> Node | None:
+    """Return the input of the graph that a layer multiplies by its weight to get ``y``, ``None`` if there is none."""
+    product = source_of(y)
+    place = WEIGHTS.get(name_of(product))
+    if place is None:
+        return None
+    x = product.args[place - 1]
+    assert isinstance(x, Node)
+    return given if (given := source_of(x)).op == "placeholder" else None
+
+
+def _mark_input(writer: Writer, given: Node, like: Node, keep: Sequence[Any]) -> None:
+    """Put a mark on an input of the graph, which may be a view of what was marked in another piece.
+
+    Args:
+        writer: Of the graph.
+        given: The input.
+        like: What was marked.
+        keep: What the mark says.
+    """
+    readers = [user for user in given.users if user.op != "output"]
+    first = next(node for node in writer.graph.nodes if node in readers)
+    view = torch.ops.aten.view.default
+    with writer.before(first, FORWARD):
+        shaped = given if like is given else writer.call(view, given, _sizes(writer, like))
+        mark = writer.call(torch.ops.actprune.mark.default, shaped, *keep)
+        read = mark if like is given else writer.call(view, mark, _sizes(writer, given))
+    for user in readers:
+        user.replace_input_with(given, read)
+
+
+def _sizes(writer: Writer, node: Node) -> list[int | Node]:
+    return [writer.size(node, dim) for dim in range(value_of(node).dim())]
 
 
 def _row(source: Source) -> Row:

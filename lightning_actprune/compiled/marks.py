@@ -13,6 +13,13 @@ The text is a constant to the compiler, so it is part of what compilations are k
 disk. It should be the same for layers that are the same: blocks that are compiled one by one share a compilation only
 then. ``general_name`` makes such a name of that of a layer.
 
+Where gradients are averaged over processes, a compiler cuts its graph right before the parameters of a layer, and the
+mark lies in the piece before. So there the layer says once more, behind its parameters, what it has read::
+
+    y = ended(F.linear(marked(x, keep), weight, bias), x, keep)
+
+which is the identity of its first argument. The pass puts the mark on ``x`` where that is an input of the piece.
+
 The sparsity is no part of the text but an argument, in the parts of ``codec.blocks.sparsity_parts``: a schedule changes
 it, and to the compiler it may be a symbol.
 """
@@ -131,6 +138,21 @@ def marked(x: Tensor, text: str, parts: int = 0) -> Tensor:
     return read
 
 
+def ended(y: Tensor, x: Tensor, text: str, parts: int = 0) -> Tensor:
+    """Return ``y``, of which a compiler knows that a layer has made it of ``x``, which it was to keep like that.
+
+    Args:
+        y: What the layer returns.
+        x: What ``marked`` has returned.
+        text: That of the layer's ``Mark``.
+        parts: Its sparsity.
+    """
+    if isinstance(x, nn.Parameter) or not (x.is_floating_point() and y.is_floating_point()) or 0 in y.stride():
+        return y
+    made: Tensor = torch.ops.actprune.ended(y, x, text, parts)
+    return made
+
+
 def left_marks() -> int:
     """Return how many marks have been computed so far, each a copy: those that no pass has taken out of their graph."""
     return _left[0]
@@ -145,8 +167,14 @@ def _mark(x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
+def _copied(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
+    return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device).copy_(y)
+
+
 LIBRARY.define("mark(Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
 LIBRARY.impl("mark", _mark, "CompositeExplicitAutograd")
+LIBRARY.define("ended(Tensor y, Tensor x, str keep, SymInt parts=0) -> Tensor", tags=TAGS)
+LIBRARY.impl("ended", _copied, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("actprune::mark", lib=LIBRARY)
@@ -154,11 +182,21 @@ def _mark_fake(x: Tensor, keep: str, parts: int = 0) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
+@torch.library.register_fake("actprune::ended", lib=LIBRARY)
+def _ended_fake(y: Tensor, x: Tensor, keep: str, parts: int = 0) -> Tensor:
+    return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=y.device)
+
+
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad, None, None
 
 
+def _gradient_of_ended(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad, None, None, None
+
+
 torch.library.register_autograd("actprune::mark", _gradient, lib=LIBRARY)
+torch.library.register_autograd("actprune::ended", _gradient_of_ended, lib=LIBRARY)
 
 
 @register_sharding(torch.ops.actprune.mark.default)

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
-from lightning_actprune.compiled.marks import marked
+from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.config import Keep, Operator
 from lightning_actprune.operators.shards import forward_of, is_split
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity
 
-Marks = tuple[str, str, int]
+Marks = tuple[str, str, int, bool]
 """What a compiler is told of an input (``compiled.marks``), empty for nothing, what of one of few rows, and below how
 many rows it is one. A constant: of each layer a compiler checks in every step what it has read while it traced it."""
 
@@ -45,7 +45,9 @@ class LayerState:
         highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
         features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
             later.
-        marks: What a compiler is to know; with ``None`` it sees the layer's own operators in place of the dense ones.
+        marks: What a compiler is to know: texts of the marks of an input and of one with few rows, how many rows are few,
+            and whether it may cut graphs before the layer. With ``None`` it sees the layer's own operators in place of
+            the dense ones.
     """
 
     keep: Keep
@@ -89,13 +91,30 @@ class LayerState:
 
         ``trained``: Whether a parameter of the layer needs a gradient.
         """
+        keep = self._told(x, trained)
+        return x if keep is None else marked(x, *keep)
+
+    def ended(self, y: Any, args: tuple[Any, ...]) -> Any:
+        """Return what a layer with trained parameters returns, with what a compiler is to know of its one argument.
+
+        ``args``: As ``marked`` has returned them.
+        """
+        if self.marks is None or not self.marks[3] or len(args) != 1:
+            return y
+        if not isinstance(y, Tensor) or isinstance(y, DTensor):
+            return y
+        keep = self._told(args[0], trained=True)
+        return y if keep is None else ended(y, args[0], *keep)
+
+    def _told(self, x: Any, trained: bool) -> tuple[str, int] | None:
+        """Return text and sparsity of the mark of an argument, ``None`` if it gets none."""
         marks = self.marks
         if not isinstance(x, Tensor) or not (trained or x.requires_grad) or marks is None or not marks[0]:
-            return x
-        text, text_of_few, few_rows = marks
+            return None
+        text, text_of_few, few_rows, _ = marks
         if few_rows and x.dim() > 0 and x.numel() < few_rows * x.shape[-1]:
-            return marked(x, text_of_few)
-        return marked(x, text, self.parts.size(0) if self.drops else 0)
+            return text_of_few, 0
+        return text, self.parts.size(0) if self.drops else 0
 
 
 Traced = Literal["marked", "dense", "own"]
@@ -169,11 +188,13 @@ class CompressedLayer(Converted):
         self, dense: type[nn.Module], state: LayerState, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Return what the dense layer does, with its inputs marked for the compiler that traces this."""
-        if torch.is_grad_enabled():  # without, nobody runs the pass that takes marks out
-            trained = needs_gradients(self)
-            args = tuple(state.marked(x, trained) for x in args)
-            kwargs = {name: state.marked(x, trained) for name, x in kwargs.items()}
-        return dense.forward(self, *args, **kwargs)
+        if not torch.is_grad_enabled():  # nobody runs the pass that takes marks out
+            return dense.forward(self, *args, **kwargs)
+        trained = needs_gradients(self)
+        args = tuple(state.marked(x, trained) for x in args)
+        kwargs = {name: state.marked(x, trained) for name, x in kwargs.items()}
+        y = dense.forward(self, *args, **kwargs)
+        return state.ended(y, (*args, *kwargs.values())) if trained else y
 
     @property
     def traced(self) -> Traced:

@@ -10,7 +10,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.compiled.marks import Mark, Model, marked
+from lightning_actprune.compiled.marks import Mark, Model, ended, marked
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 
@@ -20,13 +20,19 @@ MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
 class Marked(nn.Module):
     """A layer whose input is marked, by the name of its mark; a dense one without a mark."""
 
+    ends = False
+    """Whether it says what it has read once more, behind its parameters."""
+
     def __init__(self, layer: nn.Module, mark: Mark | None, parts: int = 0) -> None:
         super().__init__()
         self.layer, self.parts = layer, parts
         self.text = None if mark is None else mark.text
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x if self.text is None else marked(x, self.text, self.parts))
+        if self.text is None:
+            return self.layer(x)
+        x = marked(x, self.text, self.parts)
+        return ended(self.layer(x), x, self.text, self.parts) if self.ends else self.layer(x)
 
 
 def mark(operator: str, bits: int, model: Model = MODEL, **options: object) -> Mark:

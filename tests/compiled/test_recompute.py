@@ -142,9 +142,8 @@ def converted(model: nn.Module, bits: int | None = 8, **rules: Keep | Recompute 
             mark = module._recompute.mark.replace(str(2**16), "512")
             module._recompute = module._recompute._replace(mark=mark)
         if hasattr(module, "_state") and module._state.marks is not None:
-            *texts, few_rows = module._state.marks
-            texts = (text.replace(str(2**16), "512") for text in texts)
-            object.__setattr__(module._state, "marks", (*texts, few_rows))
+            texts = (text.replace(str(2**16), "512") for text in module._state.marks[:2])
+            object.__setattr__(module._state, "marks", (*texts, *module._state.marks[2:]))
     return model
 
 
