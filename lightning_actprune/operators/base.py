@@ -45,9 +45,9 @@ class LayerState:
         highest: Sparsity that a schedule will raise it to, by which layers are judged that are still at less.
         features: Sizes of input and output when it was converted: a strategy may flatten or partition its weights
             later.
-        marks: What a compiler is to know: texts of the marks of an input and of one with few rows, how many rows are few,
-            and whether it may cut graphs before the layer. With ``None`` it sees the layer's own operators in place of
-            the dense ones.
+        marks: What a compiler is to know: the text of the mark of an input and of one with few rows, how many rows are
+            few, and whether it may cut graphs before the layer. With ``None`` it sees the layer's own operators in
+            place of the dense ones.
     """
 
     keep: Keep
