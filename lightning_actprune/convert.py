@@ -245,8 +245,9 @@ def _marks_of(layer: CompressedLayer, name: str, of_model: Model) -> Marks | Non
     kept = keep.stored_bits, keep.block_size, keep.scope, keep.selection
     mark = Mark(layer.operator_of(layer), name, *kept, of_model)
     fine_rows = keep.fine_rows if 0 < keep.stored_bits < 8 else 0
-    # Whoever averages gradients over processes may let a compiler cut graphs between a layer and its mark.
-    cut = torch.distributed.is_available() and torch.distributed.is_initialized()
+    # Whoever averages gradients over processes may let a compiler cut graphs where a weight fills a bucket of them.
+    averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
+    cut = averaged and mark.operator in ("linear", "convolution")
     return mark.text, replace(mark, bits=8).text, fine_rows, cut
 
 

@@ -193,7 +193,7 @@ class Joint:
         forward: Nodes that forward needs.
         tangent: Nodes that depend on a gradient.
         marked: Nodes that depend on a mark, and inputs of the graph that a layer has marked.
-        retained: Nodes in whose memory outputs lie that somebody holds until backward.
+        retained: Nodes in whose memory outputs lie, which somebody may hold until backward; none in a piece of a graph.
         given: Inputs that get no gradient, such as the batch.
         changing: Inputs that forward writes to, and what depends on them: backward would find other values there.
         order: Places of the nodes.
@@ -216,7 +216,8 @@ class Joint:
             if node not in self.forward:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
-        # Where a mark is an output, the graph is a piece of one, and others are given what it computes.
+        # Where a mark is an output, the graph is a piece of one. Most of what it returns is for the next piece, which
+        # packs what it reads; what the user is given as well cannot be told from that, and is packed beside it.
         is_piece = any(name_of(node) == MARK for node in outputs)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
         self.given = self._without_gradient(nodes) if self.tangent else set()

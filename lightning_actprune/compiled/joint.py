@@ -37,9 +37,9 @@ gradient: where blocks are compiled one by one, or a graph breaks, they are what
 
 What modules do that run again in backward is in ``compiled.recompute``; it comes first.
 
-For DDP, a compiler cuts a graph into pieces at the parameters of layers (``marks.ended``). An input that the layer of a
-later piece has marked in the one before gets its mark back. What a piece returns for others is packed like anything
-else: those do not hold it, they pack what they read of it.
+For DDP, a compiler cuts a graph into pieces at the weights of layers (``marks.ended``). An input that the layer of a
+later piece has marked in the one before gets its mark back. What a piece returns is packed like anything else, since
+the next ones pack what they read of it. Queries and keys of one piece that attention reads in the next may be weights.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def restore_marks(graph: Graph) -> None:
         assert isinstance(y, Node)
         ended.replace_all_uses_with(y)
         graph.erase_node(ended)
-        given = x if x.users else _multiplied(y)
+        given = x if any(user.op != "output" for user in x.users) else _multiplied(y)
         if x.op == "placeholder" and given is not None and count_of(value_of(given)) == count_of(value_of(x)):
             _mark_input(Writer(graph), given, x, keep)
 

@@ -13,8 +13,9 @@ The text is a constant to the compiler, so it is part of what compilations are k
 disk. It should be the same for layers that are the same: blocks that are compiled one by one share a compilation only
 then. ``general_name`` makes such a name of that of a layer.
 
-Where gradients are averaged over processes, a compiler cuts its graph right before the parameters of a layer, and the
-mark lies in the piece before. So there the layer says once more, behind its parameters, what it has read::
+Where gradients are averaged over processes, a compiler cuts its graph right before a weight that fills a bucket of
+them, and the mark lies in the piece before. So there linear layers and convolutions say once more, behind it, what they
+have read::
 
     y = ended(F.linear(marked(x, keep), weight, bias), x, keep)
 
@@ -147,8 +148,8 @@ def ended(y: Tensor, x: Tensor, text: str, parts: int = 0) -> Tensor:
         text: That of the layer's ``Mark``.
         parts: Its sparsity.
     """
-    if isinstance(x, nn.Parameter) or not (x.is_floating_point() and y.is_floating_point()) or 0 in y.stride():
-        return y
+    if isinstance(x, nn.Parameter) or not x.is_floating_point() or 0 in x.stride() or 0 in y.stride():
+        return y  # of an input without a mark, as marked() returns it, or an output that has no memory of its own
     made: Tensor = torch.ops.actprune.ended(y, x, text, parts)
     return made
 

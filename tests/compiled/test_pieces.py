@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS
+from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.marks import needs_passes
@@ -141,6 +142,14 @@ def test_another_batch_size():
             for ours, exact in zip(*grads, strict=True):
                 assert torch.cosine_similarity(ours.flatten(), exact.flatten(), 0) > 0.999
     assert {row.how for row in packing.rows} == {"packed"}
+
+
+def test_what_has_no_mark_has_no_ending():
+    x, text = torch.randn(1, 64).expand(4, 64), mark("linear", 4).text
+    y = torch.randn(4, 8)
+    assert marked(x, text) is x
+    assert ended(y, x, text) is y
+    assert ended(y.expand(2, 4, 8), y, text).stride() == (0, 8, 1)
 
 
 def test_without_a_pass_it_is_the_identity():
