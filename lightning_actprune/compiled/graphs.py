@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_actprune.compiled.marks import Mark
+from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 
 Size: TypeAlias = "int | torch.SymInt"
 
@@ -216,9 +216,10 @@ class Joint:
             if node not in self.forward:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
-        # Where a mark is an output, the graph is a piece of one. Most of what it returns is for the next piece, which
-        # packs what it reads; what the user is given as well cannot be told from that, and is packed beside it.
-        is_piece = any(name_of(node) == MARK for node in outputs)
+        # Where what a layer reads is an output, with its mark, the graph is a piece of one. Most of what it returns is for
+        # the next piece, which packs what it reads; what the user is given as well cannot be told from that.
+        given = [node for node in outputs if name_of(node) == MARK]
+        is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in given)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
         self.given = self._without_gradient(nodes) if self.tangent else set()
 
