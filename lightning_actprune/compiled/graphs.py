@@ -216,8 +216,8 @@ class Joint:
             if node not in self.forward:
                 self.forward.add(node)
                 waiting += node.all_input_nodes
-        # Where what a layer reads is an output, with its mark, the graph is a piece of one. Most of what it returns is for
-        # the next piece, which packs what it reads; what the user is given as well cannot be told from that.
+        # Where what a layer reads is an output, with its mark, the graph is a piece of one. Most of what it returns is
+        # for the next piece, which packs what it reads; what the user is given as well cannot be told from that.
         given = [node for node in outputs if name_of(node) == MARK]
         is_piece = any(Mark.read(str(node.args[1])).operator != RECOMPUTE for node in given)
         self.retained = set() if is_piece else {memory_of(node) for node in outputs}
