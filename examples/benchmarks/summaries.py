@@ -220,7 +220,10 @@ def graphs(records: Records) -> Summary:
 
 
 def scaling(records: Records) -> Summary:
-    """What each process needs on several GPUs and how long its steps take, beside dense on as many and on one."""
+    """What each process needs on several GPUs and how long its steps take, beside dense on as many and on one.
+
+    Memory repeats; times are compared with those of the same command alone, since the hosts of two differ.
+    """
     rows = []
     alone = {_of_one(r): r for r in records if r["devices"] == 1 and "error" not in r}
     for (model, compiled, strategy, devices), group in groups(
@@ -230,9 +233,9 @@ def scaling(records: Records) -> Summary:
         for r in group:
             cells = [r.get("error", "-"), *"----"]
             if "error" not in r:
-                figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
-                one = alone.get(_of_one(r))
-                cells = [beside(r, dense or r, name, digits) for name, digits in figures]
+                one = _timed_with(r, alone.get(_of_one(r)))
+                cells = [beside(r, dense or r, name, 0) for name in ("activations_mib", "peak_mib")]
+                cells.append(beside(r, _timed_with(r, dense) or r, "step_ms", 2))
                 cells.append("-" if one is None or one is r else percent(r["step_ms"] / one["step_ms"]))
                 cells.append(f"{r['host_ms']:.0f}")
             name = f"{model}, compiled" if compiled else model
@@ -244,6 +247,11 @@ def scaling(records: Records) -> Summary:
 def _of_one(r: Record) -> tuple[Any, ...]:
     """Return what a case on several GPUs shares with the one on a single GPU that it is compared with."""
     return r["model"], r["method"], r["compiled"]
+
+
+def _timed_with(r: Record, other: Record | None) -> Record | None:
+    """Return another case if the same command has timed both."""
+    return None if other is None or r.get("command") != other.get("command") else other
 
 
 def budgets(records: Records) -> Summary:

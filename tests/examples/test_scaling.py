@@ -105,9 +105,12 @@ def test_the_table_compares_with_dense_on_as_many_and_with_one():
         made_up("ddp", 2, "max", 12.1, compiled=True),
         {key: value for key, value in made_up("fsdp2", 2, "dense", 1.0).items() if not key.endswith(("_mib", "_ms"))}
         | {"error": "none"},
+        made_up("ddp, whole", 2, "dense", 6.0),
+        made_up("ddp, whole", 2, "max", 1.0, peak_mib=100.0) | {"command": "another"},
     ]
     rows = summaries.scaling(records).rows
     assert rows[0] == ["a", "one GPU", "dense", "100", "200", "10.00", "-", "9"]
     assert rows[3] == ["a", "ddp, 2", "max", "100 (0 %)", "100 (-50 %)", "12.10 (+1 %)", "+10 %", "9"]
     assert rows[4] == ["a, compiled", "ddp, 2", "max", "100", "200", "12.10", "-", "9"]
     assert rows[5] == ["a", "fsdp2, 2", "dense", "none", *"----"]
+    assert rows[-1] == ["a", "ddp, whole, 2", "max", "100 (0 %)", "100 (-50 %)", "1.00", "-", "9"]
