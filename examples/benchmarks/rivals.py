@@ -43,7 +43,9 @@ left out unless it is named: what bounds its batch is the host's memory, of whic
 torch's allocator has settings of its own (``PYTORCH_CUDA_ALLOC_CONF``).
 
 Records are written after every case. A case that the file has already is not run again, unless it failed; after
-``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again.
+``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again. With ``--again``
+it is run again, and its record, the new one, has the times of the turns before as well if the versions and the kind of
+GPU are the same.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ from examples.benchmarks.common import (
     write_records,
 )
 from examples.benchmarks.models import described
-from examples.benchmarks.step_figures import TURNS, Alone, StepFigures, in_turns
+from examples.benchmarks.step_figures import TURNS, Alone, StepFigures, in_turns, joined
 from examples.benchmarks.summaries import BUDGET, Record, Records, Summary, beside, groups
 from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import ActivationPruning, revert
@@ -236,7 +238,7 @@ def measure(
         training.model = torch.compile(training.model, mode=mode)
     compared = [error] if ours and mode == EAGER else []
     train(training, [*callbacks, *compared, figures], figures.steps, accelerator)
-    found = with_speed({"batch": batch, **figures.found()}) | ({"cosine": error.cosine} if compared else {})
+    found = {"batch": batch, **figures.found()} | ({"cosine": error.cosine} if compared else {})
     if mode != EAGER:
         found |= {"warm_up_s": figures.warm_up_s, **packed(ours)}
     return found | (predicted(callbacks[0], figures) if method.startswith(BUDGET) else {})
@@ -275,12 +277,13 @@ def measure_largest(
         batch -= ceil_div(batch, RESOLUTION)
     if not batch:
         return {"batch": 0, "trials": trials, "peak_mib": None, "samples_per_s": None}
-    return with_speed({"batch": batch, "trials": trials, **figures.found()})
+    return {"batch": batch, "trials": trials, **figures.found()}
 
 
 def with_speed(record: Record) -> Record:
-    """Return a record with the samples of a second."""
-    return {**record, "samples_per_s": round(record["batch"] / record["step_ms"] * 1e3, 1)}
+    """Return a record with the samples of a second, if its steps were timed."""
+    timed = record.get("step_ms")
+    return record if timed is None else {**record, "samples_per_s": round(record["batch"] / timed * 1e3, 1)}
 
 
 def run_together(cases: Sequence[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -313,11 +316,9 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
     def key(name: str, method: str) -> Key:
         return name, method, args.mode, args.largest, os.environ.get(ALLOCATOR)
 
-    lacking = [
-        (name, method)
-        for name, method in itertools.product(args.models, args.methods)
-        if "error" in records.get(key(name, method), {"error": "not run yet"})
-    ]
+    none = {"error": "not run yet"}
+    asked = itertools.product(args.models, args.methods)
+    lacking = [case for case in asked if args.again or "error" in records.get(key(*case), none)]
     while lacking and time.monotonic() < end:
         # Caps fit beside each other whatever the model; without them, those that take turns are of one.
         alike = args.largest is not None
@@ -326,7 +327,8 @@ def run_cases(args: argparse.Namespace, records: dict[Key, Record]) -> None:
         begin = time.monotonic()
         for (name, method), found in zip(cases, run_together(cases, args), strict=True):
             print(f"{name}, {method}: {found}, {time.monotonic() - begin:.0f} s", flush=True)
-            records[key(name, method)] = {**head_of(name, method, args), **found}
+            before = records.get(key(name, method), none)
+            records[key(name, method)] = with_speed(joined(before, {**head_of(name, method, args), **found}))
             write_records(args.out, list(records.values()))
 
 
@@ -376,6 +378,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", default=EAGER, choices=(EAGER, *MODES), help="of torch.compile")
     parser.add_argument("--together", type=int, default=1, help="cases that warm up at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
+    parser.add_argument("--again", action="store_true", help="cases that the file has, for more turns of them")
     parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     parser.add_argument("--largest", type=float, metavar="CAP_GIB", help="search the largest batch under this cap")
     parser.add_argument("--out", type=Path, default=Path("rivals.json"))

@@ -44,6 +44,8 @@ TURNS = 3
 WAITING = 0.6
 """Share of the time that cases have, for which one waits for the others at most."""
 TIMES = ("step_ms", "host_ms")
+SAME = ("batch", "in_a_row", "gpu", "torch", "triton")
+"""What records whose turns are joined have in common."""
 
 
 class StepFigures(pl.Callback):
@@ -238,6 +240,26 @@ def _measured(
         return measure(*case, alone)
     finally:
         alone.leave()
+
+
+def joined(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of what was measured now, with the times of the turns before if these are of the same.
+
+    They are if the same versions have timed the same batch on the same kind of GPU. An error replaces an error alone.
+    """
+    if "error" in now:
+        return now if "error" in before else before
+    untimed = any(record.get(name) is None for record in (before, now) for name in TIMES)
+    if untimed or any(before.get(name) != now.get(name) for name in SAME):
+        return now
+    rounds = {name: [*turns_of(before, name), *turns_of(now, name)] for name in TIMES}
+    medians = {name: round(statistics.median(turns), 2) for name, turns in rounds.items()}
+    return {**now, **medians, **{f"{name}_rounds": turns for name, turns in rounds.items()}}
+
+
+def turns_of(record: dict[str, Any], name: str) -> list[float]:
+    """Return a time of each turn."""
+    return record.get(f"{name}_rounds") or [record[name]]
 
 
 def busy_ms(events: Iterable[FunctionEvent]) -> float:

@@ -182,17 +182,19 @@ def presets(records: Records) -> Summary:
 
 def frontier(records: Records) -> Summary:
     """What each method needs of a model and how long it takes, beside dense, and how far its gradient is off."""
+    titles = {"host_ms": "host's ms", "gpu_ms": "GPU's ms", "samples_per_s": "samples a second"}
+    measured = {name: title for name, title in titles.items() if any(name in r for r in records)}
     rows = []
     for (model,), group in groups(records, "model").items():
         dense = dense_of(group)
         for r in group:
-            cells = [r.get("error", "-"), *"------"]
+            cells = [r.get("error", "-"), *["-"] * (4 + len(measured))]
             if "error" not in r:
                 figures = ("activations_mib", 0), ("peak_mib", 0), ("step_ms", 2)
                 cells = [beside(r, dense or r, name, digits) for name, digits in figures]
                 turn = f"{quickest(r):.2f}"
                 cells.append(turn if dense in (None, r) else f"{turn} ({percent(quickest(r) / quickest(dense))})")
-                cells += [f"{r[name]:.0f}" if name in r else "-" for name in ("host_ms", "samples_per_s")]
+                cells += [f"{r[name]:.0f}" if name in r else "-" for name in measured]
                 cells.append("-" if r.get("cosine") is None else f"{1 - r['cosine']:.1e}")
             rows.append([model, r["method"], *cells])
     header = (
@@ -202,8 +204,7 @@ def frontier(records: Records) -> Summary:
         "peak MiB",
         "ms a step",
         "quickest turn",
-        "host's ms",
-        "samples a second",
+        *measured.values(),
         "1 - cosine",
     )
     return Summary("Memory, time and gradients; in brackets, how much more or less than dense", header, rows)

@@ -348,7 +348,7 @@ def ran(small_rival, monkeypatch):
 
 
 def with_batch(figures):
-    return rivals.with_speed({**figures, "batch": 60, "trials": 5})
+    return {**figures, "batch": 60, "trials": 5}
 
 
 def test_a_record_says_what_was_run_and_where(ran, tmp_path, capsys):
@@ -390,6 +390,33 @@ def test_a_second_call_runs_what_is_missing_or_failed(ran, tmp_path, capsys):
     assert ran[2:] == [("small", "max")]
     assert rivals.main(command) == 0
     assert len(ran) == 3
+
+
+def test_more_turns_are_joined_with_those_that_the_file_has(ran, tmp_path):
+    out = tmp_path / "rivals.json"
+    command = ["--models", "small", "--methods", "dense", "max", "--out", str(out)]
+    for more in ([], ["--again"], ["--again", "--methods", "dense"]):
+        rivals.main([*command, *more])
+    dense, other = json.loads(out.read_text())
+    assert ran == [("small", name) for name in ("dense", "max", "dense", "max", "dense")]
+    assert (dense["step_ms_rounds"], dense["host_ms_rounds"]) == ([10.0, 30.0, 50.0], [1.0, 3.0, 5.0])
+    assert (dense["step_ms"], dense["samples_per_s"]) == (30.0, round(4 / 30 * 1e3, 1))
+    assert other["step_ms"] == 40.0  # of its second turn: the first one was an error
+
+
+TIMED = {"batch": 4, "in_a_row": 16, "gpu": "A", "torch": "2", "triton": "3", "step_ms": 2.0, "host_ms": 1.0}
+
+
+@pytest.mark.parametrize("other", [{"gpu": "B"}, {"torch": "3"}, {"batch": 8}, {"in_a_row": None}, {"step_ms": None}])
+def test_turns_of_something_else_are_not_joined(other):
+    assert step_figures.joined({**TIMED, **other}, TIMED) == TIMED
+
+
+def test_an_error_replaces_an_error_alone():
+    error, later = {"error": "no memory"}, {"error": "no time"}
+    assert step_figures.joined(TIMED, error) == TIMED
+    assert step_figures.joined(error, TIMED) == TIMED
+    assert step_figures.joined(error, later) == later
 
 
 def test_no_case_starts_after_the_time_is_up(ran, tmp_path):
@@ -447,7 +474,7 @@ def test_a_batch_that_lasts_for_a_few_steps_alone_gives_way_to_a_smaller_one(sma
     found = rivals.measure_largest("small", "balanced", None, 1.0, "cpu", alone)
     assert asked == tried
     assert found["batch"] == enough
-    assert found["samples_per_s"] == (pytest.approx(30000) if enough else None)
+    assert rivals.with_speed(found)["samples_per_s"] == (pytest.approx(30000) if enough else None)
 
 
 def test_table_of_largest_batches():
@@ -488,6 +515,13 @@ def test_table_of_the_frontier():
     assert rows[1] == ["net", "max", "100 (-75 %)", "200 (-75 %)", *times, "7", "64", "1.0e-02"]
     assert rows[4] == ["net", "offload", "took over 120 s", *"------"]
     assert rows[5] == ["without dense", "max", "50", "100", "5.00", "5.00", "7", "64", "5.0e-01"]
+
+
+def test_the_time_of_the_gpu_has_a_column_where_it_was_measured():
+    first, second = {**FRONTIER[0], "gpu_ms": 9.4}, FRONTIER[1]
+    summary = summaries.frontier([first, second, FRONTIER[4]])
+    assert summary.header[6:] == ("host's ms", "GPU's ms", "samples a second", "1 - cosine")
+    assert [row[6:] for row in summary.rows] == [["7", "9", "64", "-"], ["7", "-", "64", "1.0e-02"], ["-"] * 4]
 
 
 def test_times_are_of_the_quickest_turn_and_of_the_median():
