@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from torch import nn
 
 from examples.benchmarks import tables, trainings_page
 from examples.benchmarks.study import evidence, results
-from examples.benchmarks.summaries import quickest
+from examples.benchmarks.summaries import groups, quickest
 from tests.support.helpers import assert_plain
 from tests.support.markdown import code_blocks
 
@@ -144,6 +145,10 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert {bool(study[0].get("lora")) for study in tuned} == {False, True}
     assert all(abs(found.difference) < found.seen for study in tuned for found in evidence.findings(study).values())
     assert "Fine-tuned, no difference is seen." in PROSE
+    (text,) = (study for study in results.studies(tables.load("long")) if study[0]["task"] == "gpt")
+    losses = {method: mean(-r["accuracy"] for r in runs) for (method,), runs in groups(text, "method").items()}
+    assert f'{100 * losses["preset:max"] / losses["dense"] - 100:.1f} % higher with `"max"`, the same' in PROSE
+    assert abs(losses["preset:recompute"] / losses["dense"] - 1) < 0.001
     assert all(abs(finding.difference) <= 0.3 for finding in found["max"])
 
 
