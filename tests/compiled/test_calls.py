@@ -19,6 +19,7 @@ from tests.support.marks import needs_passes
 pytestmark = needs_passes
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
+SAMPLES = [pytest.param((40,), id="static"), pytest.param((40, 56), id="dynamic", marks=pytest.mark.slow)]
 OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default
 
 
@@ -53,7 +54,7 @@ def operators_called(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(private.lowering().lowerings, operator)
 
 
-@pytest.mark.parametrize("samples", [(40,), (40, 56)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("samples", SAMPLES)
 def test_objects_are_called_in_place_of_operators(samples):
     _, code = compiled_step(samples)
     assert not re.search(r"= torch\.ops\.actprune", code)
@@ -93,7 +94,7 @@ def test_what_is_read_where_it_lies_is_not_copied():
     assert len(set(read)) == 1
 
 
-@pytest.mark.parametrize("samples", [(40,), (40, 56)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("samples", SAMPLES)
 def test_they_compute_what_operators_do(samples, request):
     found, _ = compiled_step(samples)
     request.getfixturevalue("operators_called")

@@ -14,7 +14,7 @@ from lightning_actprune.codec import packed
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, mark, step, worst_cosine
-from tests.support.marks import needs_passes
+from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
 
@@ -43,7 +43,7 @@ def compiled(function, *inputs: Tensor) -> tuple[list[Tensor], str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("bits", quick([8, 4, 3, 2], 4, 3))
 def test_values_are_those_that_are_unpacked(bits, device):
     stored = [packed.quantize(values(rows, length, device), block, bits) for block, rows, length in SHAPES]
 

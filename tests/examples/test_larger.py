@@ -64,6 +64,7 @@ def with_batches(open_study):
     return opened
 
 
+@pytest.mark.slow
 def test_sizes_fit_and_are_trained_as_long_as_the_dense_model(searched):
     dense, *found = searched("--settings", "preset:balanced", "preset:max", "preset:recompute")
     sizes = {(r["axis"], r["setting"]): r["size"] for r in found}

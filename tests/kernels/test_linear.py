@@ -22,6 +22,7 @@ from lightning_actprune.kernels.linear import (
     choose_split,
 )
 from tests.support import oracle
+from tests.support.marks import quick
 from tests.support.packing import DTYPES, each_bits, each_dtype, expected, on_kernels, read, rounded
 from tests.support.workload import launches, split_into, weight_grad
 
@@ -113,7 +114,7 @@ def test_non_finite_gradient_of_a_dropped_row_does_not_reach_the_column(kernel_d
     assert not out[:, 16:].isfinite().any()
 
 
-@pytest.mark.parametrize(("least", "most"), [(16, 5), (16, 1000), (128, 256)])
+@pytest.mark.parametrize(("least", "most"), quick([(16, 5), (16, 1000), (128, 256)], (16, 5), (128, 256)))
 def test_columns_are_listed_over_several_programs_and_samples(kernel_device, monkeypatch, least, most):
     """Chunks of 16 rows are more in number than what one turn adds up the counts of."""
     monkeypatch.setattr(linear, "MIN_ROWS", least)
