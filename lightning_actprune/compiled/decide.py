@@ -31,7 +31,16 @@ from lightning_actprune.compiled.graphs import (
 )
 from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.compiled.readers import Refused, Values, Way, most_careful, way_of
+from lightning_actprune.compiled.readers import (
+    Refused,
+    Values,
+    Way,
+    is_softmax,
+    mask_of,
+    most_careful,
+    only_weighs,
+    way_of,
+)
 
 _STATISTICS = frozenset(
     f"aten.{name}" for name in ("mean", "sum", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "max")
@@ -208,8 +217,11 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
     of = first_input(source.node) if name_of(source.node) == GETITEM else source.node
     if name_of(of) in _STATISTICS or (name_of(of) == NORM and source.node.args[1] != 0):
         raise Refused("it is a statistic")
-    if name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
-        raise Refused("it is a softmax, whose gradient is not linear in it")
+    if is_softmax(of):
+        if not only_weighs(joint, of):
+            raise Refused("it is a softmax, and not read by products of matrices alone")
+    elif name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
+        raise Refused("it is a quotient by a sum, in which its gradient is not linear")
 
 
 def _lay_out(source: Source) -> None:
@@ -243,10 +255,16 @@ def _base_of(joint: Joint, node: Node, base: dict[Node, Source], model: Model) -
     most = max(count_of(value_of(source.node)) // _FEWER, model.min_values)
     for other in node.all_input_nodes:
         value = tensor_of(other)
-        large = value is not None and count_of(value) > most
+        large = value is not None and count_of(value) > most and not _is_mask_in_backward(joint, other)
         if base.get(other) is not source and (large or "val" not in other.meta or other in joint.changing):
             return None
     return source
+
+
+def _is_mask_in_backward(joint: Joint, node: Node) -> bool:
+    """Return whether a node stands for truth values that backward reads anyway, as dropout's does."""
+    mask = mask_of(node)
+    return mask is not None and bool(joint.reads(mask))
 
 
 def _is_normalised(node: Node) -> bool:

@@ -10,6 +10,7 @@ Operations are known by names such as ``"aten.view"``, so that one that a torch 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -260,6 +261,25 @@ class Joint:
                 waiting += [(user, further) for further in user.users]
             else:
                 yield given, user
+
+
+def put_in_order(graph: Graph) -> None:
+    """Put every node behind what it reads, right before its first reader where it is not.
+
+    Where inductor has put fused attention in place of one that is written out, nodes of backward may read later ones.
+    """
+    ordered = dict[Node, None]()
+    for node in graph.nodes:
+        waiting = [node]
+        while waiting:
+            lacking = [source for source in waiting[-1].all_input_nodes if source not in ordered]
+            if lacking:
+                waiting += reversed(lacking)
+            else:
+                ordered[waiting.pop()] = None
+    for before, node in itertools.pairwise(ordered):
+        if before.next is not node:
+            before.append(node)
 
 
 def closure(nodes: Iterable[Node], chosen: Callable[[Node], bool]) -> set[Node]:

@@ -63,6 +63,7 @@ from lightning_actprune.compiled.graphs import (
     hints,
     name_of,
     path,
+    put_in_order,
     source_of,
     value_of,
 )
@@ -78,6 +79,7 @@ def pack_joint_graph(graph: Graph) -> Packed | None:
     A graph without marks is left as it is, and nothing is decided. Nor is it of one without backward, of whose outputs
     none needs a gradient.
     """
+    put_in_order(graph)
     restore_marks(graph)
     marks = [node for node in graph.nodes if name_of(node) == MARK]
     if not marks:

@@ -8,6 +8,9 @@ in few bits where it is *linear* in them, or off by a bound that is known. In a 
                      the gradient of a parameter, as of a layer scale ``x * gamma``, it may have bits of its own
     attention        ``_scaled_dot_product_..._backward``, of query, key, value and result; what it saves of its sums
                      stays as it is
+    softmax          of attention that is written out: ``g p`` and ``p sum(g p)``, if products of matrices alone read
+                     the weights ``p`` in forward, behind dropout. So ``g`` is bounded, and errors of weights between 0
+                     and 1 are as well. They get the bits of the query, which fused attention computes them from
 
 Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
 dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
@@ -17,7 +20,7 @@ pooling for the *shape* of its input.
 
 Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
 so that gradients of inputs stay exact. And they are not taken if a mask has put values into them, which may be as large
-as it likes.
+as it likes, other than into what a softmax reads.
 """
 
 from __future__ import annotations
@@ -25,12 +28,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from torch.fx import Node
 
-from lightning_actprune.compiled.graphs import Joint, Read, first_input, name_of, passes_on, value_of
+from lightning_actprune.compiled.graphs import (
+    CASTS,
+    GETITEM,
+    Joint,
+    Read,
+    first_input,
+    name_of,
+    passes_on,
+    source_of,
+    tensor_of,
+    value_of,
+)
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
+_OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
+_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
+"""A softmax that is not decomposed."""
+_FILL = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
+"""Operations that make tensors of one number, and the place of that."""
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
 """Operations that compute a weight gradient, and the place of what it is a product with."""
 _SHAPE_OF = {
@@ -132,13 +152,77 @@ def _unmarked_bits(joint: Joint, model: Model, name: str, given: Node, reader: N
         if not found:
             raise Refused("it is a bias, which may mask, or a statistic of attention")
         return found[0]
-    if name in _PRODUCTS:
-        others = [node for node in reader.all_input_nodes if node is not given]
-        if len(others) == 1 and others[0] in joint.tangent:
-            return model.parameter or model.saved if _is_for_a_parameter(reader) else model.saved
+    if name == "aten._softmax_backward_data" and _is_only(reader, given, 1):
+        return model.query
+    if _is_product(joint, given, reader):
+        if is_softmax(source_of(given)):
+            return model.query
+        return model.parameter or model.saved if _is_for_a_parameter(reader) else model.saved
     if model.weight_gradients and _is_only(reader, given, _WEIGHT_GRADIENTS.get(name)):
         return model.saved
     raise Refused(f"{name or reader.target} is not known to be right for values in few bits")
+
+
+def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
+    """Return whether a reader multiplies a value, or what it is negated, by one factor that depends on a gradient."""
+    name, factors = name_of(reader), reader.all_input_nodes
+    if name == "aten.neg":
+        return bool(reader.users) and all(_is_product(joint, reader, user) for user in reader.users)
+    if name == "prims.fma":
+        if given is reader.args[2]:
+            return False
+        factors = [node for node in reader.args[:2] if isinstance(node, Node)]
+    elif name not in _PRODUCTS:
+        return False
+    others = [node for node in factors if node is not given]
+    return len(others) == 1 and others[0] in joint.tangent
+
+
+def is_softmax(node: Node) -> bool:
+    """Return whether a node is a softmax, perhaps decomposed; rows of which all is masked may be set to 0."""
+    if name_of(node) in _SOFTMAX:
+        return True
+    if name_of(node) == "aten.where":
+        return any(map(_is_zero, node.all_input_nodes)) and any(map(is_softmax, node.all_input_nodes))
+    if name_of(node) != "aten.div" or name_of(first_input(node)) != "aten.exp":
+        return False
+    total = node.args[1]
+    return isinstance(total, Node) and name_of(total) == "aten.sum" and first_input(total) is first_input(node)
+
+
+def _is_zero(node: Node) -> bool:
+    place = _FILL.get(name_of(node))
+    return place is not None and bool(node.args[place] == 0)
+
+
+def only_weighs(joint: Joint, softmax: Node) -> bool:
+    """Return whether products of matrices alone read a softmax in forward, behind views, casts and dropout."""
+    waiting = [softmax]
+    while waiting:
+        weights = waiting.pop()
+        for user in (user for user in weights.users if user in joint.forward):
+            if passes_on(user) or is_softmax(user) or _is_dropout(user, weights):
+                waiting.append(user)
+            elif name_of(user) not in _OF_MATRICES:
+                return False
+    return True
+
+
+def _is_dropout(node: Node, of: Node) -> bool:
+    """Return whether a node multiplies a value by a mask or a number, or sets to 0 what a mask says."""
+    if name_of(node) == "aten.native_dropout" or (name_of(node) == GETITEM and name_of(of) == "aten.native_dropout"):
+        return True
+    others = [other for other in node.all_input_nodes if other is not of]
+    if name_of(node) == "aten.where":
+        return all(_is_zero(other) or mask_of(other) is not None for other in others)
+    return name_of(node) in ("aten.mul", "aten.div") and all(mask_of(other) is not None for other in others)
+
+
+def mask_of(node: Node) -> Node | None:
+    """Return the truth values that a node stands for, perhaps as numbers, ``None`` if it stands for something else."""
+    source = first_input(node) if name_of(node) in CASTS else node
+    value = tensor_of(source)
+    return source if value is not None and value.dtype == torch.bool else None
 
 
 def _is_for_a_parameter(product: Node) -> bool:
@@ -179,6 +263,8 @@ def is_masked(node: Node) -> bool:
     waiting, seen = [node], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1
+        if is_softmax(node):
+            continue
         if name_of(node) in _MASKS:
             return True
         if passes_on(node):

@@ -17,6 +17,9 @@ the Euclidean norm, ``x / |x|``, since ``|x|`` is saved exactly.
     norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalised input; mu and r = 1/sigma
                                  are saved exactly (that of the weight is linear)
     fused attention              see ``operators.saved``: errors of logits enter exponentials
+    softmax, its result's        d (|g| + sum(p |g|) + (p + d) sum|g|), for p (g - sum(p g)). Only of weights p that
+                                 products of matrices alone read, behind views, casts and dropout (``only_weighs``):
+                                 their g does not depend on p, while that of log(p) has a pole
 
 **The shape alone** of its input is what pooling reads.
 
@@ -29,7 +32,8 @@ is not packed, whatever it holds (``is_masked``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +87,9 @@ ATTENTION = frozenset(
     )
 )
 """Nodes of fused attention."""
+SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
+"""Nodes of a softmax, which save their result."""
+_OF_MATRICES = frozenset({"BmmBackward0", "MmBackward0", "BaddbmmBackward0"})
 VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -92,12 +99,16 @@ VIEWS_AND_CASTS = frozenset(
     )
 )
 """Nodes of what holds the values of its input."""
+_WEIGH_AS_WELL = VIEWS_AND_CASTS | {
+    *("MulBackward0", "NativeDropoutBackward0", "FusedDropoutBackward0", "DropoutFunctionBackward"),
+}
+"""Nodes whose results are weights as their input is: dropout is a product with a mask."""
 _MASKS = frozenset(f"{name}Backward0" for name in ("IndexFill", "MaskedFill", "MaskedScatter", "Where"))
 _KEEP_MASKS = VIEWS_AND_CASTS | frozenset(f"{name}Backward0" for name in ("Add", "Div", "Mul", "Neg", "Sub"))
 _MOST_NODES = 16
 """Operations among which a mask is looked for."""
 READERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(PRODUCTS | ATTENTION, _always),
+    **dict.fromkeys(PRODUCTS | ATTENTION | SOFTMAX, _always),
     "PowBackward0": _square_or_cube,
     "LinalgVectorNormBackward0": _euclidean,
     **{f"{name}Backward0": _always for name in ("Gelu", "Silu", "Mish", "Softplus")},
@@ -135,6 +146,39 @@ def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
             found[own] = node
             waiting += [before for before, _ in node.next_functions if before is not None]
     return found
+
+
+def only_weighs(number: int, nodes: Mapping[int, Any]) -> bool:
+    """Return whether products of matrices alone read the result of a node, behind views, casts and dropout.
+
+    Args:
+        number: That of the node.
+        nodes: All nodes that may read it, by number.
+    """
+    users = defaultdict[int, list[Any]](list)
+    for node in nodes.values():
+        for before in {before._sequence_nr() for before, _ in node.next_functions if before is not None}:
+            users[before].append(node)
+    waiting, read = [number], False
+    while waiting:
+        for user in users[waiting.pop()]:
+            if user.name() in _WEIGH_AS_WELL:
+                waiting.append(user._sequence_nr())
+            elif user.name() in _OF_MATRICES:
+                read = True
+            else:
+                return False
+    return read
+
+
+def are_weights(tensor: Tensor) -> bool:
+    """Return whether a tensor is a softmax, behind views, casts and dropout."""
+    node = tensor.grad_fn
+    for _ in range(_MOST_NODES):
+        if node is None or node.name() not in _WEIGH_AS_WELL:
+            break
+        node = next((before for before, _ in node.next_functions if before is not None), None)
+    return node is not None and node.name() in SOFTMAX
 
 
 def is_masked(tensor: Tensor) -> bool:
