@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES
@@ -35,6 +36,7 @@ from lightning_actprune.compiled.readers import (
     Refused,
     Values,
     Way,
+    is_random_mask,
     is_softmax,
     mask_of,
     most_careful,
@@ -104,14 +106,14 @@ def _is_narrower(node: Node, than: Node) -> bool:
 
 
 def sources_of(joint: Joint) -> list[Source]:
-    """Return the floating-point values that backward reads, in their order, but for what is there anyway.
+    """Return the floating-point values and drawn masks that backward reads, in their order, but for what is there.
 
     That are inputs of the graph, and parts of them, which no layer has marked or which get no gradient.
     """
     reads = defaultdict[Node, list[Read]](list)
     for node in joint.graph.nodes:
         value = tensor_of(node)
-        if node in joint.forward and value is not None and value.is_floating_point():
+        if node in joint.forward and value is not None and (value.is_floating_point() or is_random_mask(node)):
             reads[source_of(node)] += joint.reads(node)
     sources = [Source(node, of) for node, of in reads.items() if of and not _is_there(joint, node, of)]
     return sorted(sources, key=lambda source: joint.order[source.node])
@@ -185,6 +187,10 @@ def _decide_one(joint: Joint, model: Model, source: Source, base: Source | None)
         source.how, source.reason = "again", "a checkpoint computes it again"
         return
     _check(joint, model, source)
+    if value_of(source.node).dtype == torch.bool:
+        memory_order(value_of(source.node))
+        source.ways, source.how = dict.fromkeys(source.reads, "signs"), "signs"
+        return
     # What a norm that is written out multiplies with its weight belongs to it.
     norm = base.way if base is not None and _is_normalised(source.node) else None
     if norm is None or norm.operator != "norm":
@@ -212,7 +218,7 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
     value = value_of(source.node)
     if count_of(value) < model.min_values:
         raise Refused("it has few values")
-    if value.dtype not in KERNEL_DTYPES:
+    if value.dtype not in KERNEL_DTYPES and value.dtype != torch.bool:
         raise Refused(f"{value.dtype} values are not packed")
     of = first_input(source.node) if name_of(source.node) == GETITEM else source.node
     if name_of(of) in _STATISTICS or (name_of(of) == NORM and source.node.args[1] != 0):

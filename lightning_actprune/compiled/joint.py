@@ -10,14 +10,15 @@ backward reads. Reads that differ by views, casts and copies alone are reads of 
     and casts of the unpacked value. The same bytes as in eager mode, by the layer's rule; of several readers the one
     that asks for the most bits counts (``readers.most_careful``).
 ``again``
-    What is pointwise in ONE packed value, without a jump, and in tensors that are far smaller, is computed again from
-    the unpacked value, and nothing is stored: the output of a GELU, of a norm, or of a ReLU behind a batch norm, that
-    the next linear layer or convolution reads. Only where the packed value has as many bits as the reader asks for.
-    The statistics of a norm are the exact ones. So is what is pointwise in an input of the graph that gets no gradient
-    and that backward reads as it is, as a norm of the batch does.
+    What is pointwise in ONE packed value, without a jump, and in tensors that are far smaller or masks that backward
+    reads anyway, is computed again from the unpacked value, and nothing is stored: the output of a GELU, of a norm, of
+    a ReLU behind a batch norm, or of dropout, that the next linear layer or convolution reads. Only where the packed
+    value has as many bits as the reader asks for. The statistics of a norm are the exact ones. So is what is pointwise
+    in an input of the graph that gets no gradient and that backward reads as it is, as a norm of the batch does.
 ``signs``
     One bit a value, exact, for ``relu``, also beside packed values for another reader: its gradient ``g`` where the
-    output is above zero, or no number, asks for no more. In operations that the compiler fuses.
+    output is above zero, or no number, asks for no more. So are masks kept that were drawn, as dropout's. In operations
+    that the compiler fuses.
 ``shape``
     Nothing is stored for pooling, which is given memory that nobody has written to.
 ``as it is``
@@ -31,9 +32,10 @@ nothing in backward reads more: a value that somebody packs is materialized for 
 again, so pack is not either. Should a checkpoint in the graph compute a value again, it is left alone.
 
 Never packed are parameters, their casts and the batch; outputs and what shares their memory, which their reader
-retains, though signs of them are stored; small tensors; what is no floating-point value; and results that say something
-about many values (``_STATISTICS``). Of inputs of the graph, those are packed that a layer has marked and that get a
-gradient: where blocks are compiled one by one, or a graph breaks, they are what the one before has computed.
+retains, though signs of them are stored; small tensors; what is neither floating-point values nor a drawn mask; and
+results that say something about many values (``_STATISTICS``). Of inputs of the graph, those are packed that a layer
+has marked and that get a gradient: where blocks are compiled one by one, or a graph breaks, they are what the one
+before has computed.
 
 What modules do that run again in backward is in ``compiled.recompute``; it comes first.
 

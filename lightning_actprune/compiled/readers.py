@@ -46,6 +46,10 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
+_COMPARISONS = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
+_RANDOM = frozenset(
+    {"prims.inductor_random", *(f"aten.{name}" for name in ("bernoulli", "native_dropout", "rand", "rand_like"))}
+)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
 """A softmax that is not decomposed."""
@@ -183,7 +187,7 @@ def is_softmax(node: Node) -> bool:
     if name_of(node) in _SOFTMAX:
         return True
     if name_of(node) == "aten.where":
-        return any(map(_is_zero, node.all_input_nodes)) and any(map(is_softmax, node.all_input_nodes))
+        return any(map(_is_zero, node.all_input_nodes)) and any(is_softmax(source_of(x)) for x in node.all_input_nodes)
     if name_of(node) != "aten.div" or name_of(first_input(node)) != "aten.exp":
         return False
     total = node.args[1]
@@ -203,7 +207,7 @@ def only_weighs(joint: Joint, softmax: Node) -> bool:
         for user in (user for user in weights.users if user in joint.forward):
             if passes_on(user) or is_softmax(user) or _is_dropout(user, weights):
                 waiting.append(user)
-            elif name_of(user) not in _OF_MATRICES:
+            elif name_of(user) not in _OF_MATRICES | _RANDOM:  # which are made in its shape
                 return False
     return True
 
@@ -223,6 +227,15 @@ def mask_of(node: Node) -> Node | None:
     source = first_input(node) if name_of(node) in CASTS else node
     value = tensor_of(source)
     return source if value is not None and value.dtype == torch.bool else None
+
+
+def is_random_mask(node: Node) -> bool:
+    """Return whether a node stands for truth values that were drawn, as dropout's are."""
+    if mask_of(node) is not node:
+        return False
+    while name_of(node) in _COMPARISONS or name_of(node) in CASTS or name_of(node) == GETITEM:
+        node = first_input(node)
+    return name_of(node) in _RANDOM
 
 
 def _is_for_a_parameter(product: Node) -> bool:

@@ -33,6 +33,7 @@ from lightning_actprune.compiled.graphs import (
     value_of,
 )
 from lightning_actprune.compiled.layout import Layout, memory_order
+from lightning_actprune.compiled.readers import mask_of
 from lightning_actprune.compiled.signs import PER_BYTE
 
 _FEW_BITS = 4
@@ -190,15 +191,36 @@ class Rewriter:
         with writer.before(after(node), FORWARD):
             flat = writer.call(_aten.reshape.default, self._turned(node, order), [-1])
             count = writer.size(flat, 0)
-            stored = writer.call(_own.signs.default, flat)
+            is_mask = value_of(node).dtype == torch.bool
+            stored = writer.call(_own.signs.default, writer.cast(flat, torch.uint8) if is_mask else flat)
         must_be_saved(stored)
         reads = source.reads_of("signs")
-        with writer.before(self._first([read.reader for read in reads]), BACKWARD):
+        with writer.before(self._first([read.reader for read in reads + self._reads_of_masked(source)]), BACKWARD):
             signs = writer.cast(self._split(stored, count), value_of(node).dtype)
             dense = writer.call(_aten.view.default, signs, self._sizes(node, order))
             dense = self._turned_back(dense, order)
+        if is_mask:
+            self._restored[node] = dense
         self._give(source, dense, reads)
         return stored
+
+    def _reads_of_masked(self, mask: Source) -> list[Read]:
+        """Return the reads of what is computed again with a mask."""
+        again = (source for source in self._sources if source.base is not None)
+        return [read for source in again if mask.node in self._masks_of(source) for read in source.reads_of("values")]
+
+    def _masks_of(self, source: Source) -> set[Node]:
+        """Return the masks from which something is computed again."""
+        assert source.base is not None
+        masks, waiting = set[Node](), [source.node]
+        while waiting:
+            for node in waiting.pop().all_input_nodes:
+                mask = mask_of(node)
+                if mask is not None:
+                    masks.add(mask)
+                elif node is not source.base.node and node in self._base:
+                    waiting.append(node)
+        return masks
 
     def _split(self, stored: Node, count: int | Node) -> Node:
         """Undo ``compiled.signs``: return the bits as numbers."""
@@ -277,6 +299,9 @@ class Rewriter:
         """Return what ``node`` computes, computed again from values in ``made``, or itself if it depends on none."""
         if node in made:
             return made[node]
+        mask = mask_of(node)
+        if mask is not None and mask in self._restored:
+            return self._writer.cast(self._restored[mask], value_of(node).dtype)
         if node not in self._base or node.op == "placeholder":
             return node
         if name_of(node) == GETITEM:

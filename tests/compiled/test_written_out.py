@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
+from lightning_actprune.compiled.graphs import put_in_order
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.marks import needs_passes
+from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
-HEADS, SHAPE = 2, (4, 2, 48, 48)
+HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -32,6 +34,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, 32)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Drawn(nn.Module):
+    """Dropout by a mask that is drawn in its place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.rand_like(x) > 0.25) * x / 0.75
 
 
 def stepped(attend: Attend, query: int = 8, **options: object) -> Result:
@@ -55,32 +64,44 @@ def dropped(p: Tensor) -> Tensor:
     return F.dropout(p, 0.25)
 
 
+def drawn(p: Tensor) -> Tensor:
+    return torch.where(torch.rand_like(p) > 0.25, p, 0.0)
+
+
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("autocast", [False, True])
+AGAIN = ["packed", "signs", "again"]
+TWICE = ["packed", "signs", "packed"]
+"""Weights, the mask of dropout, and what has passed it."""
+
+
+@pytest.mark.parametrize("autocast", quick([False, True], True))
 @pytest.mark.parametrize(
-    ("attend", "hows"),
+    ("attend", "backend", "hows"),
     [
-        (written_out(), ["packed"]),
-        (written_out(mask=True), ["packed"]),
-        (written_out(dropped), ["packed", "again"]),
-        (written_out(lambda p: torch.where(torch.rand_like(p) > 0.5, p, 0.0)), ["packed", "again"]),
-        (fused, ["packed", "again"]),
+        (written_out(), "aot_eager", ["packed"]),
+        (written_out(mask=True), "aot_eager", ["packed"]),
+        (written_out(dropped), "aot_eager", ["packed", "packed"]),
+        (written_out(drawn), "aot_eager", TWICE),
+        pytest.param(written_out(), "inductor", ["packed"], marks=pytest.mark.slow),
+        pytest.param(written_out(mask=True), "inductor", ["packed"], marks=pytest.mark.slow),
+        pytest.param(written_out(dropped), "inductor", AGAIN, marks=pytest.mark.slow),
+        pytest.param(written_out(drawn), "inductor", TWICE, marks=pytest.mark.slow),
+        pytest.param(fused, "inductor", AGAIN, marks=pytest.mark.slow),
     ],
 )
-def test_weights_are_packed_once(attend, hows, autocast, backend):
-    """With dropout the compiler writes out what is fused as well, on a CPU."""
+def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
+    """With dropout inductor writes out what is fused as well, on a CPU."""
     found, dense = (stepped(attend, packs=packs, autocast=autocast, backend=backend) for packs in (True, False))
     rows = [row for row in found.rows if row.shape == SHAPE]
     assert [row.how for row in rows] == hows
-    assert [row.bits for row in rows if row.how == "packed"] == [8]
+    assert {row.bits for row in rows if row.how == "packed"} == {8}
+    assert {row.stored_bytes for row in rows if row.how == "signs"} <= {VALUES // 8}
     torch.testing.assert_close(found.output, dense.output)
     assert 0.999 < worst_cosine(found, dense) < 1
-    weights = [t for t in found.kept if t.is_floating_point() and t.numel() >= 4 * 2 * 48 * 48]
-    assert weights == []
+    assert not any(t.is_floating_point() and t.numel() == VALUES for t in found.kept)
     assert nbytes(found.kept) < 0.7 * nbytes(dense.kept)
 
 
@@ -101,3 +122,41 @@ def test_bits_are_those_of_the_query():
 def test_what_is_divided_by_another_sum_is_no_softmax():
     found = stepped(lambda q, k, v: (s := (q @ k.mT).square() + 0.1) / s.sum(-1, keepdim=True) @ v)
     assert "it is a quotient by a sum, in which its gradient is not linear" in {row.reason for row in found.rows}
+
+
+@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], "aot_eager"))
+def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
+    torch.manual_seed(0)
+    layers = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8))]
+    model = nn.Sequential(*layers, Drawn(), Marked(nn.Linear(64, 64), mark("linear", 4)))
+    results = []
+    for packs in (True, False):
+        torch.manual_seed(1)
+        results.append(step(model, torch.randn(8, 64, 64), packs=packs, backend=backend))
+    found, dense = results
+    torch.testing.assert_close(found.output, dense.output)
+    assert 0.999 < worst_cosine(found, dense) < 1
+    count = 8 * 64 * 64
+    assert [row.how for row in found.rows if row.dtype == torch.bool] == ["signs"]
+    assert sum(t.nbytes for t in found.kept if t.shape == (count // 8,)) == count // 8
+    assert not any(t.dtype == torch.bool for t in found.kept)
+    assert found.rows[-1].how == "again"
+
+
+def test_nodes_that_read_later_ones_are_put_behind_them():
+    """Which they are where inductor has found attention with dropout, and fused it."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    a, b, c = (graph.call_function(torch.sin, (x,)) for _ in range(3))
+    d = graph.call_function(torch.add, (a, c))
+    graph.output((b, d))
+    for node in (d, a):
+        x.append(node)  # now a, d, b, c
+    assert [node.name for node in graph.nodes] == ["x", "sin", "add", "sin_1", "sin_2", "output"]
+    with pytest.raises(RuntimeError, match="before it has been defined"):
+        graph.lint()
+    put_in_order(graph)
+    graph.lint()
+    assert [node.name for node in graph.nodes] == ["x", "sin", "sin_2", "add", "sin_1", "output"]
+    y = torch.randn(3)
+    torch.testing.assert_close(GraphModule(nn.Module(), graph)(y), (y.sin(), 2 * y.sin()))
