@@ -33,6 +33,7 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.compiled.readers import (
+    FILLS,
     Refused,
     Values,
     Way,
@@ -108,7 +109,7 @@ def _is_narrower(node: Node, than: Node) -> bool:
 def sources_of(joint: Joint) -> list[Source]:
     """Return the floating-point values and drawn masks that backward reads, in their order, but for what is there.
 
-    That are inputs of the graph, and parts of them, which no layer has marked or which get no gradient.
+    That are inputs of the graph, and parts of them, which no layer has marked or which get no gradient, and constants.
     """
     reads = defaultdict[Node, list[Read]](list)
     for node in joint.graph.nodes:
@@ -122,7 +123,7 @@ def sources_of(joint: Joint) -> list[Source]:
 def _is_there(joint: Joint, node: Node, reads: list[Read]) -> bool:
     memory = memory_of(node)
     if memory.op != "placeholder":
-        return False
+        return name_of(memory) in FILLS  # which takes nothing to make again
     return memory in joint.given or all(read.mark is None for read in reads)
 
 

@@ -53,7 +53,7 @@ _RANDOM = frozenset(
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
 """A softmax that is not decomposed."""
-_FILL = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
+FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
 """Operations that make tensors of one number, and the place of that."""
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
 """Operations that compute a weight gradient, and the place of what it is a product with."""
@@ -195,7 +195,7 @@ def is_softmax(node: Node) -> bool:
 
 
 def _is_zero(node: Node) -> bool:
-    place = _FILL.get(name_of(node))
+    place = FILLS.get(name_of(node))
     return place is not None and bool(node.args[place] == 0)
 
 
