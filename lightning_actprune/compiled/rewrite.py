@@ -214,7 +214,9 @@ class Rewriter:
         assert source.base is not None
         masks, waiting = set[Node](), [source.node]
         while waiting:
-            for node in waiting.pop().all_input_nodes:
+            made = waiting.pop()
+            made = first_input(made) if name_of(made) == GETITEM else made  # a norm, which itself is not made again
+            for node in made.all_input_nodes:
                 mask = mask_of(node)
                 if mask is not None:
                     masks.add(mask)

@@ -89,7 +89,8 @@ ATTENTION = frozenset(
 """Nodes of fused attention."""
 SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
 """Nodes of a softmax, which save their result."""
-_OF_MATRICES = frozenset({"BmmBackward0", "MmBackward0", "BaddbmmBackward0"})
+OF_MATRICES = frozenset({"BmmBackward0", "MmBackward0", "BaddbmmBackward0"})
+"""Nodes of the products by which weights weigh values."""
 VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -164,7 +165,7 @@ def only_weighs(number: int, nodes: Mapping[int, Any]) -> bool:
         for user in users[waiting.pop()]:
             if user.name() in _WEIGH_AS_WELL:
                 waiting.append(user._sequence_nr())
-            elif user.name() in _OF_MATRICES:
+            elif user.name() in OF_MATRICES:
                 read = True
             else:
                 return False

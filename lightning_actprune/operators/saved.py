@@ -90,6 +90,7 @@ from lightning_actprune.operators.hooks import (
 )
 from lightning_actprune.operators.readers import (
     ATTENTION,
+    OF_MATRICES,
     POOLING,
     PRODUCTS,
     READERS,
@@ -118,6 +119,7 @@ from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Ope
 _OUTLIER = "an outlier takes all steps of its block for itself"
 _ATTENTION_INPUTS = "query", "key", "value"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
+_WEIGHING = frozenset(map(operator_name, OF_MATRICES | SOFTMAX))
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
 
@@ -474,7 +476,7 @@ class SavedTensorCompression:
         if (
             not decision.bits
             or spared
-            or are_weights(tensor)
+            or (decision.operation in _WEIGHING and are_weights(tensor))
             or _is_captured(tensor)
             or not loses_values(as_read(tensor, layout), layout.block)
         ):
@@ -532,7 +534,7 @@ class SavedTensorCompression:
             return Decision(0, name, "its other factor has a gradient that is a difference of sums")
         if is_masked(tensor):
             return Decision(0, name, "a mask has put values into it, which may be as large as it likes")
-        if are_weights(tensor):
+        if name in _WEIGHING and are_weights(tensor):
             return Decision(self._bits, name)
         if _is_captured(tensor):
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")

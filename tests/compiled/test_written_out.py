@@ -143,6 +143,18 @@ def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     assert found.rows[-1].how == "again"
 
 
+def test_a_mask_is_there_for_what_is_made_again_behind_a_norm():
+    torch.manual_seed(0)
+    first = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8)), Drawn()]
+    last = [Marked(nn.LayerNorm(64), mark("norm", 8)), Marked(nn.Linear(64, 64), mark("linear", 4))]
+    model, results = nn.Sequential(*first, *last), []
+    for packs in (True, False):
+        torch.manual_seed(1)
+        results.append(step(model, torch.randn(8, 64, 64), packs=packs))
+    assert 0.999 < worst_cosine(*results) < 1
+    assert results[0].rows[-1].how == "again"
+
+
 def test_nodes_that_read_later_ones_are_put_behind_them():
     """Which they are where inductor has found attention with dropout, and fused it."""
     graph = Graph()
