@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
             records.append({**head, **said, **measure(CASES[number], logit_std, bits, written_out=True)})
     records = [{**record, **environment()} for record in records]
     write_records(args.out, records)
-    Console(width=160).print(summary(records).rich())
+    Console(width=200).print(summary(records).rich())
 
 
 if __name__ == "__main__":
