@@ -226,7 +226,7 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
         raise Refused("it is a statistic")
     if is_softmax(of):
         if not only_weighs(joint, of):
-            raise Refused("it is a softmax, and not read by products of matrices alone")
+            raise Refused("it is a softmax that does more than weigh values")
     elif name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
         raise Refused("it is a quotient by a sum, in which its gradient is not linear")
 

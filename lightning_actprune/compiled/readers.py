@@ -34,6 +34,7 @@ from torch.fx import Node
 from lightning_actprune.compiled.graphs import (
     CASTS,
     GETITEM,
+    VIEWS,
     Joint,
     Read,
     first_input,
@@ -200,14 +201,20 @@ def _is_zero(node: Node) -> bool:
 
 
 def only_weighs(joint: Joint, softmax: Node) -> bool:
-    """Return whether products of matrices alone read a softmax in forward, behind views, casts and dropout."""
+    """Return whether a softmax in forward weighs values that depend on a mark, behind views, casts and dropout.
+
+    Of constants, such as ones that choose some weights, it may be that the logarithm is taken.
+    """
     waiting = [softmax]
     while waiting:
         weights = waiting.pop()
         for user in (user for user in weights.users if user in joint.forward):
             if passes_on(user) or is_softmax(user) or _is_dropout(user, weights):
                 waiting.append(user)
-            elif name_of(user) not in _OF_MATRICES | _RANDOM:  # which are made in its shape
+            elif name_of(user) in _OF_MATRICES:
+                if any(other not in joint.marked for other in user.all_input_nodes):
+                    return False
+            elif name_of(user) not in _RANDOM:  # which are made in its shape
                 return False
     return True
 
@@ -233,7 +240,7 @@ def is_random_mask(node: Node) -> bool:
     """Return whether a node stands for truth values that were drawn, as dropout's are."""
     if mask_of(node) is not node:
         return False
-    while name_of(node) in _COMPARISONS or name_of(node) in CASTS or name_of(node) == GETITEM:
+    while name_of(node) in _COMPARISONS | CASTS | VIEWS | {GETITEM}:
         node = first_input(node)
     return name_of(node) in _RANDOM
 

@@ -18,8 +18,8 @@ the Euclidean norm, ``x / |x|``, since ``|x|`` is saved exactly.
                                  are saved exactly (that of the weight is linear)
     fused attention              see ``operators.saved``: errors of logits enter exponentials
     softmax, its result's        d (|g| + sum(p |g|) + (p + d) sum|g|), for p (g - sum(p g)). Only of weights p that
-                                 products of matrices alone read, behind views, casts and dropout (``only_weighs``):
-                                 their g does not depend on p, while that of log(p) has a pole
+                                 products of matrices with values that need a gradient alone read, behind views, casts
+                                 and dropout (``only_weighs``): that of log(p) has a pole
 
 **The shape alone** of its input is what pooling reads.
 
@@ -150,7 +150,9 @@ def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
 
 
 def only_weighs(number: int, nodes: Mapping[int, Any]) -> bool:
-    """Return whether products of matrices alone read the result of a node, behind views, casts and dropout.
+    """Return whether the result of a node weighs values that need a gradient, behind views, casts and dropout.
+
+    Of constants, such as ones that choose some weights, it may be that the logarithm is taken.
 
     Args:
         number: That of the node.
@@ -165,7 +167,7 @@ def only_weighs(number: int, nodes: Mapping[int, Any]) -> bool:
         for user in users[waiting.pop()]:
             if user.name() in _WEIGH_AS_WELL:
                 waiting.append(user._sequence_nr())
-            elif user.name() in OF_MATRICES:
+            elif user.name() in OF_MATRICES and all(before is not None for before, _ in user.next_functions):
                 read = True
             else:
                 return False

@@ -527,7 +527,7 @@ class SavedTensorCompression:
             return self._of_attention(name, stay)
         if node.name() in SOFTMAX:
             if not only_weighs(saving.number, nodes):
-                return Decision(0, name, "it is a softmax, and not read by products of matrices alone")
+                return Decision(0, name, "it is a softmax that does more than weigh values")
             bits = self._attention["query"]
             return Decision(bits, name, "" if bits else "a rule leaves it as it is")
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
