@@ -1,12 +1,11 @@
-"""How far gradients of attention are off if query, key, value and result are quantized, or its weights.
+"""How far gradients of fused attention are off if query, key, value and result are quantized.
 
     python examples/benchmarks/attention.py --out attention.json
 
 Query and key have normal values scaled so that the logits have a standard deviation of `logit_std`; from 3 or so on a
 softmax attends to few keys. `error` is that of the gradients of query, key and value together, relative to the exact
 ones of fp64, by root of sums of squares; of "dense" it is what the 16-bit kernel itself is off. `stored` says what is
-kept in the format: the others are in eight bits. Without a GPU, the fused attention of the CPU. `weights` are those of
-an attention that is written out, which computes none again and keeps no result.
+kept in the format: the others are in eight bits. Without a GPU, the fused attention of the CPU.
 
 With weights `P`, the logits get `P (dP - D)`, of which `dP` are products with the value and `D` those with the result.
 A sharp softmax makes a small difference of them, in which errors of value and result stand alone.
@@ -43,26 +42,18 @@ STORED = {
     "int3": (("value",), ("attended",)),
 }
 """What is stored in a format, beside all others in eight bits."""
-WEIGHTS = "weights"
 
 
 class Attention(nn.Module):
-    """Attention of a joint projection ``[3, B, H, N, d]``, fused or written out."""
+    """Fused attention of a joint projection ``[3, B, H, N, d]``."""
 
-    def __init__(self, causal: bool, written_out: bool = False) -> None:
+    def __init__(self, causal: bool) -> None:
         super().__init__()
-        self.causal, self.written_out = causal, written_out
+        self.causal = causal
 
     def forward(self, qkv: Tensor) -> Tensor:
         """Return ``[B, H, N, d]``."""
-        q, k, v = qkv.unbind(0)
-        if not self.written_out:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        logits = q @ k.mT * q.shape[-1] ** -0.5
-        if self.causal:
-            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(later, -torch.inf)
-        return logits.softmax(-1) @ v
+        return F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=self.causal)
 
 
 def inputs(case: tuple[Any, ...], logit_std: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -83,12 +74,10 @@ def gradient(module: Attention, qkv: Tensor, grad: Tensor) -> Tensor:
     return leaf.grad.double()
 
 
-def measure(
-    case: tuple[Any, ...], logit_std: float, bits: dict[str, int] | None, written_out: bool = False
-) -> dict[str, Any]:
+def measure(case: tuple[Any, ...], logit_std: float, bits: dict[str, int] | None) -> dict[str, Any]:
     """Return the error with so many bits of what attention needs, of the dense attention without any."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    module, (qkv, grad) = Attention(case[-1], written_out), inputs(case, logit_std, device)
+    module, (qkv, grad) = Attention(case[-1]), inputs(case, logit_std, device)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         exact = gradient(module, qkv.double(), grad.double())
     if bits is None:
@@ -124,13 +113,9 @@ def main(argv: list[str] | None = None) -> None:
                 bits = dict.fromkeys(stored, BITS[value_format])
                 said = {"value_format": value_format, "stored": ", ".join(stored)}
                 records.append({**head, **said, **measure(CASES[number], logit_std, bits)})
-        for value_format in ("int8", "int4"):
-            bits = {"query": BITS[value_format]}  # which those of the weights follow
-            said = {"value_format": value_format, "stored": WEIGHTS}
-            records.append({**head, **said, **measure(CASES[number], logit_std, bits, written_out=True)})
     records = [{**record, **environment()} for record in records]
     write_records(args.out, records)
-    Console(width=200).print(summary(records).rich())
+    Console(width=160).print(summary(records).rich())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ in few bits where it is *linear* in them, or off by a bound that is known. In a 
                      stays as it is
     softmax          of attention that is written out: ``g p`` and ``p sum(g p)``, if products of matrices alone read
                      the weights ``p`` in forward, behind dropout. So ``g`` is bounded, and errors of weights between 0
-                     and 1 are as well. They get the bits of the query, which fused attention computes them from
+                     and 1 are as well. They get the bits of the query, which fused attention computes them from.
+                     Not in eager mode, which does not see all who read them
 
 Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
 dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
@@ -208,7 +209,11 @@ def only_weighs(joint: Joint, softmax: Node) -> bool:
     waiting = [softmax]
     while waiting:
         weights = waiting.pop()
-        for user in (user for user in weights.users if user in joint.forward):
+        for user in weights.users:
+            if user.op == "output":  # whoever gets it may take its logarithm
+                return False
+            if user not in joint.forward:
+                continue
             if passes_on(user) or is_softmax(user) or _is_dropout(user, weights):
                 waiting.append(user)
             elif name_of(user) in _OF_MATRICES:
@@ -226,7 +231,8 @@ def _is_dropout(node: Node, of: Node) -> bool:
     others = [other for other in node.all_input_nodes if other is not of]
     if name_of(node) == "aten.where":
         return all(_is_zero(other) or mask_of(other) is not None for other in others)
-    return name_of(node) in ("aten.mul", "aten.div") and all(mask_of(other) is not None for other in others)
+    alone = node.args.count(of) == 1 and (name_of(node) == "aten.mul" or node.args[0] is of)
+    return name_of(node) in ("aten.mul", "aten.div") and alone and all(mask_of(other) is not None for other in others)
 
 
 def mask_of(node: Node) -> Node | None:

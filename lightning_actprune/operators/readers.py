@@ -17,9 +17,6 @@ the Euclidean norm, ``x / |x|``, since ``|x|`` is saved exactly.
     norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalised input; mu and r = 1/sigma
                                  are saved exactly (that of the weight is linear)
     fused attention              see ``operators.saved``: errors of logits enter exponentials
-    softmax, its result's        d (|g| + sum(p |g|) + (p + d) sum|g|), for p (g - sum(p g)). Only of weights p that
-                                 products of matrices with values that need a gradient alone read, behind views, casts
-                                 and dropout (``only_weighs``): that of log(p) has a pole
 
 **The shape alone** of its input is what pooling reads.
 
@@ -32,8 +29,7 @@ is not packed, whatever it holds (``is_masked``).
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,10 +83,6 @@ ATTENTION = frozenset(
     )
 )
 """Nodes of fused attention."""
-SOFTMAX = frozenset({"SoftmaxBackward0", "SafeSoftmaxBackward0"})
-"""Nodes of a softmax, which save their result."""
-OF_MATRICES = frozenset({"BmmBackward0", "MmBackward0", "BaddbmmBackward0"})
-"""Nodes of the products by which weights weigh values."""
 VIEWS_AND_CASTS = frozenset(
     f"{name}Backward0"
     for name in (
@@ -100,16 +92,12 @@ VIEWS_AND_CASTS = frozenset(
     )
 )
 """Nodes of what holds the values of its input."""
-_WEIGH_AS_WELL = VIEWS_AND_CASTS | {
-    *("MulBackward0", "NativeDropoutBackward0", "FusedDropoutBackward0", "DropoutFunctionBackward"),
-}
-"""Nodes whose results are weights as their input is: dropout is a product with a mask."""
 _MASKS = frozenset(f"{name}Backward0" for name in ("IndexFill", "MaskedFill", "MaskedScatter", "Where"))
 _KEEP_MASKS = VIEWS_AND_CASTS | frozenset(f"{name}Backward0" for name in ("Add", "Div", "Mul", "Neg", "Sub"))
 _MOST_NODES = 16
 """Operations among which a mask is looked for."""
 READERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(PRODUCTS | ATTENTION | SOFTMAX, _always),
+    **dict.fromkeys(PRODUCTS | ATTENTION, _always),
     "PowBackward0": _square_or_cube,
     "LinalgVectorNormBackward0": _euclidean,
     **{f"{name}Backward0": _always for name in ("Gelu", "Silu", "Mish", "Softplus")},
@@ -147,41 +135,6 @@ def nodes_since(outputs: Any, number: int) -> dict[int, Any]:
             found[own] = node
             waiting += [before for before, _ in node.next_functions if before is not None]
     return found
-
-
-def only_weighs(number: int, nodes: Mapping[int, Any]) -> bool:
-    """Return whether the result of a node weighs values that need a gradient, behind views, casts and dropout.
-
-    Of constants, such as ones that choose some weights, it may be that the logarithm is taken.
-
-    Args:
-        number: That of the node.
-        nodes: All nodes that may read it, by number.
-    """
-    users = defaultdict[int, list[Any]](list)
-    for node in nodes.values():
-        for before in {before._sequence_nr() for before, _ in node.next_functions if before is not None}:
-            users[before].append(node)
-    waiting, read = [number], False
-    while waiting:
-        for user in users[waiting.pop()]:
-            if user.name() in _WEIGH_AS_WELL:
-                waiting.append(user._sequence_nr())
-            elif user.name() in OF_MATRICES and all(before is not None for before, _ in user.next_functions):
-                read = True
-            else:
-                return False
-    return read
-
-
-def are_weights(tensor: Tensor) -> bool:
-    """Return whether a tensor is a softmax, behind views, casts and dropout."""
-    node = tensor.grad_fn
-    for _ in range(_MOST_NODES):
-        if node is None or node.name() not in _WEIGH_AS_WELL:
-            break
-        node = next((before for before, _ in node.next_functions if before is not None), None)
-    return node is not None and node.name() in SOFTMAX
 
 
 def is_masked(tensor: Tensor) -> bool:

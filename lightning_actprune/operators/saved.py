@@ -10,10 +10,10 @@ take eight bits.
 Packed are activations that an operation gets as an input and that need a gradient. Left as they are:
 
 - small tensors, other types than fp32 and 16 bits, tensor subclasses, expanded tensors, those with one value a row;
-- what needs no gradient, and *results* that an operation saves of itself (exp, norms, statistics), but for that of
-  fused attention, of which backward needs the product with the gradient, and for a softmax whose values weigh others
-  (below). A result's node is the newest one of its thread, that of an input is older: the operation's own node is made
-  before it saves anything, so the numbers that autograd gives to nodes tell them apart;
+- what needs no gradient, and *results* that an operation saves of itself (softmax, exp, norms, statistics), but for
+  that of fused attention, of which backward needs the product with the gradient. A result's node is the newest one of
+  its thread, that of an input is older: the operation's own node is made before it saves anything, so the numbers that
+  autograd gives to nodes tell them apart;
 - leaves, views of leaves, copies of leaves in another type (autocast), and whatever has the shape of a parameter, up to
   transposition, such as a weight with a norm or a mask: gradients of inputs stay exact;
 - what a compiled region saves, which may compute anything again from it, and what a reentrant checkpoint keeps, or any
@@ -30,11 +30,6 @@ What a mask has put values into (``masked_fill``, ``where``) stays as it is what
 outliers may come later than that, with the first batch that is padded, say. So they are looked for again in the 2nd,
 4th, 8th forward and so on, and in every 128th from then on: what has some stays as it is from then on, with a warning,
 since they may have come in a forward in between.
-
-**Attention that is written out** keeps its weights, a softmax that products of matrices alone read, behind views, casts
-and dropout. They have the bits of the query, from which fused attention computes them again, and gradients are off by
-less than there (``attention.json``). Weights are between 0 and 1, and small ones count for little beside large ones, so
-that these are no outliers.
 
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
 errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
@@ -90,17 +85,13 @@ from lightning_actprune.operators.hooks import (
 )
 from lightning_actprune.operators.readers import (
     ATTENTION,
-    OF_MATRICES,
     POOLING,
     PRODUCTS,
     READERS,
-    SOFTMAX,
     VIEWS_AND_CASTS,
-    are_weights,
     is_masked,
     loses_values,
     may_read,
-    only_weighs,
     operator_name,
 )
 from lightning_actprune.operators.regions import (
@@ -119,7 +110,6 @@ from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Ope
 _OUTLIER = "an outlier takes all steps of its block for itself"
 _ATTENTION_INPUTS = "query", "key", "value"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
-_WEIGHING = frozenset(map(operator_name, OF_MATRICES | SOFTMAX))
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
 
@@ -147,13 +137,6 @@ def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
 def is_attention_result(tensor: Tensor) -> bool:
     """Return whether fused attention has computed ``tensor``."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() in ATTENTION
-
-
-def _is_bare_result(tensor: Tensor) -> bool:
-    """Return whether the operation that saves ``tensor`` has computed it, and nothing is known of how it reads that."""
-    node = tensor.grad_fn
-    assert node is not None
-    return is_own_result(tensor) and node.name() not in ATTENTION | SOFTMAX
 
 
 def _copies_parameter(tensor: Tensor) -> bool:
@@ -447,7 +430,7 @@ class SavedTensorCompression:
         layout = self._layout(tensor, frame)
         if layout is None or tensor.untyped_storage()._cdata in self._unchanged:
             return self._retain(tensor, outer)
-        if _is_bare_result(tensor):
+        if is_own_result(tensor) and not is_attention_result(tensor):
             return self._retain(tensor, outer)
         site = Site(self._running_name(), frame.f_code, frame.f_lasti, saving.count - 1)
         decision = self._decisions.get(site) or self._decision_before(site)
@@ -476,7 +459,6 @@ class SavedTensorCompression:
         if (
             not decision.bits
             or spared
-            or (decision.operation in _WEIGHING and are_weights(tensor))
             or _is_captured(tensor)
             or not loses_values(as_read(tensor, layout), layout.block)
         ):
@@ -525,17 +507,10 @@ class SavedTensorCompression:
             return Decision(min(BITS), name)
         if node.name() in ATTENTION:
             return self._of_attention(name, stay)
-        if node.name() in SOFTMAX:
-            if not only_weighs(saving.number, nodes):
-                return Decision(0, name, "it is a softmax that does more than weigh values")
-            bits = self._attention["query"]
-            return Decision(bits, name, "" if bits else "a rule leaves it as it is")
         if node.name() in PRODUCTS and operations.shares(stay, nodes):
             return Decision(0, name, "its other factor has a gradient that is a difference of sums")
         if is_masked(tensor):
             return Decision(0, name, "a mask has put values into it, which may be as large as it likes")
-        if name in _WEIGHING and are_weights(tensor):
-            return Decision(self._bits, name)
         if _is_captured(tensor):
             return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
         if loses_values(as_read(tensor, stay.layout), stay.layout.block):
@@ -569,7 +544,7 @@ class SavedTensorCompression:
             return False
         if self._is_left_alone(tensor) or self._layout(tensor, caller()) is None:
             return False
-        return not _is_bare_result(tensor)
+        return not is_own_result(tensor) or is_attention_result(tensor)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""

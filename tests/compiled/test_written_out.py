@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from lightning_actprune.compiled.graphs import put_in_order
+from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.marks import needs_passes, quick
 
@@ -117,6 +118,33 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
 def test_what_anything_else_reads_stays_as_it_is(read):
     found = stepped(written_out(read))
     assert "it is a softmax that does more than weigh values" in {row.reason for row in found.rows}
+
+
+@pytest.mark.parametrize("given", [dropped, lambda p: p.clone(), lambda p: p.bfloat16(), lambda p: p])
+def test_so_does_what_leaves_the_graph(given):
+    """Whoever gets it may take its logarithm, of which the gradient has a pole where weights are small."""
+    outputs = []
+
+    def read(p: Tensor) -> Tensor:
+        outputs.append(given(p))
+        return p
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs.clear()
+        return model(x), outputs[0]
+
+    torch.manual_seed(0)
+    model, x, grads = Attention(written_out(read), 8), torch.randn(4, 48, 64), []
+    with torch._inductor.config.patch(force_disable_caches=True), CompiledPacking() as packing:
+        torch._dynamo.reset()
+        for f in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
+            torch.manual_seed(1)
+            model.zero_grad()
+            y, p = f(x)
+            (y.square().mean() - (p.float() + 1e-6).log().mean()).backward()
+            grads.append(model.qkv.layer.weight.grad.clone())
+    assert {row.how for row in packing.rows if row.name == "aten._softmax"} == {"as it is"}
+    assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
 
 
 def test_bits_are_those_of_the_query():
