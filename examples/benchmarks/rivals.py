@@ -44,8 +44,8 @@ torch's allocator has settings of its own (``PYTORCH_CUDA_ALLOC_CONF``).
 
 Records are written after every case. A case that the file has already is not run again, unless it failed; after
 ``--seconds`` no further one starts. So a benchmark that was cut short goes on when it is called again. With ``--again``
-it is run again, and its record, the new one, has the times of the turns before as well if the versions and the kind of
-GPU are the same.
+it is run again, and its record, the new one, has the times of the turns before as well if torch, triton and the kind of
+GPU are the same. Records do not know the version of this package: join turns of the same code alone.
 """
 
 from __future__ import annotations

@@ -392,7 +392,7 @@ turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the h
 Llama had one turn."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
-dense on as many GPUs; the column behind it compares each method with itself. Times are compared within a run alone."""
+dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""
 LOGITS_TEXT = """\
 One training step, eager, bf16 autocast, fused AdamW; `together` is `linear_cross_entropy`."""
 

@@ -81,11 +81,11 @@ def pack_joint_graph(graph: Graph) -> Packed | None:
     A graph without marks is left as it is, and nothing is decided. Nor is it of one without backward, of whose outputs
     none needs a gradient.
     """
-    put_in_order(graph)
     restore_marks(graph)
     marks = [node for node in graph.nodes if name_of(node) == MARK]
     if not marks:
         return None
+    put_in_order(graph)
     joint = Joint(graph)
     if not joint.tangent:
         take_out(joint)

@@ -9,9 +9,9 @@ in few bits where it is *linear* in them, or off by a bound that is known. In a 
     attention        ``_scaled_dot_product_..._backward``, of query, key, value and result; what it saves of its sums
                      stays as it is
     softmax          of attention that is written out: ``g p`` and ``p sum(g p)``, if products of matrices alone read
-                     the weights ``p`` in forward, behind dropout. So ``g`` is bounded, and errors of weights between 0
-                     and 1 are as well. They get the bits of the query, which fused attention computes them from.
-                     Not in eager mode, which does not see all who read them
+                     the weights ``p`` in forward, behind dropout. Errors of weights between 0 and 1 are bounded, and
+                     ``g`` has no pole where they are small, as that of ``log(p)``. They get the bits of the query,
+                     which fused attention computes them from. Not in eager mode, which does not see all who read them
 
 Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
 dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
