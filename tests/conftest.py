@@ -29,6 +29,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 # children would wait for threads that they do not have.
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    # Nor does the thread of backward for each GPU, which the first backward starts. One while compiling would start it
+    # for the GPU that fake tensors pretend to have, and forks could not go backward then.
+    torch.zeros((), requires_grad=True).backward()
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

@@ -40,6 +40,8 @@ COPIES = CASTS | {"aten.clone", "aten.contiguous"}
 """Operations that hold all values of their input in memory of their own."""
 PARTS = frozenset({"aten.slice", "aten.select", "aten.narrow", "aten.as_strided", GETITEM})
 """Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
+_PAD = "aten.constant_pad_nd"
+"""With which inductor pads the factors of a product of matrices, where that is faster."""
 SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"})
 _MULTIPLY = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
@@ -110,8 +112,12 @@ def bytes_of(x: Tensor) -> int:
 
 
 def passes_on(node: Node) -> bool:
-    """Return whether a node holds the values of its first input, all of them, and nothing else."""
+    """Return whether a node holds the values of its first input, all of them, and besides zeros at most."""
     name = name_of(node)
+    if name == _PAD:
+        pads, *filled = node.args[1:]
+        assert isinstance(pads, list | tuple)
+        return all(isinstance(pad, int) and pad >= 0 for pad in pads) and not any(filled)
     if name in CASTS:  # to whole numbers or to ``bool`` others come of it
         return value_of(node).dtype.is_floating_point and value_of(first_input(node)).dtype.is_floating_point
     return name in VIEWS or name in COPIES or name == MARK

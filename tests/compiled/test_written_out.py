@@ -73,6 +73,13 @@ def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
 
 
+def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As inductor pads products of matrices of odd sizes on GPUs."""
+    k, v = (F.pad(x, (0, 0, 0, 4)) for x in (k, v))
+    p = (q @ k.mT * 0.2)[..., :48].softmax(-1)
+    return F.pad(p.to(v.dtype), (0, 4)) @ v
+
+
 AGAIN = ["packed", "signs", "again"]
 TWICE = ["packed", "signs", "packed"]
 """Weights, the mask of dropout, and what has passed it."""
@@ -86,6 +93,7 @@ TWICE = ["packed", "signs", "packed"]
         (written_out(mask=True), "aot_eager", ["packed"]),
         (written_out(dropped), "aot_eager", ["packed", "packed"]),
         (written_out(drawn), "aot_eager", TWICE),
+        (padded, "aot_eager", ["packed"]),
         pytest.param(written_out(), "inductor", ["packed"], marks=pytest.mark.slow),
         pytest.param(written_out(mask=True), "inductor", ["packed"], marks=pytest.mark.slow),
         pytest.param(written_out(dropped), "inductor", AGAIN, marks=pytest.mark.slow),
@@ -113,6 +121,8 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
         lambda p: p + p.mean(-1, keepdim=True),
         lambda p: p.cumsum(-1),
         lambda p: p @ torch.eye(48),
+        lambda p: F.pad(p, (0, 4), value=1.0)[..., :48],
+        lambda p: F.pad(F.pad(p, (0, -4)), (0, 4)),
     ],
 )
 def test_what_anything_else_reads_stays_as_it_is(read):
