@@ -14,12 +14,14 @@ from torch.fx import Node
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES
 from lightning_actprune.compiled.graphs import (
     CASTS,
+    FILLS,
     GETITEM,
     WEIGHTS,
     Joint,
     Read,
     count_of,
     first_input,
+    mask_of,
     memory_of,
     name_of,
     passes_on,
@@ -33,13 +35,11 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.layout import Layout, dropped_layout, layout_of, memory_order
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.compiled.readers import (
-    FILLS,
     Refused,
     Values,
     Way,
     is_random_mask,
     is_softmax,
-    mask_of,
     most_careful,
     only_weighs,
     way_of,

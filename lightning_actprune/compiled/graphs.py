@@ -46,6 +46,8 @@ SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.
 _MULTIPLY = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 )
+FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
+"""Operations that make tensors of one number, and the place of that."""
 WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}
 """Operations with a weight, and its place; what it multiplies comes right before it."""
 MARK, ENDED = "actprune.mark", "actprune.ended"
@@ -148,6 +150,13 @@ def path(node: Node, source: Node) -> list[Node]:
     while found[-1] is not source:
         found.append(first_input(found[-1]))
     return found
+
+
+def mask_of(node: Node) -> Node | None:
+    """Return the truth values that a node stands for, perhaps as numbers, ``None`` if it stands for something else."""
+    source = first_input(node) if name_of(node) in CASTS else node
+    value = tensor_of(source)
+    return source if value is not None and value.dtype == torch.bool else None
 
 
 def memory_of(node: Node) -> Node:

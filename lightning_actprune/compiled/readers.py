@@ -29,20 +29,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
 from torch.fx import Node
 
 from lightning_actprune.compiled.graphs import (
     CASTS,
+    FILLS,
     GETITEM,
     VIEWS,
     Joint,
     Read,
     first_input,
+    mask_of,
     name_of,
     passes_on,
     source_of,
-    tensor_of,
     value_of,
 )
 from lightning_actprune.compiled.marks import HALF, Model
@@ -55,8 +55,6 @@ _RANDOM = frozenset(
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
 """A softmax that is not decomposed."""
-FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
-"""Operations that make tensors of one number, and the place of that."""
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
 """Operations that compute a weight gradient, and the place of what it is a product with."""
 _SHAPE_OF = {
@@ -233,13 +231,6 @@ def _is_dropout(node: Node, of: Node) -> bool:
         return all(_is_zero(other) or mask_of(other) is not None for other in others)
     alone = node.args.count(of) == 1 and (name_of(node) == "aten.mul" or node.args[0] is of)
     return name_of(node) in ("aten.mul", "aten.div") and alone and all(mask_of(other) is not None for other in others)
-
-
-def mask_of(node: Node) -> Node | None:
-    """Return the truth values that a node stands for, perhaps as numbers, ``None`` if it stands for something else."""
-    source = first_input(node) if name_of(node) in CASTS else node
-    value = tensor_of(source)
-    return source if value is not None and value.dtype == torch.bool else None
 
 
 def is_random_mask(node: Node) -> bool:

@@ -24,6 +24,7 @@ from lightning_actprune.compiled.graphs import (
     Writer,
     after,
     first_input,
+    mask_of,
     multiplies,
     must_be_saved,
     name_of,
@@ -33,7 +34,6 @@ from lightning_actprune.compiled.graphs import (
     value_of,
 )
 from lightning_actprune.compiled.layout import Layout, memory_order
-from lightning_actprune.compiled.readers import mask_of
 from lightning_actprune.compiled.signs import PER_BYTE
 
 _FEW_BITS = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
 from tests.support.everything import Everything, assert_nothing_open
 from tests.support.helpers import trainer
+from tests.support.marks import one_in
 from tests.support.ranks import all_traces
 
 ERRORS = [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt]
@@ -228,9 +230,9 @@ def test_in_a_hook_of_the_module_around_batches(whole, name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_BATCHES + OWN_IN_BATCHES)
-@pytest.mark.parametrize(("error", "step"), STEPS)
-def test_in_a_hook_of_the_module_in_a_batch(whole, name: str, error: type[BaseException], step: int, tmp_path: Path):
+@pytest.mark.parametrize(("name", "at"), zip(IN_BATCHES + OWN_IN_BATCHES, itertools.cycle(STEPS), strict=False))
+def test_in_a_hook_of_the_module_in_a_batch(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
+    error, step = at
     assert_recovers(whole, in_module(name), error, step + (name == "on_train_batch_end"), tmp_path, True)
 
 
@@ -357,7 +359,9 @@ OURS = {
 """Where code of this package may run out of memory or be interrupted, with a step in which it runs."""
 
 
-@pytest.mark.parametrize(("name", "error"), taking_turns(OURS, [torch.OutOfMemoryError, KeyboardInterrupt], 3))
+@pytest.mark.parametrize(
+    ("name", "error"), one_in(3, zip(OURS, itertools.cycle([torch.OutOfMemoryError, KeyboardInterrupt]), strict=False))
+)
 def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: Path):
     at, method, step = OURS[name]
     model, callbacks, trap = Model(), ours(), Trap(error, step)

@@ -553,8 +553,7 @@ def test_a_cast_to_whole_numbers_passes_no_values_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)])
 def test_height_and_width_may_be_symbols(backend, last):
     model, x = convolutions(32)
     form = torch.channels_last if last else torch.contiguous_format

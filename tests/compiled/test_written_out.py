@@ -85,20 +85,20 @@ TWICE = ["packed", "signs", "packed"]
 """Weights, the mask of dropout, and what has passed it."""
 
 
-@pytest.mark.parametrize("autocast", quick([False, True], True))
 @pytest.mark.parametrize(
-    ("attend", "backend", "hows"),
+    ("attend", "backend", "hows", "autocast"),
     [
-        (written_out(), "aot_eager", ["packed"]),
-        (written_out(mask=True), "aot_eager", ["packed"]),
-        (written_out(dropped), "aot_eager", ["packed", "packed"]),
-        (written_out(drawn), "aot_eager", TWICE),
-        (padded, "aot_eager", ["packed"]),
-        pytest.param(written_out(), "inductor", ["packed"], marks=pytest.mark.slow),
-        pytest.param(written_out(mask=True), "inductor", ["packed"], marks=pytest.mark.slow),
-        pytest.param(written_out(dropped), "inductor", AGAIN, marks=pytest.mark.slow),
-        pytest.param(written_out(drawn), "inductor", TWICE, marks=pytest.mark.slow),
-        pytest.param(fused, "inductor", AGAIN, marks=pytest.mark.slow),
+        (written_out(), "aot_eager", ["packed"], True),
+        (written_out(), "aot_eager", ["packed"], False),
+        (written_out(mask=True), "aot_eager", ["packed"], True),
+        (written_out(dropped), "aot_eager", ["packed", "packed"], True),
+        (written_out(drawn), "aot_eager", TWICE, True),
+        (padded, "aot_eager", ["packed"], True),
+        pytest.param(written_out(mask=True), "inductor", ["packed"], True, marks=pytest.mark.slow),
+        pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.slow),
+        pytest.param(written_out(drawn), "inductor", TWICE, True, marks=pytest.mark.slow),
+        pytest.param(fused, "inductor", AGAIN, True, marks=pytest.mark.slow),
+        pytest.param(fused, "inductor", AGAIN, False, marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
