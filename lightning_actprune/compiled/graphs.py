@@ -119,10 +119,15 @@ def passes_on(node: Node) -> bool:
     if name == _PAD:
         pads, *filled = node.args[1:]
         assert isinstance(pads, list | tuple)
-        return all(isinstance(pad, int) and pad >= 0 for pad in pads) and not any(filled)
+        return all(isinstance(pad, int) and pad >= 0 for pad in pads) and not any(filled) and _is_multiplied(node)
     if name in CASTS:  # to whole numbers or to ``bool`` others come of it
         return value_of(node).dtype.is_floating_point and value_of(first_input(node)).dtype.is_floating_point
     return name in VIEWS or name in COPIES or name == MARK
+
+
+def _is_multiplied(node: Node) -> bool:
+    """Return whether products alone read a node. A layer's mark says of what it stands behind, with the zeros."""
+    return all(multiplies(user) or (name_of(user) in VIEWS | COPIES and _is_multiplied(user)) for user in node.users)
 
 
 def multiplies(node: Node) -> bool:

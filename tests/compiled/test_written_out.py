@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
@@ -155,6 +156,24 @@ def test_so_does_what_leaves_the_graph(given):
             grads.append(model.qkv.layer.weight.grad.clone())
     assert {row.how for row in packing.rows if row.name == "aten._softmax"} == {"as it is"}
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1, 96)])
+def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros(view):
+    class Padding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Marked(nn.Linear(64, 64), mark("linear", 8))
+            self.last = Marked(nn.Linear(96, 8), mark("linear", 4), sparsity_parts(0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(view(F.pad(self.first(x), (0, 32))))
+
+    model, x = Padding(), torch.randn(64, 64)
+    found, dense = (step(model, x, packs=packs) for packs in (True, False))
+    (row,) = (row for row in found.rows if row.shape == (64, 96))
+    assert (row.how, row.bits) == ("packed", 4)
+    assert 0.9 < worst_cosine(found, dense) < 1
 
 
 def test_bits_are_those_of_the_query():
