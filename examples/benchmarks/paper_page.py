@@ -82,7 +82,7 @@ def _accuracy(trainings: Records) -> str:
     texts = []
     for study in results.studies([r for r in trainings if r["task"] == "resmlp"]):
         published = {results.kept(r) for r in study if r["method"] in PUBLISHED}
-        summary = evidence.table(study)
+        summary = evidence.table(results.ordered(study))
         rows = [row for row in summary.rows if row[0] in published]
         texts.append(f"\n{summary.title}:\n\n{markdown(summary.header, rows)}\n")
     return ACCURACY + "".join(texts) if texts else ""

@@ -99,17 +99,12 @@ def of_one_size(trainings: Records, of_sizes: dict[int, Records]) -> Records:
 
 def shown(trainings: Records) -> list[Records]:
     """Return the studies of which a picture says something."""
-    return [ordered(study) for study in results.studies(trainings) if evidence.findings(study)]
-
-
-def ordered(study: Records) -> Records:
-    """Return the runs of a study, dense first and then by what is kept."""
-    return sorted(study, key=lambda r: (r["method"] != "dense", -r["bits_per_value"], r["seed"]))
+    return [results.ordered(study) for study in results.studies(trainings) if evidence.findings(study)]
 
 
 def studied(study: Records) -> str:
     """Return a titled table of a study with its commands."""
-    return table(evidence.table(ordered(study)), ordered(study))
+    return table(evidence.table(results.ordered(study)), results.ordered(study))
 
 
 def of_tuning(trainings: Records) -> Records:

@@ -52,6 +52,11 @@ def studies(records: Records) -> list[Records]:
     return alike(records, RECIPE)
 
 
+def ordered(study: Records) -> Records:
+    """Return the runs of a study, dense first and then by what is kept."""
+    return sorted(study, key=lambda r: (r["method"] != "dense", -r["bits_per_value"], r["seed"]))
+
+
 def batch_studies(records: Records) -> list[Records]:
     """Return the records that differ in what goes with the batch size, where there are several sizes."""
     found = alike(records, [name for name in RECIPE if name not in BATCH])
