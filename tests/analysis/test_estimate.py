@@ -291,6 +291,7 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.slow
 def test_as_a_command(monkeypatch, capsys):
     fake_module(monkeypatch, model=blocks(), build=lambda: (blocks(), batch_for((64, 32))))
     assert main(["estimate", "a_module_of_a_user:model", "--shape", "32", "--batch", "64", "--json"]) == 0

@@ -223,6 +223,7 @@ def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themsel
     assert ours.report.stored_bytes < 0.5 * dense.report.stored_bytes
 
 
+@pytest.mark.slow
 def test_without_passes_a_compiled_fit_is_warned_and_an_eager_one_is_not(monkeypatch):
     compiled = importlib.import_module("lightning_actprune.callbacks.compiled")
     monkeypatch.setattr(compiled, "why_not", lambda: "This torch has no passes.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, repeat
 
 import pytest
 import torch
@@ -274,7 +274,7 @@ def peculiar(tokens, dtype):
 @pytest.mark.parametrize(
     ("bits", "dtype", "backend"),
     [
-        *product(PLANES, (torch.float32, torch.bfloat16), ("aot_eager",)),
+        *zip(PLANES, cycle((torch.float32, torch.bfloat16)), repeat("aot_eager")),
         *((3, torch.float32, "inductor"), (4, torch.bfloat16, "inductor")),
     ],
 )

@@ -43,7 +43,7 @@ def compiled(function, *inputs: Tensor) -> tuple[list[Tensor], str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", quick([8, 4, 3, 2], 4, 3))
+@pytest.mark.parametrize("bits", quick([8, 4, 3, 2], 3))
 def test_values_are_those_that_are_unpacked(bits, device):
     stored = [packed.quantize(values(rows, length, device), block, bits) for block, rows, length in SHAPES]
 
@@ -82,6 +82,7 @@ def test_rows_are_whole_blocks_and_blocks_few_whole_words(length, block_size, bi
     assert fused.may_be_fused(length, block_size, bits) == may
 
 
+@pytest.mark.slow
 def test_what_an_activation_function_reads_is_not_unpacked_and_what_a_norm_reads_is():
     """And what a product reads. Of three inputs of linear layers, two are computed again."""
     torch._dynamo.reset()

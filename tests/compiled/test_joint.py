@@ -19,6 +19,7 @@ from lightning_actprune.compiled.marks import Model, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, mark, nbytes, run, step, worst_cosine
+from tests.support.compilers import planned
 from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
@@ -96,8 +97,7 @@ def test_inductor_keeps_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_report_is_what_inductor_saves_byte_for_byte(autocast):
+def test_the_report_is_what_inductor_saves_byte_for_byte():
     class Gelus(nn.Module):
         """Computes again what no layer is known for: the partitioner saves one of four values."""
 
@@ -112,7 +112,7 @@ def test_the_report_is_what_inductor_saves_byte_for_byte(autocast):
             return x.sum(1)
 
     model, x = Gelus(), torch.randn(4, 32, 64)
-    found = step(model, x, backend="inductor", autocast=autocast)
+    found = step(model, x, backend="inductor", autocast=True)
     held = [tensor for tensor in found.kept if tensor.numel() >= MODEL.min_values and tensor.numel() != x.numel()]
     held += [tensor for tensor in found.kept if tensor.numel() == x.numel()][1:]  # without the batch
     assert recounted(found.rows) == nbytes(held)
@@ -224,7 +224,7 @@ def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     assert nbytes(found.kept) < 0.8 * min(nbytes(whole.kept), nbytes(dense.kept))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
 @pytest.mark.parametrize("rows", [8, 9])
 def test_signs_are_exact(rows, backend):
     """Also of a number of values that eight does not divide, and of NaN; in the order in which they lie."""
@@ -471,7 +471,7 @@ class Moving(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autocast):
     torch.manual_seed(0)
     model, x = Moving(True, autocast), torch.randn(4, 16, 64)
@@ -483,7 +483,7 @@ def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autoc
     assert worst_cosine(found, expected) > 0.999
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(autocast, backend):
     given = Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 64), mark("linear", 2))
@@ -553,7 +553,7 @@ def test_a_cast_to_whole_numbers_passes_no_values_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)])
+@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), ("aot_eager", True), (planned, True)])
 def test_height_and_width_may_be_symbols(backend, last):
     model, x = convolutions(32)
     form = torch.channels_last if last else torch.contiguous_format

@@ -11,7 +11,7 @@ from lightning_actprune.codec.blocks import SPARSITY_PARTS
 from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.marks import needs_passes
+from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
 
@@ -74,7 +74,7 @@ def assert_packed_in_pieces(model: nn.Module, x: Tensor, pieces: int, stay: int 
     return found
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", quick([4, 8], 4))
 def test_a_transformer_block_in_pieces(bits):
     model, x = Block(bits=bits), torch.randn(4, 128, 64, requires_grad=True)
     whole, cut = step(model, x), assert_packed_in_pieces(model, x, 7, stay=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, nbytes, run, step
+from tests.support.compilers import planned
 from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
+Backend = str | Callable[..., Any]
 WIDTH, VALUES = 64, 8 * 32 * 64
 PACKED = VALUES + VALUES // 16  # two bytes for each block of 32 values
 
@@ -122,8 +126,7 @@ class Net(nn.Module):
 
 
 BLOCKS = {"transformer": Transformer, "convolutions": Convolutions, "crossing": Crossing}
-WITH_INDUCTOR = [("transformer", "inductor"), ("convolutions", "inductor")]
-"""What is compiled to the end, which takes a minute each."""
+PLANNED = [("transformer", planned), ("convolutions", planned)]
 
 
 def made(kind: str, **options: float) -> tuple[nn.Module, Tensor]:
@@ -162,9 +165,9 @@ def cosine(found: Result, expected: Result) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    quick([*((kind, "aot_eager") for kind in BLOCKS), *WITH_INDUCTOR], *((kind, "aot_eager") for kind in BLOCKS)),
+    quick([*((kind, "aot_eager") for kind in BLOCKS), *PLANNED], *((kind, "aot_eager") for kind in BLOCKS)),
 )
-def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind: str, backend: str):
+def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind: str, backend: Backend):
     model, x = made(kind)
     dense, found = step(model, x, packs=False, backend=backend), step(converted(model), x, backend=backend)
     assert torch.equal(found.output, dense.output)
@@ -175,8 +178,8 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
     assert sum(tensor.nbytes >= PACKED for tensor in found.kept) <= len(inputs) + 3  # the batch, and what is outside
 
 
-@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], "aot_eager"))
-def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: str):
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
+def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend):
     torch.manual_seed(0)
     model, x = Net(*(Mixed() for _ in range(3))), torch.randn(8, 32, WIDTH)
     dense = step(model, x, packs=False, backend=backend, autocast=True)

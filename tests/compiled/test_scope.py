@@ -15,6 +15,7 @@ from lightning_actprune.codec import private
 from lightning_actprune.compiled import scope
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Marked, mark, step
+from tests.support.compilers import planned
 from tests.support.marks import needs_passes
 
 pytestmark = needs_passes
@@ -91,7 +92,7 @@ def test_a_pass_that_was_there_runs_once():
     assert [row.how for row in found.rows] == ["packed"]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_graph_without_backward_is_computed_and_nothing_is_missed(backend):
     model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
     x = torch.randn(32, 64)

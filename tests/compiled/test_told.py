@@ -98,11 +98,13 @@ def test_code_that_is_there_tells_the_next_training(build):
 
 FRESH = """
 import torch
-from tests.compiled.support import Block, run
+from torch import nn
+from tests.compiled.support import Marked, mark, run
 from lightning_actprune.compiled.scope import CompiledPacking
 
 torch.manual_seed(0)
-model, x = Block(), torch.randn(4, 32, 64)
+model = nn.Sequential(*(Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(2)))
+x = torch.randn(4, 32, 64)
 with CompiledPacking() as packing:
     run(torch.compile(model, fullgraph=True), model, x, packing.rows, autocast=False)
 counters = torch._dynamo.utils.counters

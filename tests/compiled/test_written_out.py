@@ -15,7 +15,8 @@ from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.marks import needs_passes, quick
+from tests.support.compilers import planned
+from tests.support.marks import needs_passes
 
 pytestmark = needs_passes
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
@@ -95,11 +96,11 @@ TWICE = ["packed", "signs", "packed"]
         (written_out(dropped), "aot_eager", ["packed", "packed"], True),
         (written_out(drawn), "aot_eager", TWICE, True),
         (padded, "aot_eager", ["packed"], True),
-        pytest.param(written_out(mask=True), "inductor", ["packed"], True, marks=pytest.mark.slow),
+        pytest.param(written_out(mask=True), planned, ["packed"], True, marks=pytest.mark.slow),
         pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(written_out(drawn), "inductor", TWICE, True, marks=pytest.mark.slow),
-        pytest.param(fused, "inductor", AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(fused, "inductor", AGAIN, False, marks=pytest.mark.slow),
+        pytest.param(written_out(drawn), planned, TWICE, True, marks=pytest.mark.slow),
+        pytest.param(fused, planned, AGAIN, True, marks=pytest.mark.slow),
+        pytest.param(fused, planned, AGAIN, False, marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
@@ -187,7 +188,7 @@ def test_what_is_divided_by_another_sum_is_no_softmax():
     assert "it is a quotient by a sum, in which its gradient is not linear" in {row.reason for row in found.rows}
 
 
-@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], "aot_eager"))
+@pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     torch.manual_seed(0)
     layers = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8))]

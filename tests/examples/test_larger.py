@@ -80,6 +80,7 @@ def test_sizes_fit_and_are_trained_as_long_as_the_dense_model(searched):
         assert (getattr(args, record["axis"].replace("-", "_")), args.epochs) == (record["size"], record["epochs"])
 
 
+@pytest.mark.slow
 def test_what_the_file_has_is_not_searched_again(searched, tmp_path, capsys):
     other = {"task": "gpt", "axis": None, "setting": "dense"}
     (tmp_path / "larger.json").write_text(json.dumps([other]))

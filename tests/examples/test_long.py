@@ -153,6 +153,7 @@ def test_images_need_a_folder(capsys):
     assert "--root must be a folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why(tmp_path, capfd):
     out = tmp_path / "long.json"
     command = ["--root", str(tmp_path / "nothing"), "--tasks", "resnet", "--settings", "dense", "--seeds", "0"]

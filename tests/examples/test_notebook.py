@@ -73,6 +73,7 @@ def test_the_stored_outputs_tell_nothing_of_the_machine_that_made_them(cells):
             assert not re.search(r"/(home|root|tmp|usr|opt|work|Users)/|site-packages|https?://|Warning| at 0x", shown)
 
 
+@pytest.mark.slow
 def test_its_cells_run_in_order(cells, tmp_path, monkeypatch, capfd):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     full, short = SHORTER

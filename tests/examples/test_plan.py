@@ -38,6 +38,7 @@ def test_records(tmp_path, capsys):
     assert "small" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_error_is_none_of_its_own(monkeypatch, small):
     def fail(*_):
         raise ValueError("made up")
@@ -47,6 +48,7 @@ def test_another_error_is_none_of_its_own(monkeypatch, small):
         plan.rows_of("small", "max")
 
 
+@pytest.mark.slow
 def test_a_graph_that_packs_nothing_is_no_plan(monkeypatch, small):
     monkeypatch.setattr(plan, "mark_layers", lambda *_: None)
     with pytest.raises(RuntimeError, match="compiled of small packs nothing"):

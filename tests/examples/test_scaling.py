@@ -35,6 +35,7 @@ def test_a_compiled_case():
     assert found["step_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_rival")
 def test_one_device_needs_no_other_process():
     found = scaling.run_case(Case("small", "max", scaling.ONE, 1, False, "cpu"))

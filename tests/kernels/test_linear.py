@@ -61,6 +61,7 @@ def test_parts_take_at_most_twice_the_memory_of_the_input():
         assert launch.parts == 1 or 1 < launch.parts * outputs * length <= 2 * rows * length
 
 
+@pytest.mark.slow
 def test_fp32_sums_that_are_cut_at_all_are_cut_short(kernel_device):
     """The error of 4000 equal terms in parts of 512 is far below that of one sum."""
     x = torch.full((1, 4000, 16), 0.1, device=kernel_device)

@@ -1,6 +1,6 @@
 """Layers of any arguments, inputs of any form and circumstances of any kind, as Hypothesis draws them.
 
-By how much a gradient may be off is a bound for each of its elements here, not a likely size, since ten thousand cases
+By how much a gradient may be off is a bound for each of its elements here, not a likely size, since thousands of cases
 find what is unlikely. A stored value is off by half a step at most (``codec.formats``). A step is at most 9/8 of what
 its block needs, and no block needs more than the whole tensor, zero included. ``error`` is that, and ``u`` a few
 roundings of the type in which the layer computes.
