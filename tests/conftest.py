@@ -29,9 +29,16 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 # children would wait for threads that they do not have.
 torch.set_num_threads(1)
 
+# Torch writes down all that it compiles while this logger has a handler, and pytest gives one to each that does not
+# propagate.
+logging.getLogger("torch.__trace").propagate = True
+
 if not torch.cuda.is_available():
-    # Nor does the thread of backward for each GPU, which the first backward starts. One while compiling would start it
-    # for the GPU that fake tensors pretend to have, and forks could not go backward then.
+    # A seed waits for each kind of device that is not there, with a stack trace, which takes as long as many a test.
+    torch.manual_seed = torch.default_generator.manual_seed
+
+    # The thread of backward for each GPU does not survive a fork either, and the first backward starts it. One while
+    # compiling would start it for the GPU that fake tensors pretend to have, and forks could not go backward then.
     torch.zeros((), requires_grad=True).backward()
 
 
