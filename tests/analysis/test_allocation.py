@@ -401,6 +401,7 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
         made.fit(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_workspaces")
 def test_a_budget_between_settings_of_whole_blocks_is_used_up_by_layers():
     made = Allocator(layers(), lambda config: simulate(layers(), batch(), prepared_by(config), precision="32-true"))

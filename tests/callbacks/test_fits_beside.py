@@ -18,6 +18,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Activ
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support.everything import BATCHES, Everything, assert_nothing_open, sample
 from tests.support.helpers import trainer
+from tests.support.marks import quick
 from tests.support.ranks import all_traces
 
 
@@ -96,7 +97,7 @@ CALLS = [
 @pytest.mark.parametrize(
     ("hook", "step", "first"),
     [
-        pytest.param(*call, first, marks=() if number % 4 == 2 * first else pytest.mark.slow)
+        pytest.param(*call, first, marks=() if number % 8 == 4 * first else pytest.mark.slow)
         for number, call in enumerate(CALLS)
         for first in (True, False)
     ],
@@ -112,7 +113,7 @@ def test_a_fit_inside_a_fit(alone, hook: str, step: int, first: bool):
 
 
 @pytest.mark.parametrize("shared", range(3))
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", quick([0, 2], 2))
 def test_a_callback_of_a_running_fit_is_refused_to_another(alone, shared: int, step: int):
     """The fit that it is in goes on as if nothing had happened."""
     callbacks, model, other = ours(), Everything(0), Everything(1)

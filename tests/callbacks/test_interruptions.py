@@ -360,7 +360,7 @@ OURS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), one_in(3, zip(OURS, itertools.cycle([torch.OutOfMemoryError, KeyboardInterrupt]), strict=False))
+    ("name", "error"), one_in(6, zip(OURS, itertools.cycle([torch.OutOfMemoryError, KeyboardInterrupt]), strict=False))
 )
 def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: Path):
     at, method, step = OURS[name]

@@ -83,6 +83,7 @@ def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtyp
     assert nn.functional.cosine_similarity(found, model.layer.weight.grad, dim=0) > 0.99
 
 
+@pytest.mark.slow
 def test_what_is_read_where_it_lies_is_not_copied():
     """Query, key and value are parts of what one projection returns."""
     torch._dynamo.reset()

@@ -171,6 +171,7 @@ class Padded(nn.Module):
         return self.layer(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 4)
 
 
+@pytest.mark.slow
 def test_attention_with_padding_is_one_graph():
     torch.manual_seed(0)
     model, owner, x = Padded(), new_owner("a test"), torch.randn(8, 32, 64)

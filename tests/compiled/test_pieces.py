@@ -96,7 +96,7 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("tokens", [32, 16])  # 4 * 16 rows: as large as the weight, for which it must not be taken
-@pytest.mark.parametrize("parts", [0, SPARSITY_PARTS // 2])
+@pytest.mark.parametrize("parts", quick([0, SPARSITY_PARTS // 2], SPARSITY_PARTS // 2))
 def test_a_view_of_an_input_may_lie_in_the_piece_before(tokens, parts):
     first, second = (Marked(Flat(64), mark("linear", 4), parts) for _ in range(2))
     model = nn.Sequential(first, Marked(nn.GELU(), mark("activation", 4)), second)

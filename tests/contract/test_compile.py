@@ -70,9 +70,7 @@ FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm
 COMPILED = [name for name in CASES if name not in " ".join(ALIKE.values()).split()]
 
 
-@pytest.mark.parametrize(
-    "name", quick(dict.fromkeys([*FUNCTIONS, *COMPILED]), "linear", "attention", "gelu", "batch-norm-2d")
-)
+@pytest.mark.parametrize("name", quick(dict.fromkeys([*FUNCTIONS, *COMPILED]), "attention", "batch-norm-2d"))
 def test_one_graph(name: str):
     case = CASES[name]
     _, model = case.pair()

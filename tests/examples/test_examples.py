@@ -231,6 +231,7 @@ def test_activations_are_counted_to_the_byte(begun):
     assert 0.74 < (dense["activation_bytes"] - paper["activation_bytes"]) / inputs < 0.75
 
 
+@pytest.mark.slow
 def test_rules_reach_the_presets(capsys, begun):
     kept = [
         train.main([*QUICK, "--preset", "max", "--rules", rules])[1]["activation_bytes"]

@@ -28,6 +28,7 @@ def test_what_a_step_packs_is_listed_without_a_step():
     assert hows.count(("blocks.*.*", "again")) == 6  # those of linear layers
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_records(tmp_path, capsys):
     out = tmp_path / "plan.json"

@@ -89,6 +89,7 @@ def test_score_is_the_negative_loss_per_byte(sources):
     assert seen == [7]
 
 
+@pytest.mark.slow
 def test_standard_library_is_large_enough_and_always_the_same():
     text = Text(None, CPU, context=256)
     assert text.windows.shape == (VALIDATION_WINDOWS, 257)

@@ -234,6 +234,7 @@ def test_models_of_timm_are_there():
     assert set(zoo_models.TIMM) <= set(timm.list_models())
 
 
+@pytest.mark.slow
 def test_models_of_transformers_are_there_and_one_is_tiny():
     transformers = pytest.importorskip("transformers")
     missing = [name for name in zoo_models.TRANSFORMERS if not hasattr(transformers, name)]

@@ -17,7 +17,7 @@ from lightning_actprune.operators.norm import CompressedTimmLayerNorm, NormSetti
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
-from tests.support.marks import newer_norms
+from tests.support.marks import newer_norms, quick
 from tests.support.saving import saved_tensors
 from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
@@ -308,7 +308,7 @@ def test_outputs_lie_as_torchs_whatever_the_strides(where, make):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("make", quick([nn.LayerNorm, nn.RMSNorm], nn.LayerNorm))
 def test_one_compiled_graph_keeps_as_many_bytes(make):
     torch._dynamo.reset()
     layer = compressed(nn.Sequential(make(96)), "norm", bits=4)

@@ -243,6 +243,7 @@ def test_the_output_has_the_widest_type():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("make", [MAKERS["affine"], lambda: TimmResBlock(FEATURES)], ids=["affine", "block"])
+@pytest.mark.slow
 def test_one_compiled_graph_keeps_as_many_bytes(make):
     torch._dynamo.reset()
     _, ours = pair(make, bits=4)

@@ -55,6 +55,7 @@ def test_a_size_is_a_budget_too():
     assert pruning.memory_budget == "1GiB"
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_said_once_and_not_when_silent(capsys, caplog):
     caplog.set_level("INFO")
     fit(ActivationPruning(memory_budget=HALF))
