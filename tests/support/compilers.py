@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.aot_autograd import make_boxed_func
+from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
 
