@@ -140,6 +140,8 @@ def test_figures_in_the_text_are_those_of_the_records():
     lost = evidence.together(found["max"]).shown(2).replace("-", "")
     worst = -min(finding.difference for finding in found["paper"])
     assert f'`"max"` is {lost} points below dense, and sparsity 0.6, the paper\'s, up to {worst:.2f}' in PROSE
+    (classes,) = (study for study in results.studies(tables.load("long")) if study[0].get("turned"))
+    assert f"with 80 classes {-evidence.findings(classes)['pruned, s = 0.6, b = 32'].difference:.2f}." in PROSE
     assert "lost 0.3 points at most" in PROSE
     tuned = [study for study in results.studies(tables.load("long")) if study[0].get("start")]
     assert {bool(study[0].get("lora")) for study in tuned} == {False, True}
