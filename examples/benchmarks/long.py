@@ -18,7 +18,8 @@ Every run is one of ``accuracy.py``, with the dense model and the presets in tur
     A ViT on one half of the classes, whose weights go to ``--first``, and fine-tuned on the other half, in full or by
     updates of low rank. Fine-tuning waits for another call if these weights are not there yet.
 
-With ``--larger``, the sizes of that file are trained too, which ``larger.py`` has found.
+With ``--larger``, the sizes of that file are trained too, which ``larger.py`` has found: each with the setting that has
+room for it, and dense.
 
 After ``--seconds`` runs leave their state in ``--states``; when the command is called again, they go on from there, and
 what the file has already is not run again. In ``--states`` is also what each run prints.
@@ -192,8 +193,10 @@ def runs_of(args: argparse.Namespace) -> Iterator[Run]:
             for setting in args.settings or SETTINGS_OF.get(task, SETTINGS):
                 yield Run(task, tuple(words), setting, seed)
         for size in sizes:
-            if size["axis"] in (None, *args.axes):
-                yield Run(f"larger_{size['axis']}", tuple(size["words"].split()), size["setting"], seed)
+            if size["axis"] is None or (size["axis"] in args.axes and size["size"] != size["dense_size"]):
+                name = "_".join(str(size[key]) for key in ("task", "axis", "size") if size[key] is not None)
+                for setting in dict.fromkeys((size["setting"], "dense")):
+                    yield Run(name, tuple(size["words"].split()), setting, seed)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

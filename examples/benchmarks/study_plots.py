@@ -189,13 +189,14 @@ def differences(studies: Sequence[Records]) -> Figure:
             axes.set_ylim(0.3, len(settings) + 0.7)
             axes.set_title(brief(study[0]))
             axes.set_xlabel(f"{score.name}, {'less' if score.sign < 0 else 'points more'} than dense")
+            axes.locator_params(axis="x", nbins=6)
             axes.grid(axis="x", alpha=0.25, linewidth=0.5)
     return figure
 
 
 def brief(record: Record) -> str:
     """Return what a study trains in a few words."""
-    parts = [record["model"], f"{record['epochs']} epochs"]
+    parts = [results.model(record), f"{record['epochs']} epochs"]
     parts += [f"{record['classes']} classes"] if record.get("turned") else []
     parts += ["LoRA" if record.get("lora") else "fine-tuned"] if record.get("start") else []
     return ", ".join(parts)

@@ -102,11 +102,10 @@ def from_commands(summary: Summary, records: Records) -> str:
 
 
 PRESETS_TEXT = """\
-[Long trainings](trainings.md) of images, where there are some, and [shorter ones](accuracy.md) of text: dense scores as
-mean ± standard deviation over the seeds, below them the differences to these, ± their standard errors. A difference
-with a star is one that chance alone would make once in 20 times; of losses, more is worse. Bits are what is kept of
-every 16 bits that are kept dense; where `paper` stands for its sparsity alone, such as in the ResNet, whose
-convolutions the preset itself leaves dense, they are those of the pruned layers."""
+[Long trainings](trainings.md): dense scores as mean ± standard deviation over the seeds, below them the differences to
+these, ± their standard errors. A difference with a star is one that chance alone would make once in 20 times; of
+losses, more is worse. Bits are what is kept of every 16 bits that are kept dense; where `paper` stands for its sparsity
+alone, such as in the ResNet, whose convolutions the preset itself leaves dense, they are those of the pruned layers."""
 PRESET_TASKS = "resmlp", "vit", "resnet", "gpt"
 PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets, how
@@ -126,9 +125,9 @@ def other_steps(steps: Records) -> str:
     return OTHER_STEPS_TEXT + "\n\n" + summarised(grouped(summaries.presets(steps)), steps)
 
 
-def presets(short: Records, long: Records) -> str:
+def presets(trainings: Records) -> str:
     """What the presets keep and what they do to accuracy."""
-    scores = evidence.presets([s for task in PRESET_TASKS if (s := evidence.main_study(task, long, short))])
+    scores = evidence.presets([s for task in PRESET_TASKS if (s := evidence.main_study(task, trainings))])
     return PRESETS_TEXT + "\n\n" + markdown(scores.header, scores.rows)
 
 
@@ -247,7 +246,7 @@ Dense memory, then in bold the change with `ActivationPruning("max")` and in bra
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
 compiled dense model: that of the quickest turn and that of the median of up to {turns}. Where these differ, a host that
 others share kept the GPU waiting. Accuracy is that of *smaller* models of the same kind, trained [from
-scratch](docs/trainings.md) on CIFAR-10 (the GPT on Python's sources; a higher loss is worse): the difference to dense ±
+scratch](docs/trainings.md) on CIFAR-10, a GPT as large on text (a higher loss is worse): the difference to dense ±
 its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
@@ -256,29 +255,30 @@ Eager steps with `ActivationPruning("max")` through a Trainer, bf16-mixed, fused
 {gpu}, beside dense ones. In brackets: the same steps with every block checkpointed. Times
 of eager steps, of the quickest turn and of the median, depend on [how fast the host
 is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
-models of the same kind, `"max"` beside dense, ± the standard error (a higher loss is worse).
+models of the same kind (the GPT is as large), `"max"` beside dense, ± the
+standard error (a higher loss is worse).
 [Benchmarks](benchmarks.md), [accuracy](accuracy.md) and [long trainings](trainings.md) have the whole tables."""
 
 
-def accuracy_of(task: str | None, short: Records, long: Records) -> tuple[str, str]:
-    """Return what ``"max"`` does to the score of a task, by long trainings if there are some, and what was trained."""
-    runs = evidence.main_study(task, long, short)
+def accuracy_of(task: str | None, trainings: Records) -> tuple[str, str]:
+    """Return what ``"max"`` does to the score of a task, and what was trained."""
+    runs = evidence.main_study(task, trainings)
     setting, finding = evidence.of_preset("max", runs)
     if finding is None:
         return "not measured", ""
     score, seeds = study.score_of(runs[0]), len(study.by_setting(runs)[setting])
     unit = score.name if score.sign < 0 else "points"
-    return f"{finding.shown(score.digits)} {unit}", f"{runs[0]['model']}, {runs[0]['epochs']} epochs, {seeds} seeds"
+    return f"{finding.shown(score.digits)} {unit}", f"{study.model(runs[0])}, {runs[0]['epochs']} epochs, {seeds} seeds"
 
 
-def brief(steps: Records, short: Records, long: Records) -> str:
+def brief(steps: Records, trainings: Records) -> str:
     """What the README's first table says, in columns that a phone can show."""
     rows = []
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
         cells = [_changes(dense, checkpoint, ours, name, "<br>") for name in _MEMORY]
         cells.append(_times(dense, checkpoint, ours, "<br>"))
-        rows.append([title, *cells, accuracy_of(task, short, long)[0]])
+        rows.append([title, *cells, accuracy_of(task, trainings)[0]])
     header = ["model", "activations", "peak memory", "step time", "accuracy"]
     return markdown(header, rows) + "\n\n" + BRIEF_TEXT.format(gpu=steps[0]["gpu"])
 
@@ -297,14 +297,14 @@ def compiled_time(compiled: Records, model: str) -> str:
     return _times(found["dense"], found.get("checkpoint"), found["max"], " ")
 
 
-def headline(steps: Records, compiled: Records, short: Records, long: Records) -> str:
+def headline(steps: Records, compiled: Records, trainings: Records) -> str:
     """What five models need, checkpointed and with ``"max"``, beside dense, and what that does to accuracy."""
     rows, trained = [], []
     for model, (title, task) in HEADLINE.items():
         dense, checkpoint, ours = headline_steps(steps, model)
         cells = [f"{dense[name]:.0f} MiB: {_changes(dense, checkpoint, ours, name, ' ')}" for name in _MEMORY]
         cells += [_times(dense, checkpoint, ours, " "), compiled_time(compiled, model)]
-        change, what = accuracy_of(task, short, long)
+        change, what = accuracy_of(task, trainings)
         trained += [what] if what else []
         rows.append([f"{title}, batch {dense['batch']}", *cells, change])
     header = ["model", "activations", "peak memory", "eager step", "compiled step", "accuracy of a smaller model"]
@@ -450,10 +450,10 @@ def logits(records: Records) -> str:
 
 
 TABLES: dict[str, tuple[Sequence[str], Callable[..., str]]] = {
-    "headline": (("rivals", "compiled", "accuracy", "long"), headline),
-    "brief": (("rivals", "accuracy", "long"), brief),
+    "headline": (("rivals", "compiled", "long"), headline),
+    "brief": (("rivals", "long"), brief),
     "memory": (("memory",), memory),
-    "presets": (("accuracy", "long"), presets),
+    "presets": (("long",), presets),
     "preset_steps": (("presets",), preset_steps),
     "others": (("others",), other_steps),
     "kernels": (("kernels",), kernels),

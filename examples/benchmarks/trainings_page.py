@@ -6,7 +6,9 @@ python examples/benchmarks/trainings_page.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -71,13 +73,15 @@ LARGER = """\
 ## Larger models in the memory of the dense one
 
 The largest size on each axis whose step takes no more memory than that of the dense model, found by
-`examples/benchmarks/larger.py`. Those that were trained had as much time as the dense model: fewer epochs by as much as
-their steps take longer. In brackets, how many times the dense model's size."""
+`examples/benchmarks/larger.py`; in brackets, how many times the dense model's. They are trained for as long as the
+dense model, with its learning rate: fewer epochs by as much as their steps take longer. The last column is the larger
+model, dense and as many epochs, which needs more memory. What that loses beside the model in the first row is due to
+its size and to fewer epochs, and what lies between the last columns is due to compression."""
 
 
 def page(trainings: Records, sizes: Records) -> str:
     """Return the page."""
-    of_sizes = {id(record): runs_of(record, trainings) for record in sizes}
+    of_sizes = sizes_trained(sizes, trainings)
     rest = of_one_size(trainings, of_sizes)
     parts = [HEAD, *([f"![{PICTURE_TEXT}]({PICTURE})\n\n{PICTURE_TEXT}."] if shown(rest) else [])]
     scratch = from_scratch(rest)
@@ -87,13 +91,26 @@ def page(trainings: Records, sizes: Records) -> str:
         (TUNED, of_tuning(rest)),
     ):
         parts += [text, *map(studied, results.studies(chosen))] if chosen else []
-    parts += [LARGER, *(larger(group, of_sizes) for group in groups(sizes, "task").values())] if sizes else []
+    of_tasks = groups(sizes, "task").values()
+    parts += [LARGER, *(larger(group, sizes_trained(group, trainings)) for group in of_tasks)] if sizes else []
     return "\n\n".join(parts) + "\n"
 
 
-def of_one_size(trainings: Records, of_sizes: dict[int, Records]) -> Records:
+class OfSize(NamedTuple):
+    """The trainings of a size that was found: with the setting that has room for it, and dense."""
+
+    ours: Records
+    dense: Records
+
+
+def sizes_trained(sizes: Records, trainings: Records) -> list[OfSize]:
+    """Return the trainings of each size."""
+    return [OfSize(*(runs_of(size, setting, trainings) for setting in (size["setting"], "dense"))) for size in sizes]
+
+
+def of_one_size(trainings: Records, of_sizes: Sequence[OfSize]) -> Records:
     """Return the trainings that are of no size that was found."""
-    used = {id(run) for runs in of_sizes.values() for run in runs}
+    used = {id(run) for runs in of_sizes for run in (*runs.ours, *runs.dense)}
     return [record for record in trainings if id(record) not in used]
 
 
@@ -133,28 +150,32 @@ def of_images(trainings: Records) -> list[Records]:
     return [study for study in chosen if evidence.findings(study)]
 
 
-def runs_of(size: Record, trainings: Records) -> Records:
-    """Return the trainings of a size that was found."""
-    runs = [Run("", tuple(size["words"].split()), size["setting"], seed) for seed in SEEDS]
+def runs_of(size: Record, setting: str, trainings: Records) -> Records:
+    """Return the trainings of a size that was found with a setting."""
+    runs = [Run("", tuple(size["words"].split()), setting, seed) for seed in SEEDS]
     return [record for record in trainings if any(says(record, run.key) for run in runs)]
 
 
-def larger(sizes: Records, of_sizes: dict[int, Records]) -> str:
+def larger(sizes: Records, of_sizes: Sequence[OfSize]) -> str:
     """Return the table of the sizes of a model, with the scores of those that were trained."""
-    runs = [run for size in sizes for run in of_sizes[id(size)]]
-    score = results.score_of(runs[0]) if runs else None
+    runs = [run for each in of_sizes for run in each.ours]
+    score = results.score_of(sizes[0])
     rows = []
-    for size in sizes:
+    for size, trained in zip(sizes, of_sizes, strict=True):
         name, of = "dense", "-"
         if size["axis"] is not None:
             name, of = f"{size['axis']}, `{size['setting'].removeprefix('preset:')}`", size_of(size)
         figures = [of, f"{size['peak_mib']:.0f}", f"{size['step_ms']:.1f}", str(size["epochs"])]
-        scores = score.of(of_sizes[id(size)]) if score else []
-        shown = results.mean_and_deviation(scores, score.digits) if score and scores else "-"
-        rows.append([name, *figures, str(len(scores)) if scores else "-", shown])
-    header = ("axis and method", "size", "peak MiB of a step", "step ms", "epochs", "seeds")
+        cells = [scores(each, score) for each in trained]
+        rows.append([name, *figures, str(len(trained.ours) or "-"), *cells])
+    header = ("axis and method", "size", "peak MiB of a step", "step ms", "epochs", "seeds", score.name, "dense")
     title = results.subject(runs[0]) if runs else sizes[0]["task"]
-    return table(Summary(title, (*header, score.name if score else "score"), rows), sizes)
+    return table(Summary(title, header, rows), sizes)
+
+
+def scores(runs: Records, score: results.Score) -> str:
+    """Return the mean score of trainings, with its deviation."""
+    return results.mean_and_deviation(score.of(runs), score.digits) if runs else "-"
 
 
 def size_of(size: Record) -> str:
@@ -167,7 +188,7 @@ def main() -> None:
     """Write the page and its picture from the committed records."""
     trainings, sizes = load("long") or [], load("larger") or []
     PAGE.write_text(page(trainings, sizes))
-    studies = shown(of_one_size(trainings, {id(record): runs_of(record, trainings) for record in sizes}))
+    studies = shown(of_one_size(trainings, sizes_trained(sizes, trainings)))
     if studies:
         save(study_plots.differences(studies), PAGE.parent / PICTURE)
 

@@ -141,30 +141,23 @@ def test_headline_is_in_percent_of_dense_with_the_accuracy_that_there_is():
     for r in steps:
         r["step_ms_rounds"] = [9.0, 11.08] if r["method"] == "max" else [r["step_ms"]]
     runs = list(enumerate([70.0, 71.0, 72.0]))
-    short, long = (
-        [
-            study_record(
-                (name,), seed, score - lost * (name != "dense"), bits_per_value=16.0 if name == "dense" else 2.0, **more
-            )
-            for name in names
-            for seed, score in runs
-        ]
-        for names, lost, more in (
-            (("dense", "preset:max"), 1.0, {"task": "gpt"}),
-            (("dense", "preset:max"), 0.5, {"task": "vit", "epochs": 90}),
-        )
-    )
+    trainings = [
+        study_record((name,), seed, score - (lost if bits < 16 else 0.0), bits_per_value=bits, **more)
+        for lost, more in ((1.0, {"task": "gpt", "depth": 12}), (0.5, {"task": "vit", "epochs": 90}))
+        for name, bits in (("dense", 16.0), ("preset:max", 2.0))
+        for seed, score in runs
+    ]
     built = [{"model": name, "method": "dense", "step_ms": 5.0} for name in list(tables.HEADLINE)[:2]]
     built += [{**r, "method": method, "step_ms": ms} for r in built for method, ms in (("max", 5.5), ("checkpoint", 6))]
-    lines = tables.headline(steps, built[:-1], [*short, *({**r, "task": "vit"} for r in short)], long).splitlines()
+    lines = tables.headline(steps, built[:-1], trainings).splitlines()
     memory = "100 MiB: **0 %** (-90 %) | 200 MiB: **-55 %** (0 %)"
     times = "**-10 to 0 %** (+30 %) | **+10 %** (+20 %)"
     assert lines[2] == f"| ViT-B/16, batch 8 | {memory} | {times} | -0.50 ± 0.82 points |"
     assert lines[3].endswith("| **+10 %** | +1.0000 ± 0.8165 validation loss |")
     assert all(line.endswith("| not measured | not measured |") for line in lines[4:7])
-    assert "(net, 90 epochs, 3 seeds; net, 2 epochs, 3 seeds)" in " ".join(lines)
+    assert "(net, 90 epochs, 3 seeds; net, depth 12, 2 epochs, 3 seeds)" in " ".join(lines)
     assert "of the median of up to 2." in " ".join(lines)
-    first, _, *others = tables.brief(steps, short, long).splitlines()[2:7]
+    first, _, *others = tables.brief(steps, trainings).splitlines()[2:7]
     cells = "**0 %**<br>(-90 %) | **-55 %**<br>(0 %) | **-10 to 0 %**<br>(+30 %)"
     assert first == f"| ViT-B/16 | {cells} | -0.50 ± 0.82 points |"
     assert all(row.endswith("| not measured |") for row in others)

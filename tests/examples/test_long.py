@@ -101,16 +101,18 @@ def test_fine_tuning_begins_with_weights_that_another_call_has_made(started, tmp
     assert first.is_file()
 
 
+def size(task, axis, value, setting, words):
+    """A record of a size that was found."""
+    return {"task": task, "axis": axis, "size": value, "dense_size": axis and 384, "setting": setting, "words": words}
+
+
 def test_sizes_of_two_models_do_not_mix(started, tmp_path):
-    sizes = [
-        {"axis": "dim", "setting": "preset:max", "words": f"--task {task} --dim 512 --epochs 3"}
-        for task in ("vit", "resmlp")
-    ]
+    sizes = [size(task, "dim", 512, "preset:max", f"--task {task} --dim 512 --epochs 3") for task in ("vit", "resmlp")]
     (tmp_path / "larger.json").write_text(json.dumps(sizes))
     out = tmp_path / "long.json"
     command = ["--tasks", "--larger", str(tmp_path / "larger.json"), "--seeds", "0", "--out", str(out)]
     assert long.main([*command, "--root", str(tmp_path)]) == 0
-    assert [r["task"] for r in json.loads(out.read_text())] == ["vit", "resmlp"]
+    assert [r["task"] for r in json.loads(out.read_text())] == ["vit", "vit", "resmlp", "resmlp"]
     with pytest.raises(SystemExit):
         long.main(command)
 
@@ -121,11 +123,12 @@ def test_what_two_tasks_have_in_common_is_trained_once(started, tmp_path):
     assert len(started) == 1
 
 
-def test_sizes_of_a_file_are_trained_with_the_setting_that_has_room_for_them(started, tmp_path):
+def test_larger_sizes_are_trained_with_the_setting_that_has_room_for_them_and_dense(started, tmp_path):
     sizes = [
-        {"axis": None, "setting": "dense", "words": "--task gpt --packages --epochs 4"},
-        {"axis": "dim", "setting": "preset:max", "words": "--task gpt --packages --dim 512 --epochs 3"},
-        {"axis": "batch-size", "setting": "preset:max", "words": "--task gpt --packages --batch-size 96 --epochs 3"},
+        size("gpt", None, None, "dense", "--task gpt --packages --epochs 4"),
+        size("gpt", "dim", 512, "preset:max", "--task gpt --packages --dim 512 --epochs 3"),
+        size("gpt", "dim", 384, "preset:balanced", "--task gpt --packages --dim 384 --epochs 5"),
+        size("gpt", "batch-size", 96, "preset:max", "--task gpt --packages --batch-size 96 --epochs 3"),
     ]
     (tmp_path / "larger.json").write_text(json.dumps(sizes))
     out = tmp_path / "long.json"
@@ -133,13 +136,15 @@ def test_sizes_of_a_file_are_trained_with_the_setting_that_has_room_for_them(sta
     assert long.main(command) == 0
     found = [(r["dim"], r["batch"], r["epochs"], r["method"], r["seed"]) for r in json.loads(out.read_text())]
     assert sorted(found, key=lambda run: run[2:]) == [
+        (512, 64, 3, "dense", 0),
+        (512, 64, 3, "dense", 1),
         (512, 64, 3, "preset:max", 0),
         (512, 64, 3, "preset:max", 1),
         (None, 64, 4, "dense", 0),
         (None, 64, 4, "dense", 1),
     ]
     assert long.main([*command, "--axes", "batch-size"]) == 0
-    assert len(started) == 6
+    assert len(started) == 10
 
 
 def test_nothing_starts_when_the_time_is_up(started, tmp_path):

@@ -135,14 +135,11 @@ def compressed(study: Records) -> dict[str, Finding]:
     return {setting: finding for setting, finding in findings(study).items() if kept[setting] < UNTOUCHED}
 
 
-def main_study(task: str | None, *sources: Records) -> Records:
-    """Return the main study of a task of the first records that say something of it; none if there are none."""
-    for records in sources:
-        chosen = [record for record in records if record["task"] == task]
-        study = results.main_study(chosen) if chosen else []
-        if study and findings(study):
-            return study
-    return []
+def main_study(task: str | None, records: Records) -> Records:
+    """Return the main study of a task; none if there is none that says something."""
+    chosen = [record for record in records if record["task"] == task]
+    study = results.main_study(chosen) if chosen else []
+    return study if study and findings(study) else []
 
 
 PRESETS = {name: (f"{PRESET}{name}",) for name in config.PRESETS}
@@ -172,7 +169,7 @@ def presets(studies: Sequence[Records]) -> Summary:
             bits += [results.mean_of(results.by_setting(study)[setting], "bits_per_value")] if setting else []
         ends = dict.fromkeys(f"{end(bits):.2f}" for end in (min, max)) if bits else "-"
         rows.append([f"`{name}`", " - ".join(ends), *cells])
-    names = (f"{s[0]['model']}, {s[0]['epochs']} epochs, {x.name}" for s, x in zip(studies, scores, strict=True))
+    names = (f"{results.model(s[0])}, {s[0]['epochs']} epochs, {x.name}" for s, x in zip(studies, scores, strict=True))
     return Summary("Presets", ("preset", "bits per value", *names), rows)
 
 

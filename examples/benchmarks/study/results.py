@@ -5,6 +5,7 @@ Runs are of one study if they train the same on the same data; runs of one setti
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -153,8 +154,17 @@ def study_title(record: dict[str, Any]) -> str:
 
 def subject(record: dict[str, Any]) -> str:
     """Return which model a study trains on which data."""
-    size = "".join(f", {name} {record[name]}" for name in ("dim", "depth") if record.get(name) is not None)
-    return f"{record['model']}{size} on {data(record)}"
+    return f"{model(record)} on {data(record)}"
+
+
+def model(record: dict[str, Any]) -> str:
+    """Return what a model is called, by its depth and channels where these are not those of its name."""
+    name, depth, dim = record["model"], record.get("depth"), record.get("dim")
+    family, _, size = name.rpartition("_")
+    known = re.fullmatch(r"(\d+)x(\d+)", size)
+    if known:
+        return f"{family}_{depth or known[1]}x{dim or known[2]}"
+    return name + "".join(f", {word} {value}" for word, value in (("dim", dim), ("depth", depth)) if value)
 
 
 def data(record: dict[str, Any]) -> str:
