@@ -135,8 +135,7 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert f"{vit[0]:.1f} times for a ViT-B/16 and {resmlp[0]:.1f} times for a ResMLP-12" in PROSE
     assert f"{vit[1]:.1f} and {resmlp[1]:.1f} times" in PROSE
 
-    sizes = trainings_page.sizes_trained(tables.load("larger"), tables.load("long"))
-    long = trainings_page.of_one_size(tables.load("long"), sizes)
+    long = trainings_page.of_one_size(tables.load("long"), tables.load("larger"))
     trainings = trainings_page.of_images(trainings_page.from_scratch(long))
     found = {name: [evidence.of_preset(name, study)[1] for study in trainings] for name in ("max", "paper")}
     lost = evidence.together(found["max"]).shown(2).replace("-", "")
@@ -159,15 +158,15 @@ def test_figures_in_the_text_are_those_of_the_records():
 
 def test_what_is_said_of_larger_models_is_what_the_records_say():
     sizes = tables.load("larger")
-    trained = list(zip(sizes, trainings_page.sizes_trained(sizes, tables.load("long")), strict=True))
     ours = [size for size in sizes if size["setting"] == "preset:max"]
     wider, deeper = (
         min(size["size"] / size["dense_size"] for size in ours if size["axis"] == axis) for axis in ("dim", "depth")
     )
     assert f"one {wider:.1f} times as wide or {deeper:.1f} times as deep trains" in PROSE
-    for (task,), of_task in groups([{**size, "runs": runs.ours} for size, runs in trained], "task").items():
-        dense, *larger = [mean(r["accuracy"] for r in size["runs"]) for size in of_task if size["runs"]]
-        assert of_task[0]["setting"] == "dense", task
+    for of_task in groups(sizes, "task").values():
+        trained = [each.ours for size in of_task for each in trainings_page.of_size(size, tables.load("long"))]
+        dense, *larger = [mean(r["accuracy"] for r in runs) for runs in trained if runs]
+        assert of_task[0]["setting"] == "dense"
         assert max(larger) < dense
     assert "[in the same time it learns less]" in README
 

@@ -11,8 +11,10 @@ long as the dense model takes: a size is trained for
 
     epochs = epochs of dense * time of a dense epoch / time of its epoch
 
-with its learning rates over these. Steps are timed alone on the GPU. A record says how ``accuracy.py`` is told that
-size (``words``). What the file has already is not searched again.
+with its learning rates over these. That of Adam follows the size: of a model ``r`` times as wide it is ``1 / r``
+times the dense one's (Yang et al. 2022, arXiv 2203.03466), of one ``r`` times as deep ``r ** -0.5`` (Yang et al. 2023,
+arXiv 2310.02244), and of one with ``r`` times the batch ``r ** 0.5`` (Malladi et al. 2022, arXiv 2205.10287). Steps are
+timed alone on the GPU. What the file has already is not searched again.
 """
 
 from __future__ import annotations
@@ -41,25 +43,30 @@ from examples.benchmarks.summaries import Record
 
 SETTINGS = "preset:balanced", "preset:max", "preset:recompute"
 REPLAYS = 20
+EXPONENTS = {"dim": -1.0, "depth": -0.5, "batch-size": 0.5}
+"""By axis, how the learning rate follows the size."""
 
 
 class Family(NamedTuple):
     """A model that comes in sizes.
 
     Args:
-        words: How ``accuracy.py`` is told to train it, but for its size and the epochs.
+        words: How ``accuracy.py`` is told to train it, but for its size, the learning rate and the epochs.
+        lr: Of the dense one.
         epochs: For which the dense one is trained.
         sizes: Of each axis, which is an option of ``accuracy.py``: the dense model's, and those that are tried.
     """
 
     words: str
+    lr: float
     epochs: int
     sizes: dict[str, Sequence[int]]
 
 
 FAMILIES = {
     "vit": Family(
-        "--task vit --strong --lr 4e-4",
+        "--task vit --strong",
+        4e-4,
         40,
         {
             "dim": range(384, 1537, 64),
@@ -69,7 +76,8 @@ FAMILIES = {
         },
     ),
     "gpt": Family(
-        "--task gpt --packages --clip 1 --lr 1e-3",
+        "--task gpt --packages --clip 1",
+        1e-3,
         60,
         {
             "dim": range(384, 1537, 64),
@@ -135,9 +143,19 @@ def largest(sizes: Sequence[int], limit: float, measure: Callable[[int], Step]) 
     return size, found[size] if size in found else measure(size)
 
 
-def words_of(family: Family, axis: str, size: int) -> str:
-    """Return how ``accuracy.py`` is told a size."""
-    return f"{family.words} --{axis} {size}"
+def rate(size: Record) -> float:
+    """Return the learning rate of a size that was found, to two digits."""
+    lr = FAMILIES[size["task"]].lr
+    if size["axis"] is None:
+        return lr
+    return float(f"{lr * (size['size'] / size['dense_size']) ** EXPONENTS.get(size['axis'], 0.0):.2g}")
+
+
+def words(size: Record) -> list[str]:
+    """Return how ``accuracy.py`` is told to train a size that was found."""
+    given = [] if size["axis"] is None else [f"--{size['axis']}", str(size["size"])]
+    recipe = ["--lr", f"{rate(size):g}", "--epochs", str(size["epochs"])]
+    return [*FAMILIES[size["task"]].words.split(), *given, *recipe]
 
 
 class Search:
@@ -155,8 +173,8 @@ class Search:
     def step(self, axis: str, size: int, setting: str) -> Step:
         """Return what a step of one size needs."""
         given = [] if self.root is None else ["--root", str(self.root)]
-        words = [*words_of(self.family, axis, size).split(), *given]
-        args = parse(argparse.ArgumentParser(), words, settings=False)
+        told = [*self.family.words.split(), f"--{axis}", str(size), *given]
+        args = parse(argparse.ArgumentParser(), told, settings=False)
         # The context is the length of the windows that the text is cut into.
         study = open_study(args, None if axis == "context" else self.data)
         if axis != "context":
@@ -174,18 +192,16 @@ class Search:
         """Return the record of the dense model."""
         axis, sizes = next(iter(self.family.sizes.items()))
         found = self.step(axis, sizes[0], "dense")
-        words = f"{self.family.words} --epochs {self.family.epochs}"
         head = {"task": self.task, "axis": None, "setting": "dense", "size": None}
-        return {**head, **found._asdict(), "epochs": self.family.epochs, "words": words}
+        return {**head, **found._asdict(), "epochs": self.family.epochs}
 
     def largest(self, axis: str, setting: str, dense: Record) -> dict[str, Any]:
         """Return the record of the largest size on an axis that needs no more memory than the dense model."""
         sizes = self.family.sizes[axis]
         size, found = largest(sizes, dense["peak_mib"], lambda size: self.step(axis, size, setting))
         epochs = max(1, round(dense["epochs"] * dense["batches"] * dense["step_ms"] / found.epoch_ms))
-        words = f"{words_of(self.family, axis, size)} --epochs {epochs}"
         head = {"task": self.task, "axis": axis, "setting": setting, "dense_size": sizes[0], "size": size}
-        return {**head, **found._asdict(), "epochs": epochs, "words": words}
+        return {**head, **found._asdict(), "epochs": epochs}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

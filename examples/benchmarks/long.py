@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks.common import write_records
+from examples.benchmarks.larger import words
 from examples.benchmarks.study.settings import parse_setting
 from examples.benchmarks.study.tasks import TASKS as STUDIED
 from examples.benchmarks.study.tasks import digest, is_recorded, load_records, options_of, parse
@@ -189,14 +190,14 @@ def runs_of(args: argparse.Namespace) -> Iterator[Run]:
         for task in args.tasks:
             if task == "first" or (needs_first(task) and not args.first.is_file()):
                 continue
-            words = [*TASKS[task].split(), *([str(args.first)] if needs_first(task) else [])]
+            told = (*TASKS[task].split(), *([str(args.first)] if needs_first(task) else []))
             for setting in args.settings or SETTINGS_OF.get(task, SETTINGS):
-                yield Run(task, tuple(words), setting, seed)
+                yield Run(task, told, setting, seed)
         for size in sizes:
             if size["axis"] is None or (size["axis"] in args.axes and size["size"] != size["dense_size"]):
                 name = "_".join(str(size[key]) for key in ("task", "axis", "size") if size[key] is not None)
                 for setting in dict.fromkeys((size["setting"], "dense")):
-                    yield Run(name, tuple(size["words"].split()), setting, seed)
+                    yield Run(name, tuple(words(size)), setting, seed)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

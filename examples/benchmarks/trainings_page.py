@@ -6,7 +6,6 @@ python examples/benchmarks/trainings_page.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.benchmarks import study_plots
 from examples.benchmarks.common import RESULTS
+from examples.benchmarks.larger import rate, words
 from examples.benchmarks.long import Run
 from examples.benchmarks.plots import save
 from examples.benchmarks.study import evidence, results
@@ -24,8 +24,6 @@ from examples.benchmarks.tables import load, markdown
 
 PAGE = RESULTS.parents[2] / "docs" / "trainings.md"
 PICTURE = "trainings.png"
-SEEDS = range(10)
-"""In which runs of a size are looked for."""
 
 HEAD = """\
 # Long trainings
@@ -74,15 +72,15 @@ LARGER = """\
 
 The largest size on each axis whose step takes no more memory than that of the dense model, found by
 `examples/benchmarks/larger.py`; in brackets, how many times the dense model's. They are trained for as long as the
-dense model, with its learning rate: fewer epochs by as much as their steps take longer. The last column is the larger
-model, dense and as many epochs, which needs more memory. What that loses beside the model in the first row is due to
-its size and to fewer epochs, and what lies between the last columns is due to compression."""
+dense model: fewer epochs by as much as their steps take longer. Learning rates are the dense model's, or follow the
+size, as `larger.py` says. The last column is the larger model, dense and as many
+epochs, which needs more memory. What that loses beside the model in the first row is due to its size and to fewer
+epochs, and what lies between the last columns is due to compression."""
 
 
 def page(trainings: Records, sizes: Records) -> str:
     """Return the page."""
-    of_sizes = sizes_trained(sizes, trainings)
-    rest = of_one_size(trainings, of_sizes)
+    rest = of_one_size(trainings, sizes)
     parts = [HEAD, *([f"![{PICTURE_TEXT}]({PICTURE})\n\n{PICTURE_TEXT}."] if shown(rest) else [])]
     scratch = from_scratch(rest)
     parts += [SCRATCH, *map(studied, results.studies(scratch)), *together(scratch)] if scratch else []
@@ -91,26 +89,28 @@ def page(trainings: Records, sizes: Records) -> str:
         (TUNED, of_tuning(rest)),
     ):
         parts += [text, *map(studied, results.studies(chosen))] if chosen else []
-    of_tasks = groups(sizes, "task").values()
-    parts += [LARGER, *(larger(group, sizes_trained(group, trainings)) for group in of_tasks)] if sizes else []
+    parts += [LARGER, *(larger(group, trainings) for group in groups(sizes, "task").values())] if sizes else []
     return "\n\n".join(parts) + "\n"
 
 
-class OfSize(NamedTuple):
-    """The trainings of a size that was found: with the setting that has room for it, and dense."""
+class Trained(NamedTuple):
+    """The trainings of a size with one learning rate: with the setting that has room for it, and dense."""
 
+    lr: float
     ours: Records
     dense: Records
 
 
-def sizes_trained(sizes: Records, trainings: Records) -> list[OfSize]:
-    """Return the trainings of each size."""
-    return [OfSize(*(runs_of(size, setting, trainings) for setting in (size["setting"], "dense"))) for size in sizes]
+def of_size(size: Record, trainings: Records) -> list[Trained]:
+    """Return the trainings of a size that was found, by their learning rates."""
+    ours, dense = (runs_of(size, setting, trainings) for setting in (size["setting"], "dense"))
+    rates = sorted({run["lr"] for run in (*ours, *dense)}, reverse=True) or [rate(size)]
+    return [Trained(lr, *([run for run in runs if run["lr"] == lr] for runs in (ours, dense))) for lr in rates]
 
 
-def of_one_size(trainings: Records, of_sizes: Sequence[OfSize]) -> Records:
+def of_one_size(trainings: Records, sizes: Records) -> Records:
     """Return the trainings that are of no size that was found."""
-    used = {id(run) for runs in of_sizes for run in (*runs.ours, *runs.dense)}
+    used = {id(run) for size in sizes for each in of_size(size, trainings) for run in (*each.ours, *each.dense)}
     return [record for record in trainings if id(record) not in used]
 
 
@@ -151,26 +151,29 @@ def of_images(trainings: Records) -> list[Records]:
 
 
 def runs_of(size: Record, setting: str, trainings: Records) -> Records:
-    """Return the trainings of a size that was found with a setting."""
-    runs = [Run("", tuple(size["words"].split()), setting, seed) for seed in SEEDS]
-    return [record for record in trainings if any(says(record, run.key) for run in runs)]
+    """Return the trainings of a size that was found with a setting, of any learning rate."""
+    key = Run("", tuple(words(size)), setting, 0).key
+    said = {name: value for name, value in key.items() if name not in ("lr", "seed")}
+    return [record for record in trainings if says(record, said)]
 
 
-def larger(sizes: Records, of_sizes: Sequence[OfSize]) -> str:
+def larger(sizes: Records, trainings: Records) -> str:
     """Return the table of the sizes of a model, with the scores of those that were trained."""
-    runs = [run for each in of_sizes for run in each.ours]
-    score = results.score_of(sizes[0])
-    rows = []
-    for size, trained in zip(sizes, of_sizes, strict=True):
-        name, of = "dense", "-"
-        if size["axis"] is not None:
-            name, of = f"{size['axis']}, `{size['setting'].removeprefix('preset:')}`", size_of(size)
-        figures = [of, f"{size['peak_mib']:.0f}", f"{size['step_ms']:.1f}", str(size["epochs"])]
-        cells = [scores(each, score) for each in trained]
-        rows.append([name, *figures, str(len(trained.ours) or "-"), *cells])
-    header = ("axis and method", "size", "peak MiB of a step", "step ms", "epochs", "seeds", score.name, "dense")
-    title = results.subject(runs[0]) if runs else sizes[0]["task"]
-    return table(Summary(title, header, rows), sizes)
+    trained = [(size, each) for size in sizes for each in of_size(size, trainings)]
+    title = next((results.subject(run) for _, each in trained for run in each.ours), sizes[0]["task"])
+    header = ("axis and method", "size", "peak MiB of a step", "step ms", "epochs", "learning rate", "seeds")
+    score = results.score_of(sizes[0]).name
+    return table(Summary(title, (*header, score, f"{score}, dense"), [row_of(*each) for each in trained]), sizes)
+
+
+def row_of(size: Record, trained: Trained) -> list[str]:
+    """Return what the table says of a size with a learning rate."""
+    name, of = "dense", "-"
+    if size["axis"] is not None:
+        name, of = f"{size['axis']}, `{size['setting'].removeprefix('preset:')}`", size_of(size)
+    figures = [f"{size['peak_mib']:.0f}", f"{size['step_ms']:.1f}", str(size["epochs"]), f"{trained.lr:g}"]
+    cells = [scores(runs, results.score_of(size)) for runs in (trained.ours, trained.dense)]
+    return [name, of, *figures, str(len(trained.ours) or "-"), *cells]
 
 
 def scores(runs: Records, score: results.Score) -> str:
@@ -188,7 +191,7 @@ def main() -> None:
     """Write the page and its picture from the committed records."""
     trainings, sizes = load("long") or [], load("larger") or []
     PAGE.write_text(page(trainings, sizes))
-    studies = shown(of_one_size(trainings, sizes_trained(sizes, trainings)))
+    studies = shown(of_one_size(trainings, sizes))
     if studies:
         save(study_plots.differences(studies), PAGE.parent / PICTURE)
 

@@ -76,7 +76,7 @@ def test_sizes_fit_and_are_trained_as_long_as_the_dense_model(searched):
         assert record["peak_mib"] <= dense["peak_mib"]
         epochs_ms = [r["epochs"] * r["batches"] * r["step_ms"] for r in (record, dense)]
         assert abs(epochs_ms[0] - epochs_ms[1]) <= record["batches"] * record["step_ms"] / 2
-        args = accuracy.parse([*record["words"].split(), "--root", "x", "--settings", record["setting"]])
+        args = accuracy.parse([*larger.words(record), "--root", "x", "--settings", record["setting"]])
         assert (getattr(args, record["axis"].replace("-", "_")), args.epochs) == (record["size"], record["epochs"])
 
 
@@ -95,9 +95,27 @@ def test_what_the_file_has_is_not_searched_again(searched, tmp_path, capsys):
     assert "depth" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("axis", "value", "lr"),
+    [
+        (None, 0, 4e-4),
+        ("dim", 768, 2e-4),
+        ("depth", 72, 1.3e-4),
+        ("batch-size", 1024, 8e-4),
+        ("patch-size", 2, 4e-4),
+    ],
+)
+def test_the_learning_rate_follows_the_size(axis, value, lr):
+    of_dense = {"dim": 384, "depth": 8, "batch-size": 256, "patch-size": 4}.get(axis)
+    size = {"task": "vit", "axis": axis, "size": value, "dense_size": of_dense, "epochs": 3}
+    args = accuracy.parse([*larger.words(size), "--root", "x", "--settings", "dense"])
+    assert (args.lr, args.epochs) == (lr, 3)
+    assert axis is None or getattr(args, axis.replace("-", "_")) == value
+
+
 def test_another_context_cuts_the_text_anew(monkeypatch, tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n" * 20000)
-    monkeypatch.setitem(larger.FAMILIES, "gpt", larger.FAMILIES["gpt"]._replace(words="--task gpt --lr 1e-3"))
+    monkeypatch.setitem(larger.FAMILIES, "gpt", larger.FAMILIES["gpt"]._replace(words="--task gpt"))
     seen = []
     monkeypatch.setattr(larger, "measured", lambda study, _: seen.append(len(study.data.offsets)) or Step(1.0, 1.0, 1))
     search = larger.Search("gpt", tmp_path)

@@ -101,18 +101,19 @@ def test_fine_tuning_begins_with_weights_that_another_call_has_made(started, tmp
     assert first.is_file()
 
 
-def size(task, axis, value, setting, words):
+def size(task, axis, value, setting, epochs):
     """A record of a size that was found."""
-    return {"task": task, "axis": axis, "size": value, "dense_size": axis and 384, "setting": setting, "words": words}
+    more = {"axis": axis, "size": value, "dense_size": axis and 384, "setting": setting, "epochs": epochs}
+    return {"task": task, **more}
 
 
 def test_sizes_of_two_models_do_not_mix(started, tmp_path):
-    sizes = [size(task, "dim", 512, "preset:max", f"--task {task} --dim 512 --epochs 3") for task in ("vit", "resmlp")]
+    sizes = [size(task, "dim", 512, "preset:max", 3) for task in ("vit", "gpt")]
     (tmp_path / "larger.json").write_text(json.dumps(sizes))
     out = tmp_path / "long.json"
     command = ["--tasks", "--larger", str(tmp_path / "larger.json"), "--seeds", "0", "--out", str(out)]
     assert long.main([*command, "--root", str(tmp_path)]) == 0
-    assert [r["task"] for r in json.loads(out.read_text())] == ["vit", "vit", "resmlp", "resmlp"]
+    assert [r["task"] for r in json.loads(out.read_text())] == ["vit", "vit", "gpt", "gpt"]
     with pytest.raises(SystemExit):
         long.main(command)
 
@@ -125,10 +126,10 @@ def test_what_two_tasks_have_in_common_is_trained_once(started, tmp_path):
 
 def test_larger_sizes_are_trained_with_the_setting_that_has_room_for_them_and_dense(started, tmp_path):
     sizes = [
-        size("gpt", None, None, "dense", "--task gpt --packages --epochs 4"),
-        size("gpt", "dim", 512, "preset:max", "--task gpt --packages --dim 512 --epochs 3"),
-        size("gpt", "dim", 384, "preset:balanced", "--task gpt --packages --dim 384 --epochs 5"),
-        size("gpt", "batch-size", 96, "preset:max", "--task gpt --packages --batch-size 96 --epochs 3"),
+        size("gpt", None, None, "dense", 4),
+        size("gpt", "dim", 512, "preset:max", 3),
+        size("gpt", "dim", 384, "preset:balanced", 5),
+        size("gpt", "batch-size", 96, "preset:max", 3),
     ]
     (tmp_path / "larger.json").write_text(json.dumps(sizes))
     out = tmp_path / "long.json"
