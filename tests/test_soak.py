@@ -1,4 +1,4 @@
-"""Five thousand steps: memory stays as it is, and the loss falls as the dense model's does.
+"""Three thousand steps: memory stays as it is, and the loss falls as the dense model's does.
 
 Both models train in processes of their own, where nothing but the training makes objects or lets them go.
 """
@@ -20,7 +20,7 @@ from lightning_actprune.codec.dispatch import LaunchCache
 from lightning_actprune.config import Config, PresetName
 from lightning_actprune.convert import attached_saved, convert_layers, new_owner
 
-STEPS, SETTLED, SHOWN = 5_000, 2_500, 500
+STEPS, SETTLED, SHOWN = 3_000, 1_500, 300
 """Steps in all, those after which nothing may grow, and those of which a mean loss is taken."""
 TOKENS, FEATURES = 16, 64
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -92,8 +92,8 @@ def train(preset: PresetName | None) -> list[float]:
     return losses[SETTLED // SHOWN :]
 
 
-def test_five_thousand_steps():
-    """How the dense loss varies from five hundred steps to the next, once it has settled, says what noise is."""
+def test_three_thousand_steps():
+    """How the dense loss varies from three hundred steps to the next, once it has settled, says what noise is."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         dense, ours = pool.map(train, (None, "max"))
     mean, spread = sum(dense) / len(dense), max(dense) - min(dense)

@@ -374,7 +374,11 @@ def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: 
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 
-@pytest.mark.parametrize("name", IN_BATCHES + OWN_IN_BATCHES)
+IN_TRIALS = ["transfer_batch_to_device", "forward", "on_before_backward", "backward", "on_after_backward"]
+"""Hooks in the parts of a trial: before a step, in forward, between the two, in backward and after it."""
+
+
+@pytest.mark.parametrize("name", [*IN_TRIALS, "optimizer_step", "on_train_batch_end"])
 @pytest.mark.slow
 def test_a_trial_of_a_tuner_that_runs_out_of_memory(whole, name: str, tmp_path: Path, monkeypatch):
     """The fit goes on with what a later batch shows."""
