@@ -246,8 +246,8 @@ Dense memory, then in bold the change with `ActivationPruning("max")` and in bra
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
 compiled dense model: that of the quickest turn and that of the median of up to {turns}. Where these differ, a host that
 others share kept the GPU waiting. Accuracy is that of *smaller* models of the same kind, trained [from
-scratch](docs/trainings.md) on CIFAR-10, a GPT as large on text (a higher loss is worse): the difference to dense ±
-its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
+scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as large on text (a higher loss is worse): the difference to
+dense ± its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
