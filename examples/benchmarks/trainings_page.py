@@ -72,10 +72,10 @@ LARGER = """\
 
 The largest size on each axis whose step takes no more memory than that of the dense model, found by
 `examples/benchmarks/larger.py`; in brackets, how many times the dense model's. They are trained for as long as the
-dense model: fewer epochs by as much as their steps take longer. Learning rates are the dense model's, or follow the
-size, as `larger.py` says. The last column is the larger model, dense and as many epochs, which needs more memory. What
-that loses beside the model in the first row is due to its size and to fewer epochs, and what lies between the last
-columns is due to compression."""
+dense model: fewer epochs by as much as their steps take longer. Learning rates are the dense model's, which may be too
+high for a wider or deeper one, or follow the size, as `larger.py` says. The last column is the larger model, dense and
+as many epochs, which needs more memory. What that loses beside the model in the first row is due to its size and to
+fewer epochs, and what lies between the last columns is due to compression."""
 
 
 def page(trainings: Records, sizes: Records) -> str:
