@@ -75,7 +75,8 @@ The largest size on each axis whose step takes no more memory than that of the d
 dense model: fewer epochs by as much as their steps take longer. Learning rates are the dense model's, which may be too
 high for a wider or deeper one, or follow the size, as `larger.py` says. The last column is the larger model, dense and
 as many epochs, which needs more memory. What that loses beside the model in the first row is due to its size and to
-fewer epochs, and what lies between the last columns is due to compression."""
+fewer epochs, and what lies between the last columns is due to compression. Trainings of one or two minutes are short
+of time, not of parameters: in them a longer context is all that is worth its time."""
 
 
 def page(trainings: Records, sizes: Records) -> str:
