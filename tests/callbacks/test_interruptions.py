@@ -214,13 +214,9 @@ STEPS = [(KeyboardInterrupt, 0), (torch.OutOfMemoryError, 1), (RuntimeError, 2)]
 """That is in the first, the second and the third batch (see ``ours``)."""
 
 
-def taking_turns(names: Iterable[str], others: list[Any], one_in: int = 1) -> list[Any]:
-    """Return all pairs for ``parametrize``: of one in so many names the one that has its turn, and slow ones."""
-    return [
-        pytest.param(name, other, marks=() if number % (one_in * len(others)) == one_in * turn else pytest.mark.slow)
-        for number, name in enumerate(names)
-        for turn, other in enumerate(others)
-    ]
+def taking_turns(names: Iterable[str], others: list[Any]) -> Iterable[tuple[str, Any]]:
+    """Return each name with one of the others, in turn."""
+    return zip(names, itertools.cycle(others), strict=False)
 
 
 @pytest.mark.slow
@@ -230,7 +226,7 @@ def test_in_a_hook_of_the_module_around_batches(whole, name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "at"), zip(IN_BATCHES + OWN_IN_BATCHES, itertools.cycle(STEPS), strict=False))
+@pytest.mark.parametrize(("name", "at"), list(taking_turns(IN_BATCHES + OWN_IN_BATCHES, STEPS)))
 def test_in_a_hook_of_the_module_in_a_batch(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
     error, step = at
     assert_recovers(whole, in_module(name), error, step + (name == "on_train_batch_end"), tmp_path, True)
@@ -242,7 +238,7 @@ def test_in_another_callback_around_batches(whole, name: str, tmp_path: Path):
     assert_recovers(whole, in_callback(name), torch.OutOfMemoryError, None, tmp_path, False)
 
 
-@pytest.mark.parametrize(("name", "at"), taking_turns(IN_BATCHES, STEPS))
+@pytest.mark.parametrize(("name", "at"), list(taking_turns(IN_BATCHES, STEPS[::-1])))
 def test_in_another_callback_in_a_batch(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
     error, step = at
     assert_recovers(whole, in_callback(name), error, step + (name == "on_train_batch_end"), tmp_path, step == 0)
@@ -319,7 +315,7 @@ INSIDE: dict[str, Lay] = {
 }
 
 
-@pytest.mark.parametrize(("name", "at"), taking_turns(INSIDE, STEPS, 3))
+@pytest.mark.parametrize(("name", "at"), one_in(3, taking_turns(INSIDE, STEPS[1:] + STEPS[:1])))
 @pytest.mark.filterwarnings("ignore:.*run only inside an activation checkpoint:UserWarning")  # as two of them do
 def test_inside_of_a_step(whole, name: str, at: tuple[type[BaseException], int], tmp_path: Path):
     assert_recovers(whole, INSIDE[name], *at, tmp_path, True)
@@ -359,9 +355,7 @@ OURS = {
 """Where code of this package may run out of memory or be interrupted, with a step in which it runs."""
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), one_in(6, zip(OURS, itertools.cycle([torch.OutOfMemoryError, KeyboardInterrupt]), strict=False))
-)
+@pytest.mark.parametrize(("name", "error"), one_in(6, taking_turns(OURS, [torch.OutOfMemoryError, KeyboardInterrupt])))
 def test_inside_of_ours(whole, name: str, error: type[BaseException], tmp_path: Path):
     at, method, step = OURS[name]
     model, callbacks, trap = Model(), ours(), Trap(error, step)
@@ -397,7 +391,7 @@ def test_a_trial_of_a_tuner_that_runs_out_of_memory(whole, name: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    taking_turns(["forward", "on_before_backward", "on_after_backward", "on_train_batch_end"], ERRORS),
+    list(taking_turns(["forward", "on_before_backward", "on_after_backward", "on_train_batch_end"], ERRORS)),
 )
 def test_a_trial_of_a_tuner_that_fails(whole, name: str, error: type[BaseException], tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_actprune.compiled.marks import Mark, Model, ended, marked
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
+from tests.support.compilers import uncached
 
 MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
 
@@ -76,7 +77,7 @@ def step(
 ) -> Result:
     """Compile a model afresh, with nothing out of a cache of which no pass would say anything; run it and backward."""
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True), CompiledPacking() as packing:
+    with uncached(), CompiledPacking() as packing:
         if not packs:
             packing.close()
         return run(torch.compile(model, backend=backend, fullgraph=True), model, x, packing.rows, autocast)

@@ -14,6 +14,7 @@ from lightning_actprune.codec import private
 from lightning_actprune.compiled import calls
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, mark
+from tests.support.compilers import uncached
 from tests.support.marks import needs_passes
 
 pytestmark = needs_passes
@@ -41,7 +42,7 @@ def compiled_step(samples: tuple[int, ...], **options: bool) -> tuple[list[Tenso
             compiled(x).square().mean().backward()
         grads.extend(p.grad for p in model.parameters())
 
-    with inductor.patch(force_disable_caches=True, **options), CompiledPacking():
+    with uncached(), inductor.patch(**options), CompiledPacking():
         _, code = run_and_get_code(steps)
     return grads, "\n".join(code)
 
@@ -75,7 +76,7 @@ def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtyp
     def norm(x: Tensor) -> None:
         torch.compile(model, fullgraph=True)(x).square().mean().backward()
 
-    with inductor.patch(force_disable_caches=True), CompiledPacking():
+    with uncached(), CompiledPacking():
         _, code = run_and_get_code(norm, x)
     assert re.findall(r"^actprune_\w+ = Dequantize\((.*)\)$", code[-1], re.MULTILINE) == [f"32, {bits}, torch.{dtype}"]
     found, model.layer.weight.grad = model.layer.weight.grad, None
@@ -88,7 +89,7 @@ def test_what_is_read_where_it_lies_is_not_copied():
     """Query, key and value are parts of what one projection returns."""
     torch._dynamo.reset()
     x = torch.randn(4, 32, 64)
-    with inductor.patch(force_disable_caches=True), CompiledPacking():
+    with uncached(), CompiledPacking():
         _, (forward, *_) = run_and_get_code(torch.compile(Block(), fullgraph=True), x)
     read = re.findall(r"= actprune_Quantize_32_\d\(reinterpret_tensor\((\w+), \(\d+, 2, 32\), \(192, 32, 1\)", forward)
     assert len(read) == 3

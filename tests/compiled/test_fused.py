@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
@@ -14,6 +13,7 @@ from lightning_actprune.codec import packed
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, mark, step, worst_cosine
+from tests.support.compilers import uncached
 from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
@@ -37,7 +37,7 @@ def values(rows: int, length: int, device: str) -> Tensor:
 def compiled(function, *inputs: Tensor) -> tuple[list[Tensor], str]:
     torch._dynamo.reset()
     calls.let_inductor_call()
-    with inductor.patch(force_disable_caches=True):
+    with uncached():
         found, code = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
     return found, "\n".join(code)
 
@@ -91,7 +91,7 @@ def test_what_an_activation_function_reads_is_not_unpacked_and_what_a_norm_reads
     def steps() -> None:
         torch.compile(model, fullgraph=True)(x).square().mean().backward()
 
-    with inductor.patch(force_disable_caches=True), CompiledPacking() as packing:
+    with uncached(), CompiledPacking() as packing:
         _, code = run_and_get_code(steps)
     packs = sum(row.how == "packed" for row in packing.rows)
     called = re.findall(CALL, "\n".join(code))
@@ -114,7 +114,7 @@ def test_numbers_of_samples_that_change_are_taken_apart_too():
 
     expected = grads(model)
     torch._dynamo.reset()
-    with inductor.patch(force_disable_caches=True), CompiledPacking():
+    with uncached(), CompiledPacking():
         found, code = run_and_get_code(grads, torch.compile(model, dynamic=True, fullgraph=True))
     assert not re.search(CALL, "\n".join(code))
     for one, other in zip(found, expected, strict=True):

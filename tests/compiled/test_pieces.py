@@ -11,6 +11,7 @@ from lightning_actprune.codec.blocks import SPARSITY_PARTS
 from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
+from tests.support.compilers import uncached
 from tests.support.marks import needs_passes, quick
 
 pytestmark = needs_passes
@@ -37,7 +38,7 @@ def step_in_pieces(model: nn.Module, x: Tensor) -> tuple[Result, int]:
     torch._dynamo.reset()
     cutter = cutting()
     model.zero_grad(set_to_none=True)
-    with torch._inductor.config.patch(force_disable_caches=True), CompiledPacking() as packing:
+    with uncached(), CompiledPacking() as packing:
         output = torch.compile(model, backend=cutter.compile_fn, fullgraph=True)(x)
         loss = output.square().mean()
     kept = [tensor for tensor in saved(loss) if tensor.data_ptr() not in {p.data_ptr() for p in model.parameters()}]

@@ -129,9 +129,9 @@ BLOCKS = {"transformer": Transformer, "convolutions": Convolutions, "crossing": 
 PLANNED = [("transformer", planned), ("convolutions", planned)]
 
 
-def made(kind: str, **options: float) -> tuple[nn.Module, Tensor]:
+def made(kind: str, *, count: int = 2, **options: float) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Net(*(BLOCKS[kind](**options) for _ in range(2))), torch.randn(8, 32, WIDTH)
+    return Net(*(BLOCKS[kind](**options) for _ in range(count))), torch.randn(8, 32, WIDTH)
 
 
 def converted(model: nn.Module, bits: int | None = 8, **rules: Keep | Recompute | None) -> nn.Module:
@@ -216,7 +216,7 @@ def test_bits_none_keeps_inputs_as_they_are_and_sixteen_rounds_them():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout_is_that_of_the_first_run(backend: str):
-    model, x = made("transformer", dropout=0.5)
+    model, x = made("transformer", count=1, dropout=0.5)
     torch.manual_seed(1)
     dense = step(model, x, packs=False, backend=backend)
     torch.manual_seed(1)
@@ -224,7 +224,7 @@ def test_dropout_is_that_of_the_first_run(backend: str):
     assert torch.equal(found.output, dense.output)
     assert cosine(found, dense) > 0.9995
     masks = [tensor for tensor in found.kept if tensor.dtype == torch.bool]
-    assert len(masks) == (4 if backend == "aot_eager" else 0)  # inductor draws them again from a seed
+    assert len(masks) == (2 if backend == "aot_eager" else 0)  # inductor draws them again from a seed
 
 
 def test_running_statistics_move_once():
@@ -274,7 +274,7 @@ def unmark(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", quick([revert, unmark], revert))
 def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
-    model, x = made("transformer")
+    model, x = made("transformer", count=1)
     other = converted(model)
     change(other)
     found = step(other, x)

@@ -15,7 +15,7 @@ from lightning_actprune.codec import private
 from lightning_actprune.compiled import scope
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Marked, mark, step
-from tests.support.compilers import planned
+from tests.support.compilers import planned, uncached
 from tests.support.marks import needs_passes
 
 pytestmark = needs_passes
@@ -97,7 +97,7 @@ def test_a_graph_without_backward_is_computed_and_nothing_is_missed(backend):
     model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
     x = torch.randn(32, 64)
     torch._dynamo.reset()
-    with inductor.patch(force_disable_caches=True), CompiledPacking() as packing:
+    with uncached(), CompiledPacking() as packing:
         best = torch.compile(lambda x: model(x).argmax(-1), backend=backend, fullgraph=True)
         assert torch.equal(best(x), model(x).argmax(-1))
         assert packing.rows == []

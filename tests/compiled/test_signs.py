@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from lightning_actprune.compiled import calls
 from lightning_actprune.compiled.signs import signs
+from tests.support.compilers import uncached
 from tests.support.marks import quick
 
 COUNTS = [0, 1, 7, 8, 64, 1000, 1003]
@@ -47,7 +47,7 @@ def test_inductor_writes_the_same_bytes(dynamic, device):
     def joined(*inputs: Tensor) -> list[Tensor]:
         return [torch.ops.actprune.signs(x.sin()) for x in inputs]
 
-    with inductor.patch(force_disable_caches=True):
+    with uncached():
         found, code = run_and_get_code(torch.compile(joined, dynamic=dynamic, fullgraph=True), *inputs)
     assert "= torch.ops.actprune" not in "\n".join(code)
     for one, x in zip(found, inputs, strict=True):

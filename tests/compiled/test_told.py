@@ -16,6 +16,7 @@ from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.told import Report, Rows, listen, listening
 from tests.compiled.support import Block, Marked, mark, run
+from tests.support.compilers import uncached
 from tests.support.marks import needs_passes, quick
 
 ROWS = [
@@ -87,7 +88,7 @@ def test_code_that_is_there_tells_the_next_training(build):
     torch._dynamo.reset()
     model, x = build(), torch.randn(4, 32, 64)
     compiled, rows = torch.compile(model, fullgraph=True), []
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with uncached():
         for _ in range(2):
             with CompiledPacking() as packing:
                 run(compiled, model, x, packing.rows, autocast=False)

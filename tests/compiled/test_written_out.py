@@ -15,7 +15,7 @@ from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.compilers import planned
+from tests.support.compilers import planned, uncached
 from tests.support.marks import needs_passes
 
 pytestmark = needs_passes
@@ -147,7 +147,7 @@ def test_so_does_what_leaves_the_graph(given):
 
     torch.manual_seed(0)
     model, x, grads = Attention(written_out(read), 8), torch.randn(4, 48, 64), []
-    with torch._inductor.config.patch(force_disable_caches=True), CompiledPacking() as packing:
+    with uncached(), CompiledPacking() as packing:
         torch._dynamo.reset()
         for f in (torch.compile(call, backend="aot_eager", fullgraph=True), call):
             torch.manual_seed(1)

@@ -9,8 +9,10 @@ import sys
 import warnings
 from contextlib import nullcontext
 
-import lightning.pytorch  # noqa: F401  # takes longer than all else: before the processes are forked
+# These imports take longer than all else: before the processes are forked.
+import lightning.pytorch  # noqa: F401
 import torch
+import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
