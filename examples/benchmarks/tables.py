@@ -246,8 +246,8 @@ Dense memory, then in bold the change with `ActivationPruning("max")` and in bra
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
 compiled dense model: that of the quickest turn and that of the median of up to {turns}. Where these differ, a host that
 others share kept the GPU waiting. Accuracy is that of *smaller* models of the same kind, trained [from
-scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as large on text (a higher loss is worse): the difference to
-dense ± its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
+scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as wide and deep on bytes (a higher loss is worse): the
+difference to dense ± its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
@@ -255,7 +255,7 @@ Eager steps with `ActivationPruning("max")` through a Trainer, bf16-mixed, fused
 {gpu}, beside dense ones. In brackets: the same steps with every block checkpointed. Times
 of eager steps, of the quickest turn and of the median, depend on [how fast the host
 is](compile.md#when-the-host-is-the-limit). Accuracy is that of *smaller*
-models of the same kind (the GPT is as large), `"max"` beside dense, ± the
+models of the same kind (the GPT is as wide and deep), `"max"` beside dense, ± the
 standard error (a higher loss is worse).
 [Benchmarks](benchmarks.md), [accuracy](accuracy.md) and [long trainings](trainings.md) have the whole tables."""
 
@@ -377,11 +377,12 @@ COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
 quickest one: where they differ, a host that others share kept the GPU waiting. The U-Net and the Llamas had one turn,
-the U-Net with a host that took longer than the GPU. The Llama without a size is one of GPT-2's size. Of the ResMLP
-inductor had padded products in the last run, whose results were not packed then."""
+the U-Net with a host that took longer than the GPU. The Llama without a size is one of GPT-2's size. The ResMLP keeps
+less by now: in the last run inductor had padded some of its products, whose results were not packed then."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
-in all, gaps included. In another run it held 1,500 MiB more or less of each method of the GPT-2."""
+in all, gaps included. In another run of the GPT-2 it held 1,500 MiB less of the dense model and as much more
+of the others, with which `max` saves 19 % there."""
 RIVALS_TEXT = """\
 Steps of a fit each, in a process of its own: `Trainer(precision="bf16-mixed")`, eager, fused AdamW. `checkpoint` is the
 library's own, `offload` is TRL's streamed offloading to the host's memory, `budget:0.5` is half the dense peak. Several
@@ -389,7 +390,7 @@ methods of a model warmed up at a time and measured in turn. Times are medians o
 beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
 that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
 turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %. The
-Llama had one turn."""
+Llama had one turn, as had `balanced` and `max` of the GPT-2 medium."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""
