@@ -43,7 +43,17 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what all these imports have made, and look at what tests make."""
+    leave_alone()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        leave_alone()
+
+
+def leave_alone() -> None:
+    """Let the garbage collector look at what tests make, and leave alone what imports and compilers made before."""
     gc.collect()
     gc.freeze()
 

@@ -34,7 +34,7 @@ from tests.support.fuzzed import (
 )
 from tests.support.marks import newer_norms
 
-CASES = {"reference": 400, "interpreter": 16, "cuda": 150}
+CASES = {"reference": 300, "interpreter": 16, "cuda": 150}
 """Of each of the eight kinds of layers: in plain torch, with kernels in Triton's interpreter and with them on a GPU."""
 
 hypothesis.settings.register_profile(
