@@ -31,8 +31,7 @@ def as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Ca
 def uncached() -> Iterator[None]:
     """Let no graph come out of a cache: then a pass would not see it.
 
-    With torch's own ``force_disable_caches`` every graph also compiles its C++ anew, and the headers before it, which
-    takes most of the time.
+    With ``force_disable_caches`` C++ that is there already is compiled anew too, which takes most of the time.
     """
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
