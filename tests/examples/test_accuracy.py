@@ -300,6 +300,16 @@ def test_settings_may_name_a_preset_a_selection_or_a_limit():
     assert parse_setting("0.8:32:same:unbiased:0.3").max_dropped_energy == 0.3
 
 
+def test_a_preset_of_the_package_may_come_with_rules():
+    setting = parse_setting(text := "preset:max+others=attn.qkv:int8,linear:int3,norm:int2")
+    assert str(setting) == text
+    model = build_model("gpt_6x384", dim=64, depth=1, context=16)
+    prune(model, setting, (torch.randint(256, (2, 16)), torch.randint(256, (2, 16))), "fp32")
+    block = model.blocks[0]
+    assert [layer.bits for layer in (block.attn.qkv, block.fc1, model.head, block.norm1)] == [8, 3, 3, 2]
+    assert block.fc1.sparsity == 0
+
+
 def test_spread_layers_keep_their_blocks():
     torch.manual_seed(0)
     model = build_model("gpt_6x384", dim=64, depth=1, context=16)
@@ -325,6 +335,9 @@ def test_spread_layers_keep_their_blocks():
         "s:b:same",
         "0.5:16:same:mean",
         "preset:big",
+        "preset:max+others",
+        "preset:max+others=linear:int5",
+        "preset:big+others=linear:int4",
     ],
 )
 def test_settings_that_mean_nothing_are_refused(text):

@@ -89,17 +89,19 @@ def kept(record: dict[str, Any]) -> str:
     if record["method"] == "dense":
         return "dense"
     if record["method"].startswith(PRESET):
-        return f"`{record['method'].removeprefix(PRESET)}`, every layer"
+        rules = f", {spelled_out(record['others'])}" if record.get("others") else ""
+        return f"`{record['method'].removeprefix(PRESET)}`, every layer{rules}"
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")
     where = "" if limit is None else f" where that drops {100 * limit:.0f} % of the energy at most"
-    others = (
-        f", other layers in few bits ({record['others'].replace(':', ' ').replace(',', ', ')})"
-        if record.get("others")
-        else ""
-    )
+    others = f", other layers in few bits ({spelled_out(record['others'])})" if record.get("others") else ""
     return f"pruned, s = {record['sparsity']:g}{where}, b = {record['block_size']}{values}{chosen}{others}"
+
+
+def spelled_out(formats: str) -> str:
+    """Return the formats of operators as a setting names them, in words."""
+    return formats.replace(":", " ").replace(",", ", ")
 
 
 def selection(record: dict[str, Any]) -> str:

@@ -9,7 +9,9 @@ attention keeps. Layers that would drop more than the limit keep all their block
 pruned setting `+others` lets the other operators of the blocks keep in few bits what they need, in the formats of the
 preset or in those that are named: `max+others`, `max+others=activation:int2,rest:int4`.
 
-`preset:max` is the package's own preset on the whole model, as `ActivationPruning("max")` converts it.
+`preset:max` is the package's own preset on the whole model, as `ActivationPruning("max")` converts it. After `+others=`
+it takes rules: operators or kinds of layers that keep all blocks, in another format (`preset:max+others=linear:int3`,
+`preset:max+others=attn.proj:int2`).
 
 Where blocks are made of convolutions, these are what is pruned, by plain settings too, in the format of the setting.
 Their inputs are outputs of ReLUs, which would keep them anyway, so each ReLU keeps one bit a value then, exactly.
@@ -30,9 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from examples.benchmarks.vocabulary import BITS, PRESETS, BlockSelection, Preset, ValueFormatName, rules_of
 from examples.benchmarks.vocabulary import OTHERS as ALL_OTHERS
-from examples.benchmarks.vocabulary import PRESETS, BlockSelection, Preset, ValueFormatName, rules_of
-from lightning_actprune import config, convert
+from lightning_actprune import Keep, config, convert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
 from lightning_actprune.operators import recompute
@@ -42,6 +44,8 @@ Batch = tuple[Tensor, Tensor]
 OTHERS = "+others"
 PRESET = "preset:"
 PRUNED = "pruned"
+FEW_BITS = "|".join(name for name, bits in BITS.items() if bits)
+RULES_NAMED = rf"=[\w.]+:({FEW_BITS})(,[\w.]+:({FEW_BITS}))*"
 OTHERS_NAMED = rf"=(({'|'.join(ALL_OTHERS)}):\w+)(,({'|'.join(ALL_OTHERS)}):\w+)*"
 
 
@@ -59,7 +63,7 @@ class Setting:
 
     def __str__(self) -> str:
         if self.method != PRUNED:
-            return self.method
+            return f"{self.method}{OTHERS}={self.others}" if self.others else self.method
         more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
         text = ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
         return f"{text}{OTHERS}={self.others}" if self.others else text
@@ -72,10 +76,13 @@ class Setting:
 
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
-    if text == "dense" or (text.removeprefix(PRESET) in config.PRESETS and text.startswith(PRESET)):
-        return Setting(text)
     base, plus, named = text.partition(OTHERS)
-    if plus and base != "dense" and (not named or re.fullmatch(OTHERS_NAMED, named)):
+    whole = base == "dense" or base in {f"{PRESET}{name}" for name in config.PRESETS}
+    if whole and not plus:
+        return Setting(base)
+    if whole and base != "dense" and re.fullmatch(RULES_NAMED, named):
+        return Setting(base, others=named[1:])
+    if plus and not whole and (not named or re.fullmatch(OTHERS_NAMED, named)):
         preset = PRESETS.get(base, Preset())
         return replace(parse_setting(base), others=named[1:] or in_words(preset.others))
     if text in PRESETS:
@@ -142,10 +149,17 @@ def converted(model: nn.Module, setting: Setting) -> ConversionReport:
         if preset == "recompute":
             # For good: a capture forbids to ask for the state of random generators, and no model here draws from them.
             recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
-        return convert(model, preset)  # type: ignore[arg-type]
+        rules = {pattern_of(name): Keep(BITS[value_format]) for name, value_format in setting.other_formats.items()}
+        return convert(model, preset, rules=rules)  # type: ignore[arg-type]
     names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
     preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
     return convert(model, rules=rules_of(preset, other_formats(model, setting), model))
+
+
+def pattern_of(name: str) -> str:
+    """Return the pattern of a rule for an operator, or for layers of the blocks by their kind."""
+    operator = "saved" if name == "rest" else name
+    return f"type:{operator}" if operator in config.PRESETS["max"] else f"blocks.*.{name}"
 
 
 def other_formats(model: nn.Module, setting: Setting) -> Any:
