@@ -86,6 +86,20 @@ def test_larger_models_are_shown_with_the_trainings_of_their_sizes_alone():
     assert "| depth, `max` | 24 (3.0) | 990 | 12.0 | 20 | 0.00023 | - | - | - |" in trainings_page.page([], sizes)
 
 
+def test_rules_are_shown_beside_their_like_alone():
+    like = trained(DENSE, [70.0, 72.0], epochs=20) + trained(MAX, [67.0, 69.0], epochs=20)
+    other = trained(DENSE, [60.0, 62.0], epochs=40)
+    ruled = trained(MAX, [68.0, 70.0], epochs=20, others="linear:int3")
+    assert "in more bits" not in trainings_page.page([*like, *other], [])
+    above, below = trainings_page.page([*like, *other], [], ruled).split("\n## Text between")
+    assert "linear int3" not in above
+    assert "61.00" in above
+    assert "61.00" not in below
+    for score in ("71.00", "68.00", "69.00"):
+        assert score in below
+    assert "| `max`, every layer, linear int3 |" in below
+
+
 def test_a_picture_is_linked_and_drawn_where_it_says_something(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="only pictures need it")
     one, three = trained(DENSE, [80.0]), trained(DENSE, [80.0, 81.0, 82.0]) + trained(MAX, [79.0, 80.0, 81.0])
@@ -100,7 +114,7 @@ def test_a_picture_is_linked_and_drawn_where_it_says_something(monkeypatch, tmp_
 
 
 def test_committed_page_is_generated_from_the_committed_records():
-    text = trainings_page.page(tables.load("long") or [], tables.load("larger") or [])
+    text = trainings_page.page(*(tables.load(name) or [] for name in ("long", "larger", "long_rules")))
     assert trainings_page.PAGE.read_text() == text
     assert "](trainings.png)" not in text or (trainings_page.PAGE.parent / "trainings.png").is_file()
 
