@@ -4,14 +4,14 @@
 
 As in a plain loop, `convert` before the training and `revert` after it, also after an exception; Fabric's precision,
 strategy and devices stay what they are. `convert` gets the model before `fabric.setup` wraps it, so that names of
-layers are the model's own. What the probes in the first step find is said in `plain_loop.py`.
+layers are the model's own. What the probe in the first step finds is said in `plain_loop.py`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.data import ImageData
 from examples.models import build_model
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
+from lightning_actprune.analysis.first_batch import RetentionProbe
 
 
 def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[float]:
@@ -35,15 +35,10 @@ def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[
         for epoch in range(1, epochs + 1):
             before, start = len(losses), time.perf_counter()
             for images, labels in loader:
-                with ExitStack() as probes:
-                    if not losses:  # around the first forward
-                        retention = probes.enter_context(RetentionProbe(net, images))
-                        energy = probes.enter_context(EnergyProbe(net))
+                with nullcontext() if losses else RetentionProbe(net, images) as first:
                     loss = nn.functional.cross_entropy(model(images), labels)
-                if not losses:
-                    for layer in retention.apply(report):
-                        fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
-                    energy.apply(report)
+                for layer in first.apply(report) if first else ():
+                    fabric.print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
                 optimizer.zero_grad()
                 fabric.backward(loss)
                 optimizer.step()

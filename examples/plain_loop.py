@@ -2,17 +2,16 @@
 
     python examples/plain_loop.py
 
-`convert` before the loop, `revert` after it, also after an exception. Two probes look at the first forward.
-`RetentionProbe` finds the layers whose input something else keeps anyway, and turns them back. `EnergyProbe` finds
-those where dropped blocks would lose much, and lets them drop none. A Trainer with `ActivationPruning` does that by
-itself.
+`convert` before the loop, `revert` after it, also after an exception. `RetentionProbe` looks at the first forward: it
+finds the layers whose input something else keeps anyway, and turns them back. A Trainer with `ActivationPruning` does
+that by itself.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.data import ImageData
 from lightning_actprune import convert, revert
-from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
+from lightning_actprune.analysis.first_batch import RetentionProbe
 
 
 def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.device) -> list[float]:
@@ -35,15 +34,10 @@ def train(model: nn.Module, loader: DataLoader, epochs: int, device: torch.devic
             before, start = len(losses), time.perf_counter()
             for images, labels in loader:
                 images, labels = images.to(device), labels.to(device)
-                with ExitStack() as probes:
-                    if not losses:  # around the first forward
-                        retention = probes.enter_context(RetentionProbe(model, images))
-                        energy = probes.enter_context(EnergyProbe(model))
+                with nullcontext() if losses else RetentionProbe(model, images) as first:
                     loss = nn.functional.cross_entropy(model(images), labels)
-                if not losses:
-                    for layer in retention.apply(report):
-                        print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
-                    energy.apply(report)
+                for layer in first.apply(report) if first else ():
+                    print(f"Layer {layer.fqn} stays dense: {layer.reason}.")
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -15,12 +15,12 @@ each operator that it covers:
     these the noise of each adds up; and inputs of linear layers with few rows, such as heads that read one token of
     each sample, whose errors are most of a model's and whose bytes are next to nothing.
 ``max``
-    Every operator is covered. Linear layers keep two bits a value and convolutions three, or two in nets with eight or
-    more batch norms and fewer smooth activation functions, such as ResNets. Both drop half of the blocks where these
-    hold at most a fifth of the input's energy, and none elsewhere (see ``analysis.first_batch``). Activation functions
-    keep three bits, norms and attention's value four, layer scales two. Affine layers keep three, so that linear layers
-    that read their output need none of their own (see ``operators.reuse``). Few rows, query, key and the result of
-    attention are kept as by ``balanced``.
+    Every operator is covered, and no block is dropped unless a ``sparsity`` beside it asks for that; then a layer drops
+    blocks where these hold at most a fifth of its input's energy, and none elsewhere (see ``analysis.first_batch``).
+    Linear layers keep two bits a value and convolutions three, or two in nets with eight or more batch norms and fewer
+    smooth activation functions, such as ResNets. Activation functions keep three bits, norms and attention's value
+    four, layer scales two. Affine layers keep three, so that linear layers that read their output need none of their
+    own (see ``operators.reuse``). Few rows, query, key and the result of attention are kept as by ``balanced``.
 
 ``recompute``
     The largest repeated class of blocks (``operators.recompute.find_blocks``) runs again in backward, from inputs that
@@ -297,8 +297,8 @@ PRESETS: dict[PresetName, dict[Operator, Keep]] = {
         "saved": Keep(bits=8),
     },
     "max": {
-        "linear": Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2, fine_rows=FINE_ROWS),
-        "convolution": Keep(bits=3, sparsity=0.5, max_dropped_energy=0.2),
+        "linear": Keep(bits=2, max_dropped_energy=0.2, fine_rows=FINE_ROWS),
+        "convolution": Keep(bits=3, max_dropped_energy=0.2),
         "activation": Keep(bits=3),
         "norm": Keep(bits=4),
         "affine": Keep(bits=3),

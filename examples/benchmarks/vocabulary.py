@@ -48,7 +48,7 @@ _MOST = {"activation": "int3", "affine": "int3", "convolution": "int2", "norm": 
 PRESETS = {
     "paper": Preset(sparsity=0.6),
     "balanced": Preset(value_format="int4"),
-    "max": Preset(sparsity=0.5, value_format="int2", max_dropped_energy=0.2, others=_MOST),
+    "max": Preset(value_format="int2", others=_MOST),
 }
 
 

@@ -102,7 +102,7 @@ class Model(Everything):
 def ours() -> list[pl.Callback]:
     """The first batch is probed, in the second small tensors, memory and sensitivity are measured, then nothing."""
     measured = ActivationMemoryMonitor(1, verbose=False), ActivationSensitivity([0.5], [4], batches=1, verbose=False)
-    return [ActivationPruning("max", verbose=False), *measured]
+    return [ActivationPruning("max", sparsity=0.5, verbose=False), *measured]
 
 
 def fit(model: Model, callbacks: list[pl.Callback], folder: Path, trap: Trap | None = None) -> None:

@@ -60,15 +60,15 @@ SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
     "dense": list,
     "paper": lambda: [ActivationPruning("paper")],
     "balanced": lambda: [ActivationPruning("balanced")],
-    "max": lambda: [ActivationPruning("max")],
-    "whatever is retained": lambda: [ActivationPruning("max", skip_retained=False)],
+    "max": lambda: [ActivationPruning("max", sparsity=0.5)],
+    "whatever is retained": lambda: [ActivationPruning("max", sparsity=0.5, skip_retained=False)],
     "cubic": lambda: [ActivationPruning(sparsity=CubicSchedule(end=0.8))],
     "judged at the end of a schedule": lambda: [
         ActivationPruning(rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5)})
     ],
     "at random": lambda: [ActivationPruning(rules={"type:linear": Keep(4, 0.5, selection="unbiased"), "*": "max"})],
     "two of them": lambda: [
-        ActivationPruning("max", rules={"late": None, "spread.1": None}),
+        ActivationPruning("max", sparsity=0.5, rules={"late": None, "spread.1": None}),
         ActivationPruning("paper", rules={"late": "paper", "spread.1": "paper", "*": None}),
     ],
 }
@@ -116,7 +116,7 @@ def reasons(pruning: ActivationPruning) -> dict[str, str | None]:
 
 @pytest.fixture(scope="session")
 def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return killed(tmp_path_factory.mktemp("run"), ActivationPruning("max", verbose=False))
+    return killed(tmp_path_factory.mktemp("run"), ActivationPruning("max", sparsity=0.5, verbose=False))
 
 
 def test_a_checkpoint_holds_what_was_decided(ckpt: Path):
@@ -132,7 +132,7 @@ def test_what_a_checkpoint_says_counts_and_is_shown(ckpt: Path, tuner: list[pl.C
     """The first batch after it is not asked, nor is the first batch of a tuner."""
     monkeypatch.chdir(ckpt.parent)  # where tuners write
     caplog.set_level("INFO")
-    pruning = ActivationPruning("max")
+    pruning = ActivationPruning("max", sparsity=0.5)
     fit(pruning, *tuner, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
     assert reasons(pruning) == {"head": "as it was"}
     assert pruning.spread == {"spread.1": 0.5}
@@ -143,14 +143,14 @@ def test_what_a_checkpoint_says_counts_and_is_shown(ckpt: Path, tuner: list[pl.C
 @pytest.mark.parametrize("strict", [True, False])
 def test_decisions_are_taken_over_whether_weights_are_loaded_strictly_or_not(ckpt: Path, strict: bool):
     """Neither keys of the model nor classes of this package are in the checkpoint."""
-    model, pruning = Stopped(), ActivationPruning("max", verbose=False)
+    model, pruning = Stopped(), ActivationPruning("max", sparsity=0.5, verbose=False)
     model.strict_loading = strict
     trainer(pruning, max_epochs=EPOCHS).fit(model, ckpt_path=edited(ckpt, retained={"head": "as it was"}))
     assert reasons(pruning) == {"head": "as it was"}
 
 
 def test_an_older_checkpoint_says_only_what_drops_no_block(ckpt: Path, recwarn):
-    pruning = ActivationPruning("max", verbose=False)
+    pruning = ActivationPruning("max", sparsity=0.5, verbose=False)
     fit(pruning, ckpt=edited(ckpt, retained=..., skip_retained=..., spread={"head": 0.5}))
     assert reasons(pruning)["late"] == SQUARE
     assert pruning.spread == {"head": 0.5}
@@ -159,7 +159,7 @@ def test_an_older_checkpoint_says_only_what_drops_no_block(ckpt: Path, recwarn):
 
 @pytest.mark.parametrize("then", [True, False])
 def test_other_settings_are_judged_anew(ckpt: Path, then: bool):
-    fresh, pruning = (ActivationPruning("max", skip_retained=not then, verbose=False) for _ in range(2))
+    fresh, pruning = (ActivationPruning("max", sparsity=0.5, skip_retained=not then, verbose=False) for _ in range(2))
     fit(fresh)
     then_retained = {"head": "as it was"} if then else {}
     path = edited(ckpt, skip_retained=then, retained=then_retained, spread={"head": 0.5})
@@ -170,7 +170,7 @@ def test_other_settings_are_judged_anew(ckpt: Path, then: bool):
 
 
 def test_what_a_checkpoint_says_of_another_model_is_not_taken_over(ckpt: Path):
-    pruning = ActivationPruning("max", verbose=False)
+    pruning = ActivationPruning("max", sparsity=0.5, verbose=False)
     path = edited(ckpt, layers=["head"], retained={"head": "as it was"})
     with pytest.warns(UserWarning, match="other settings"):
         fit(pruning, ckpt=path)
@@ -183,13 +183,13 @@ def test_a_checkpoint_from_before_the_decision_leaves_it_to_the_next_batch(hook:
     """Before training, or by a callback that comes before ours."""
     path = tmp_path / "first.ckpt"
     save = LambdaCallback(**{hook: lambda made, *_: made.global_step < 2 and made.save_checkpoint(path)})
-    pruning = ActivationPruning("max", verbose=False)
+    pruning = ActivationPruning("max", sparsity=0.5, verbose=False)
     with pytest.raises(Killed):
-        fit(save, ActivationPruning("max", verbose=False), killed_at=1)
+        fit(save, ActivationPruning("max", sparsity=0.5, verbose=False), killed_at=1)
     state = state_of(torch.load(path, weights_only=True))
     assert state["retained"] is state["spread"] is None
     found = fit(pruning, ckpt=path).state_dict()
     assert reasons(pruning)["late"] == SQUARE
     if hook == "on_train_start":
-        expected = fit(ActivationPruning("max", verbose=False)).state_dict()
+        expected = fit(ActivationPruning("max", sparsity=0.5, verbose=False)).state_dict()
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

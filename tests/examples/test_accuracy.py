@@ -294,7 +294,8 @@ def test_settings_are_read_as_they_are_printed():
 
 
 def test_settings_may_name_a_preset_a_selection_or_a_limit():
-    assert parse_setting("max") == parse_setting("0.5:32:int2:0.2") == parse_setting("0.5:32:int2:largest:0.2")
+    assert parse_setting("max") == parse_setting("0:32:int2") == parse_setting("0:32:int2:largest")
+    assert parse_setting("0.5:32:int2:0.2") == parse_setting("0.5:32:int2:largest:0.2")
     assert parse_setting("paper") == parse_setting("0.6:32:same")
     assert str(parse_setting("0.8:32:same:unbiased")) == "0.8:32:same:unbiased"
     assert parse_setting("0.8:32:same:unbiased:0.3").max_dropped_energy == 0.3
@@ -308,6 +309,16 @@ def test_a_preset_of_the_package_may_come_with_rules():
     block = model.blocks[0]
     assert [layer.bits for layer in (block.attn.qkv, block.fc1, model.head, block.norm1)] == [8, 3, 3, 2]
     assert block.fc1.sparsity == 0
+
+
+def test_a_preset_of_the_package_may_come_with_a_sparsity():
+    setting = parse_setting(text := "preset:paper:0.3+others=fc1:int4")
+    assert str(setting) == text
+    model = build_model("gpt_6x384", dim=64, depth=1, context=16)
+    prune(model, setting, (torch.randint(256, (2, 16)), torch.randint(256, (2, 16))), "fp32")
+    fc1, fc2 = model.blocks[0].fc1, model.blocks[0].fc2
+    assert [(layer.keep.bits, layer.sparsity) for layer in (fc1, fc2)] == [(4, 0.0), (None, 0.3)]
+    assert results.kept(asdict(parse_setting("preset:max:0.5"))) == "`max`, every layer, s = 0.5"
 
 
 def test_spread_layers_keep_their_blocks():
@@ -335,6 +346,8 @@ def test_spread_layers_keep_their_blocks():
         "s:b:same",
         "0.5:16:same:mean",
         "preset:big",
+        "preset:max:2",
+        "dense:0.5",
         "preset:max+others",
         "preset:max+others=linear:int5",
         "preset:big+others=linear:int4",

@@ -28,7 +28,7 @@ def test_every_task_has_a_section_with_its_main_study_first():
     records = trained(DENSE, [70.0, 72.0], batch=8) + trained(DENSE, [60.0, 61.0]) + trained(HALF, [60.0, 61.0])
     records += trained(DENSE, [-1.5], **text) + trained(HALF, [-1.75], **text, command="later")
     head, images, texts = study_page.page(records, []).split("\n## ")
-    assert "`paper` (s = 0.6, b = 32), `balanced` (s = 0, b = 32, int4) and `max` (s = 0.5 where" in head
+    assert "`paper` (s = 0.6, b = 32), `balanced` (s = 0, b = 32, int4) and `max` (s = 0, b = 32, int2)" in head
     assert images.startswith("ResMLP\n\nnet on images, 2 epochs of 3 batches of 4, bf16:\n\n| method |")
     assert images.index("batches of 4") < images.index("batches of 8")
     assert texts.startswith("GPT\n\ngpt on stdlib (10 bytes, ab), 2 epochs of 3 batches of 4, bf16, compiled:\n\n")

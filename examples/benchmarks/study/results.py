@@ -90,7 +90,8 @@ def kept(record: dict[str, Any]) -> str:
         return "dense"
     if record["method"].startswith(PRESET):
         rules = f", {spelled_out(record['others'])}" if record.get("others") else ""
-        return f"`{record['method'].removeprefix(PRESET)}`, every layer{rules}"
+        dropped = f", s = {record['sparsity']:g}" if record.get("sparsity") is not None else ""
+        return f"`{record['method'].removeprefix(PRESET)}`, every layer{dropped}{rules}"
     values = "" if record["value_format"] == "same" else f", {record['value_format']}"
     chosen = "" if selection(record) == "largest" else f", {selection(record)}"
     limit = record.get("max_dropped_energy")

@@ -9,9 +9,9 @@ attention keeps. Layers that would drop more than the limit keep all their block
 pruned setting `+others` lets the other operators of the blocks keep in few bits what they need, in the formats of the
 preset or in those that are named: `max+others`, `max+others=activation:int2,rest:int4`.
 
-`preset:max` is the package's own preset on the whole model, as `ActivationPruning("max")` converts it. After `+others=`
-it takes rules: operators or kinds of layers that keep all blocks, in another format (`preset:max+others=linear:int3`,
-`preset:max+others=attn.proj:int2`).
+`preset:max` is the package's own preset on the whole model, as `ActivationPruning("max")` converts it, and
+`preset:max:0.5` the same with a sparsity in place of the preset's. After `+others=` it takes rules: operators or kinds
+of layers that keep all blocks, in another format (`preset:max+others=linear:int3`, `preset:max+others=attn.proj:int2`).
 
 Where blocks are made of convolutions, these are what is pruned, by plain settings too, in the format of the setting.
 Their inputs are outputs of ReLUs, which would keep them anyway, so each ReLU keeps one bit a value then, exactly.
@@ -45,6 +45,7 @@ OTHERS = "+others"
 PRESET = "preset:"
 PRUNED = "pruned"
 FEW_BITS = "|".join(name for name, bits in BITS.items() if bits)
+WHOLE = rf"dense|({PRESET}(?:{'|'.join(config.PRESETS)}))(?::(0?\.\d+))?"
 RULES_NAMED = rf"=[\w.]+:({FEW_BITS})(,[\w.]+:({FEW_BITS}))*"
 OTHERS_NAMED = rf"=(({'|'.join(ALL_OTHERS)}):\w+)(,({'|'.join(ALL_OTHERS)}):\w+)*"
 
@@ -63,7 +64,8 @@ class Setting:
 
     def __str__(self) -> str:
         if self.method != PRUNED:
-            return f"{self.method}{OTHERS}={self.others}" if self.others else self.method
+            text = self.method if self.sparsity is None else f"{self.method}:{self.sparsity:g}"
+            return f"{text}{OTHERS}={self.others}" if self.others else text
         more = [str(value) for value in (self.block_selection, self.max_dropped_energy) if value is not None]
         text = ":".join([f"{self.sparsity:g}:{self.block_size}:{self.value_format}", *more])
         return f"{text}{OTHERS}={self.others}" if self.others else text
@@ -77,11 +79,9 @@ class Setting:
 def parse_setting(text: str) -> Setting:
     """Return the setting that `text` stands for; for argparse."""
     base, plus, named = text.partition(OTHERS)
-    whole = base == "dense" or base in {f"{PRESET}{name}" for name in config.PRESETS}
-    if whole and not plus:
-        return Setting(base)
-    if whole and base != "dense" and re.fullmatch(RULES_NAMED, named):
-        return Setting(base, others=named[1:])
+    whole = re.fullmatch(WHOLE, base)
+    if whole and (not plus or (whole[1] and re.fullmatch(RULES_NAMED, named))):
+        return Setting(whole[1] or base, float(whole[2]) if whole[2] else None, others=named[1:] or None)
     if plus and not whole and (not named or re.fullmatch(OTHERS_NAMED, named)):
         preset = PRESETS.get(base, Preset())
         return replace(parse_setting(base), others=named[1:] or in_words(preset.others))
@@ -150,7 +150,7 @@ def converted(model: nn.Module, setting: Setting) -> ConversionReport:
             # For good: a capture forbids to ask for the state of random generators, and no model here draws from them.
             recompute.checkpoint = partial(checkpoint, preserve_rng_state=False)
         rules = {pattern_of(name): Keep(BITS[value_format]) for name, value_format in setting.other_formats.items()}
-        return convert(model, preset, rules=rules)  # type: ignore[arg-type]
+        return convert(model, preset, sparsity=setting.sparsity, rules=rules)  # type: ignore[arg-type]
     names = "sparsity", "block_size", "value_format", "block_selection", "max_dropped_energy"
     preset = Preset(**{name: getattr(setting, name) for name in names if getattr(setting, name) is not None})
     return convert(model, rules=rules_of(preset, other_formats(model, setting), model))

@@ -116,7 +116,9 @@ def test_gradients_stay_where_they_accumulate():
 @pytest.mark.slow
 def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     """Their first batch shows which drop nothing, and what is retained."""
-    plain, ours = ActivationPruning("max", verbose=0), ActivationPruning(memory_budget=FEW, verbose=0)
+    plain, ours = (
+        ActivationPruning(sparsity=0.5, verbose=0, **kept) for kept in ({"preset": "max"}, {"memory_budget": FEW})
+    )
     fit(plain)
     model = fit(ours)
     assert chosen(ours) == DEPTH + PARTS
