@@ -79,8 +79,8 @@ class ActivationPruning(pl.Callback):
     ``verbose``.
 
     Args:
-        preset: How each operator is kept: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``); by
-            default ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
+        preset: How each operator is kept: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``);
+            by default ``"paper"`` with a ``sparsity``, and ``"balanced"`` without.
         sparsity: Fraction of blocks dropped by linear layers and convolutions that the preset covers, in [0, 1), in
             place of the preset's; or a schedule of it. Trials of tuners are at its lowest.
         block_size: Consecutive values per block, positive, in place of the preset's; cut to a row if larger.
