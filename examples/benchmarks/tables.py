@@ -105,7 +105,8 @@ PRESETS_TEXT = """\
 [Long trainings](trainings.md): dense scores as mean ± standard deviation over the seeds, below them the differences to
 these, ± their standard errors. A difference with a star is one that chance alone would make once in 20 times; of
 losses, more is worse. Bits are what is kept of every 16 bits that are kept dense; where `paper` stands for its sparsity
-alone, such as in the ResNet, whose convolutions the preset itself leaves dense, they are those of the pruned layers."""
+alone, such as in the ResNet, whose convolutions the preset itself leaves dense, they are those of the pruned layers.
+`max` of the ResMLP is that with a sparsity of 0.5, as the preset was when it was trained."""
 PRESET_TASKS = "resmlp", "vit", "resnet", "gpt"
 PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets, how
@@ -268,7 +269,9 @@ def accuracy_of(task: str | None, trainings: Records) -> tuple[str, str]:
         return "not measured", ""
     score, seeds = study.score_of(runs[0]), len(study.by_setting(runs)[setting])
     unit = score.name if score.sign < 0 else "points"
-    return f"{finding.shown(score.digits)} {unit}", f"{study.model(runs[0])}, {runs[0]['epochs']} epochs, {seeds} seeds"
+    dropped = setting.partition("every layer")[2]
+    what = f"{study.model(runs[0])}, {runs[0]['epochs']} epochs, {seeds} seeds{dropped}"
+    return f"{finding.shown(score.digits)} {unit}", what
 
 
 def brief(steps: Records, trainings: Records) -> str:
@@ -376,8 +379,8 @@ are of one run with a slow host, each step waited for, but of GPT-2; in brackets
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
-quickest one: where they differ, a host that others share kept the GPU waiting. The U-Net and the Llamas had one turn,
-the U-Net with a host that took longer than the GPU. The Llama without a size is one of GPT-2's size. The ResMLP keeps
+quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The Llamas had
+one turn. The Llama without a size is one of GPT-2's size. The ResMLP keeps
 less by now: in the last run inductor had padded some of its products, whose results were not packed then."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds

@@ -42,8 +42,9 @@ trainings with more settings.
   star is one that chance alone would make once in 20 times.
 - **Detectable** is how large a difference would have to be in truth to get its star in four of five repetitions of the
   whole table: smaller ones cannot be told from none by so few runs.
-- All of this was trained while `max` still dropped half of the blocks where these held at most 20 % of the energy in
-  the first batch, as `ActivationPruning("max", sparsity=0.5)` does: some of the ResMLPs' and of the fine-tuned models'.
+- Rows of `max` with *s = 0.5* were trained while the preset still dropped half of the blocks where these held at most
+  20 % of the energy in the first batch, as `ActivationPruning("max", sparsity=0.5)` does now. In all other models there
+  was no such layer, and `max` is the same setting as today.
 - The images are CIFAR-10's, which were re-encoded as JPEG: scores are below those of the original files, and only
   differences count."""
 

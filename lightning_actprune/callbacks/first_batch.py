@@ -162,7 +162,7 @@ class FirstBatchProbe:
         keeps = [layer.keep for layer in report.converted if layer.keep is not None and drops_blocks([layer.operator])]
         packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
         self._asked = packs and not self.decisions.complete
-        judged = any(keep.max_dropped_energy < 1 for keep in keeps)
+        judged = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
         self._asks_energy = judged and sparsity > 0 and self.decisions.spread is None
 
     def batch_starts(self, model: nn.Module, batch: Any) -> None:

@@ -69,9 +69,16 @@ def batch_for(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return torch.randn(shape), torch.randint(10, shape[:1])
 
 
-def really_kept(model: nn.Module, batch: Any, preset: str) -> int:
+SETTINGS: dict[str, dict[str, Any] | None] = {
+    "dense": None,
+    **{preset: {"preset": preset} for preset in ("paper", "balanced", "max")},
+    "max that drops": {"preset": "max", "sparsity": 0.5},
+}
+
+
+def really_kept(model: nn.Module, batch: Any, arguments: dict[str, Any] | None) -> int:
     """Return the bytes that the meter counts in the second forward of the real model on the CPU."""
-    report = None if preset == "dense" else convert(model, preset, rules={"type:saved": None})
+    report = None if arguments is None else convert(model, rules={"type:saved": None}, **arguments)
     with RetentionProbe(model, batch) as probe:
         loss_of(model, batch).backward()
     if report is not None:
@@ -83,13 +90,14 @@ def really_kept(model: nn.Module, batch: Any, preset: str) -> int:
     return meter.report().stored_bytes
 
 
-@pytest.mark.parametrize("preset", ["dense", "paper", "balanced", "max"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_kept_is_what_a_real_step_keeps(name: str, preset: str):
+def test_what_is_kept_is_what_a_real_step_keeps(name: str, setting: str):
     build, shape = MODELS[name]
-    prepare = None if preset == "dense" else lambda model: convert(model, preset, rules={"type:saved": None})
+    arguments = SETTINGS[setting]
+    prepare = None if arguments is None else lambda model: convert(model, rules={"type:saved": None}, **arguments)
     step = simulate(build(), batch_for(shape), prepare, precision="32-true")
-    assert step.activation_bytes[step.forward_end] == really_kept(build().train(), batch_for(shape), preset)
+    assert step.activation_bytes[step.forward_end] == really_kept(build().train(), batch_for(shape), arguments)
 
 
 def test_blocks_that_run_again_and_operations_without_layers_are_packed():

@@ -24,7 +24,7 @@ from tests.support.ranks import all_traces
 
 def ours() -> list[pl.Callback]:
     measured = ActivationMemoryMonitor(1, verbose=False), ActivationSensitivity([0.5], [4], verbose=False)
-    return [ActivationPruning("max", verbose=False), *measured]
+    return [ActivationPruning("max", sparsity=0.5, verbose=False), *measured]
 
 
 def found(model: Everything, callbacks: list[pl.Callback]) -> tuple[Any, ...]:

@@ -60,7 +60,8 @@ SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
     "dense": list,
     "paper": lambda: [ActivationPruning("paper")],
     "balanced": lambda: [ActivationPruning("balanced")],
-    "max": lambda: [ActivationPruning("max", sparsity=0.5)],
+    "max": lambda: [ActivationPruning("max")],
+    "max that drops": lambda: [ActivationPruning("max", sparsity=0.5)],
     "whatever is retained": lambda: [ActivationPruning("max", sparsity=0.5, skip_retained=False)],
     "cubic": lambda: [ActivationPruning(sparsity=CubicSchedule(end=0.8))],
     "judged at the end of a schedule": lambda: [

@@ -36,7 +36,7 @@ ACCELERATORS = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu"
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
 DENSE, KEEPING, PRUNED = None, {"sparsity": 0.0}, {"sparsity": 0.6}
-MAX = {"preset": "max"}
+MAX = {"preset": "max", "sparsity": 0.5}
 CLIP = {"norm": (0.1, nn.utils.clip_grad_norm_), "value": (0.002, nn.utils.clip_grad_value_)}
 
 Runs = Callable[[str], Mapping[str, list[Seen]]]

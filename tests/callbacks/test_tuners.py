@@ -80,6 +80,7 @@ def _files_in_a_temporary_folder(tmp_path, monkeypatch):
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "max": {"preset": "max"},
+    "max that drops": {"preset": "max", "sparsity": 0.5},
     "balanced": {"preset": "balanced"},
     "paper": {"sparsity": 0.6},
     "judged, values as they are": {"rules": {"type:linear": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}},
@@ -88,7 +89,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-ONE_STEP = "max", "judged, values as they are", "up"
+ONE_STEP = "max that drops", "judged, values as they are", "up"
 
 
 @pytest.mark.parametrize(

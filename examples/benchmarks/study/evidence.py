@@ -144,7 +144,9 @@ def main_study(task: str | None, records: Records) -> Records:
 
 PRESETS = {name: (f"{PRESET}{name}",) for name in config.PRESETS}
 PRESETS["paper"] += ("paper",)
-"""Settings of the study that are a preset; that of the paper is also tried on convolutions."""
+PRESETS["max"] += (f"{PRESET}max:0.5",)
+"""Settings of the study that stand for a preset; that of the paper is also tried on convolutions, and ``max`` had a
+sparsity at first, which is without effect in most models."""
 
 
 def of_preset(name: str, study: Records) -> tuple[str, Finding | None]:

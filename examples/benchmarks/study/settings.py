@@ -45,7 +45,7 @@ OTHERS = "+others"
 PRESET = "preset:"
 PRUNED = "pruned"
 FEW_BITS = "|".join(name for name, bits in BITS.items() if bits)
-WHOLE = rf"dense|({PRESET}(?:{'|'.join(config.PRESETS)}))(?::(0?\.\d+))?"
+WHOLE = rf"dense|({PRESET}(?:{'|'.join(config.PRESETS)}))(?::(0?\.\d*[1-9]\d*))?"
 RULES_NAMED = rf"=[\w.]+:({FEW_BITS})(,[\w.]+:({FEW_BITS}))*"
 OTHERS_NAMED = rf"=(({'|'.join(ALL_OTHERS)}):\w+)(,({'|'.join(ALL_OTHERS)}):\w+)*"
 
@@ -92,10 +92,10 @@ def parse_setting(text: str) -> Setting:
     if found is None or found[3] not in get_args(ValueFormatName):
         raise argparse.ArgumentTypeError(
             f"must be `dense`, a preset ({', '.join(PRESETS)}), `preset:` and one of the package's "
-            f"({', '.join(config.PRESETS)}), or `sparsity:block_size:value_format`, perhaps with "
-            f"`:block_selection` and `:max_dropped_energy`, with a sparsity in [0, 1), a format of "
-            f"{', '.join(get_args(ValueFormatName))} and a selection of {selections}, got {text!r}. HINT: 0.5:16:same, "
-            "for example."
+            f"({', '.join(config.PRESETS)}), perhaps with a sparsity (`preset:max:0.5`), or "
+            "`sparsity:block_size:value_format`, perhaps with `:block_selection` and `:max_dropped_energy`, with a "
+            f"sparsity in [0, 1), a format of {', '.join(get_args(ValueFormatName))} and a selection of {selections}, "
+            f"got {text!r}. HINT: 0.5:16:same, for example."
         )
     selection = None if found[4] == "largest" else found[4]
     return Setting(PRUNED, float(found[1]), int(found[2]), found[3], selection, float(found[5]) if found[5] else None)
