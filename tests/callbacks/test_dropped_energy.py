@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_actprune import ActivationPruning, Keep
+from lightning_actprune.callbacks import first_batch
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BATCHES, Net, assert_plain, pruned_layers, sparsities, trainer
 
@@ -66,6 +67,14 @@ def test_without_a_limit_nothing_is_judged():
     model, callback = Uneven(), ActivationPruning(rules=judged(limit=1.0))
     trainer(callback).fit(model)
     assert model.seen == [[0.5, 0.5]] * BATCHES
+    assert callback.spread == {}
+
+
+def test_nothing_is_judged_where_what_drops_has_no_limit_and_what_has_one_drops_nothing(monkeypatch):
+    monkeypatch.setattr(first_batch, "EnergyProbe", None)
+    model, callback = Uneven(), ActivationPruning("max", rules={"head": Keep(sparsity=0.5)})
+    trainer(callback).fit(model)
+    assert model.seen == [[0.0, 0.0, 0.5]] * BATCHES
     assert callback.spread == {}
 
 
