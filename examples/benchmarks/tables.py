@@ -380,8 +380,8 @@ COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
 quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The Llamas had
-one turn. The Llama without a size is one of GPT-2's size. The ResMLP keeps
-less by now: in the last run inductor had padded some of its products, whose results were not packed then."""
+one turn. The Llama without a size is one of GPT-2's size. The ResMLP keeps less by now: in the last run inductor had
+padded some of its products, whose results were not packed then."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run of the GPT-2 it held 1,500 MiB less of the dense model and as much more

@@ -58,8 +58,8 @@ preset of the paper prunes linear layers alone: of the ResNet, whose blocks are 
 text is 75 batches of windows that are drawn at random; all epochs of the GPT read less than half of the text."""
 
 TOGETHER = """\
-What these trainings of images say together, of the settings that compress all of these models: the mean of their
-differences."""
+What these trainings of images say together, of the presets that compress all of these models: the mean of their
+differences. `paper` of the ResNet is its sparsity alone, `max` of the ResMLP that with s = 0.5."""
 
 CLASSES = """\
 ## More classes
@@ -162,10 +162,13 @@ def from_scratch(trainings: Records) -> Records:
 
 def together(trainings: Records) -> list[str]:
     """Return what several models say together that score alike, if there are several."""
-    found = evidence.in_all(of_images(trainings))
-    score = results.score_of(trainings[0])
-    rows = [[setting, *evidence.finding_cells(finding, score)] for setting, finding in found.items()]
-    return [TOGETHER, markdown(("method", *evidence.FINDING), rows)] if rows else []
+    studies = of_images(trainings)
+    score, rows = results.score_of(trainings[0]), []
+    for name in evidence.PRESETS if len(studies) > 1 else ():
+        found = [finding for study in studies if (finding := evidence.of_preset(name, study)[1]) is not None]
+        if len(found) == len(studies):
+            rows.append([f"`{name}`", *evidence.finding_cells(evidence.together(found), score)])
+    return [TOGETHER, markdown(("preset", *evidence.FINDING), rows)] if rows else []
 
 
 def of_images(trainings: Records) -> list[Records]:

@@ -93,22 +93,9 @@ def test_studies_together_find_nothing_once_in_twenty():
             runs(**{name: [draw.gauss(0, spread) for _ in range(3)] for name in ("dense", "half", "few")})
             for spread in (1.0, 2.0, 0.5)
         ]
-        found = evidence.in_all(studies)
-        assert len(found) == 2
-        (half, _) = found.values()
+        half = evidence.together([next(iter(evidence.findings(study).values())) for study in studies])
         count += abs(half.difference) > half.seen
     assert count / repeats == pytest.approx(0.05, abs=0.02)
-
-
-def test_together_says_nothing_of_a_setting_that_a_study_lacks_or_leaves_untouched():
-    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 71.0, 72.0], "few": [61.0, 62.0, 63.0]}
-    both, one = runs(**scores), runs(dense=scores["dense"], half=scores["half"])
-    head_alone = [{**r, "bits_per_value": 15.99} if r["bits_per_value"] == 8 else r for r in both]
-    half, few = evidence.findings(both)
-    assert list(evidence.in_all([both, both])) == [half, few]
-    assert list(evidence.in_all([both, one])) == [half]
-    assert list(evidence.in_all([both, head_alone])) == [few]
-    assert evidence.in_all([both]) == {} == evidence.in_all([])
 
 
 def study_of(task, **runs):

@@ -122,13 +122,6 @@ def together(found: Sequence[Finding]) -> Finding:
     return Finding(statistics.mean(f.difference for f in found), sum(squares) ** 0.5 / len(found), freedom)
 
 
-def in_all(studies: Sequence[Records]) -> dict[str, Finding]:
-    """Return by setting what several studies say together; none of one that some study lacks or leaves untouched."""
-    found = [compressed(study) for study in studies]
-    shared = [setting for setting in found[0] if all(setting in each for each in found)] if len(found) > 1 else []
-    return {setting: together([each[setting] for each in found]) for setting in shared}
-
-
 def compressed(study: Records) -> dict[str, Finding]:
     """Return the findings of the settings that compress something of this model."""
     kept = {setting: results.mean_of(runs, "bits_per_value") for setting, runs in results.by_setting(study).items()}
