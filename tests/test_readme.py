@@ -151,18 +151,23 @@ def test_figures_in_the_text_are_those_of_the_records():
     worst = -min(finding.difference for finding in found["paper"])
     assert f'`"max"` is {lost} points below dense, and sparsity 0.6, the paper\'s, up to {worst:.2f}' in PROSE
     (classes,) = (study for study in results.studies(long) if study[0].get("turned"))
-    assert f"with 80 classes {-evidence.findings(classes)['pruned, s = 0.6, b = 32'].difference:.2f}." in PROSE
+    assert f"with 80 classes {-evidence.findings(classes)['pruned, s = 0.6, b = 32'].difference:.2f};" in PROSE
     assert "lost 0.3 points at most" in PROSE
     tuned = [study for study in results.studies(long) if study[0].get("start")]
     assert {bool(study[0].get("lora")) for study in tuned} == {False, True}
-    assert all(abs(found.difference) < found.seen for study in tuned for found in evidence.findings(study).values())
-    assert "Fine-tuned, no difference is seen." in PROSE
+    apart = {(s[0]["task"], bool(s[0].get("lora"))): evidence.of_preset("max", s)[1] for s in tuned}
+    assert all(abs(apart["vit", lora].difference) < apart["vit", lora].seen for lora in (False, True))
+    assert "a fine-tuned ViT shows no difference." in PROSE
+    assert apart["gpt", False].difference > apart["gpt", False].seen
+    dense = [-run["accuracy"] for study in tuned for run in study if run["task"] == "gpt" and run["method"] == "dense"]
+    fine = 100 * apart["gpt", False].difference / mean(dense)
     text = evidence.main_study("gpt", long)
     losses = {method: mean(-r["accuracy"] for r in runs) for (method,), runs in groups(text, "method").items()}
     more = {method.removeprefix("preset:"): 100 * loss / losses["dense"] - 100 for method, loss in losses.items()}
     assert f"{more['paper']:.1f} % with the paper's sparsity" in PROSE
     small = 100 * lost_by_a_longer_context() - 100
-    assert f'{more["max"]:.1f} % higher with `"max"` (a small GPT\'s up to {small:.1f} %)' in PROSE
+    assert f'{more["max"]:.1f} % higher with `"max"` (a small GPT\'s up to {small:.1f} %, fine-tuned' in PROSE
+    assert f"fine-tuned {fine:.1f} %), 2.5 %" in PROSE
     assert f'if {more["max"]:.1f} to {small:.0f} % of loss counts, take `"balanced"`' in PROSE
     shown = {name: evidence.of_preset(name, text)[1] for name in ("max", "paper", "balanced", "recompute")}
     assert [name for name, found in shown.items() if abs(found.difference) > found.seen] == ["max", "paper"]

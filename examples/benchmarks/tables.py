@@ -105,8 +105,7 @@ PRESETS_TEXT = """\
 [Long trainings](trainings.md): dense scores as mean ± standard deviation over the seeds, below them the differences to
 these, ± their standard errors. A difference with a star is one that chance alone would make once in 20 times; of
 losses, more is worse. Bits are what is kept of every 16 bits that are kept dense; where `paper` stands for its sparsity
-alone, such as in the ResNet, whose convolutions the preset itself leaves dense, they are those of the pruned layers.
-`max` of the ResMLP is that with a sparsity of 0.5, as the preset was when it was trained."""
+alone, such as in the ResNet, whose convolutions the preset itself leaves dense, they are those of the pruned layers."""
 PRESET_TASKS = "resmlp", "vit", "resnet", "gpt"
 PRESET_STEPS_TEXT = """\
 Eager steps (forward, backward, fused AdamW) of models as their libraries build them, bf16 autocast; in brackets, how
@@ -379,9 +378,9 @@ are of one run with a slow host, each step waited for, but of GPT-2; in brackets
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
-quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The Llamas had
-one turn. The Llama without a size is one of GPT-2's size. The ResMLP keeps less by now: in the last run inductor had
-padded some of its products, whose results were not packed then."""
+quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The Llama
+without a size is one of GPT-2's size. The ResMLP keeps less by now: in the last run inductor had padded some of its
+products, whose results were not packed then."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run of the GPT-2 it held 1,500 MiB less of the dense model and as much more
@@ -392,8 +391,8 @@ library's own, `offload` is TRL's streamed offloading to the host's memory, `bud
 methods of a model warmed up at a time and measured in turn. Times are medians of up to {turns} turns in several runs,
 beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
 that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
-turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %. The
-Llama had one turn, as had `balanced` and `max` of the GPT-2 medium."""
+turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %.
+`max` and `recompute` of the Llama had one turn, in another run."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""

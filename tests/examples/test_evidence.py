@@ -40,14 +40,29 @@ def test_scatter_is_that_of_all_settings():
     assert found == Scatter(pytest.approx(2.5**0.5), 4)
 
 
+def test_what_runs_of_one_seed_have_in_common_does_not_count():
+    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 72.0, 71.0], "few": [61.0, 62.0, 63.0]}
+    shifted = {name: [score + 10 * seed for seed, score in enumerate(each)] for name, each in scores.items()}
+    found, same = evidence.findings(runs(**scores)), evidence.findings(runs(**shifted))
+    assert list(found) == list(same)
+    assert all(same[setting] == pytest.approx(found[setting]) for setting in found)
+
+
+def test_differences_are_those_over_the_seeds_that_dense_has():
+    study = runs(dense=[70.0, 71.0], half=[60.0, 62.0, 90.0], few=[50.0, 51.0, 52.0])
+    assert finding_of("half", study).difference == -9.5
+    alone = [record for record in study if record["method"] != "dense" or record["seed"] == 5]
+    assert evidence.findings(alone) == {}
+
+
 def test_differences_have_their_standard_error_and_what_would_be_seen():
-    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 71.0, 72.0], "few": [61.0, 62.0, 63.0]}
+    scores = {"dense": [70.0, 71.0, 72.0], "half": [70.0, 72.0, 71.0], "few": [61.0, 62.0, 63.0]}
     study = [{**record, "peak_mib": 100.4} for record in runs(**scores)]
     summary = evidence.table(study)
     dense, half, few = summary.rows
     assert dense == ["dense", "100", "16.00", "3", "71.00 ± 1.00", "-", "-"]
-    assert half[5:] == ["+0.00 ± 0.82", "2.74"]
-    assert few[5:] == ["-9.00 ± 0.82 *", "2.74"]
+    assert half[5:] == ["+0.00 ± 0.47", "1.75"]
+    assert few[5:] == ["-9.00 ± 0.47 *", "1.75"]
     assert summary.header[-1] == "detectable"
 
 
@@ -75,7 +90,7 @@ def test_what_is_called_detectable_is_seen_four_times_in_five_and_nothing_once_i
         return count / repeats
 
     assert seen(0.0) == pytest.approx(0.05, abs=0.02)
-    assert seen(Finding(0.0, (2 / 3) ** 0.5, 6).detectable) == pytest.approx(0.8, abs=0.05)
+    assert seen(Finding(0.0, (2 / 3) ** 0.5, 4).detectable) == pytest.approx(0.8, abs=0.05)
 
 
 def test_studies_together_are_their_mean():
@@ -113,7 +128,7 @@ SETTINGS = {"dense": "dense", "most": "preset:max", "paper": "preset:paper", "co
 def test_presets_are_shown_beside_dense_with_the_errors_of_each_study():
     scores = [70.0, 71.0, 72.0]
     images = study_of("resmlp", dense=(16, scores), most=(2, [s - 5 for s in scores]), paper=(15.99, scores))
-    images += study_of("resmlp", convolutions=(6.4, [60.0, 61.0]))
+    images += study_of("resmlp", convolutions=(6.4, [60.0, 62.0]))
     text = study_of("gpt", dense=(16, [-1.0, -1.1, -1.2]), most=(4, [-1.0, -1.1, -1.2]), paper=(9, [-1.5]))
     shown = evidence.presets([images, text])
     assert shown.header == (
@@ -125,9 +140,9 @@ def test_presets_are_shown_beside_dense_with_the_errors_of_each_study():
     dense, paper, balanced, most, recompute = shown.rows
     assert dense == ["dense", "16.00", "71.00 ± 1.00", "1.1000 ± 0.1000"]
     # Of what compresses anything, so the convolutions in the one and the preset in the other.
-    assert paper == ["`paper`", "6.40 - 9.00", "-10.50 ± 0.88 *", "+0.4000 ± 0.1155 *"]
+    assert paper == ["`paper`", "6.40 - 9.00", "-9.50 ± 0.27 *", "+0.5000 ± 0.1414 *"]
     assert balanced == ["`balanced`", "-", "-", "-"]
-    assert most == ["`max`", "2.00 - 4.00", "-5.00 ± 0.79 *", "+0.0000 ± 0.0816"]
+    assert most == ["`max`", "2.00 - 4.00", "-5.00 ± 0.22 *", "+0.0000 ± 0.0816"]
     assert recompute[0] == "`recompute`"
 
 
@@ -144,6 +159,8 @@ def test_a_task_is_shown_by_its_main_study_if_that_says_something():
     images = study_of("vit", dense=(16, scores), most=(2, scores))
     records = [*images, *study_of("gpt", dense=(16, [1.0]))]
     assert evidence.main_study("vit", records) == images
+    tuned = [{**record, "start": "weights"} for record in study_of("vit", dense=(16, scores), most=(2, scores * 2))]
+    assert evidence.main_study("vit", [*tuned, *records]) == images
     assert evidence.main_study("gpt", records) == evidence.main_study("vit", []) == []
 
 

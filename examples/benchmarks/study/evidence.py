@@ -1,10 +1,15 @@
 r"""What a few runs of each setting can show: differences to dense with their standard error, and what would be seen.
 
-Runs of one setting differ by their seed alone. Their scores are taken to scatter alike in all settings of a study, so
-that one variance serves all of them, with as many degrees of freedom as there are runs less settings::
+Runs of one seed have weights, the order of the samples and augmentation in common, and so part of their score: much of
+it in a fine-tuning, little after a long training. Score j of setting i is taken to be::
 
-    s^2 = sum over settings of (n - 1) s_setting^2 / nu        nu = sum over settings of (n - 1)
-    difference = mean - mean of dense                          standard error = s sqrt(1 / n + 1 / n of dense)
+    y_ij = setting_i + seed_j + e_ij
+
+with errors e that scatter alike in all settings of a study, so that one variance serves all of them. It is that of what
+is left of a fit by least squares, with as many degrees of freedom as there are runs less what they determine; where
+these are too few, without the seeds. A difference to dense is that over the n seeds which both have::
+
+    s^2 = sum of e^2 / nu        difference = mean of (y_ij - y_j of dense)        standard error = s sqrt(2 / n)
 
 A difference counts as seen where its size is above ``t(.975, nu)`` standard errors, which happens by chance once in 20
 times. What is there in truth is seen in 4 of 5 repetitions of the study if it is as large as the *detectable
@@ -28,7 +33,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from examples.benchmarks.study import results
 from examples.benchmarks.study.settings import PRESET, parse_setting
@@ -43,7 +51,7 @@ UNTOUCHED = 15.9
 
 
 class Scatter(NamedTuple):
-    """How far runs of one setting lie apart.
+    """How far runs scatter that should score alike.
 
     Args:
         deviation: Standard deviation, of all settings together.
@@ -64,13 +72,23 @@ def quantile(share: float, freedom: float) -> float:
 
 
 def scatter(study: Records) -> Scatter | None:
-    """Return how far the runs of a setting lie apart in a study, if there are enough to say it."""
-    groups = [[r["accuracy"] for r in runs] for runs in results.by_setting(study).values()]
-    freedom = sum(len(scores) - 1 for scores in groups)
-    if freedom < FEWEST:
-        return None
-    squares = sum(statistics.variance(scores) * (len(scores) - 1) for scores in groups if len(scores) > 1)
-    return Scatter(math.sqrt(squares / freedom), freedom)
+    """Return how far the runs of a study scatter, if there are enough to say it."""
+    settings = [results.kept(record) for record in study]
+    seeds = [record["seed"] for record in study]
+    scores = torch.tensor([record["accuracy"] for record in study], dtype=torch.float64)
+    for effects in ((settings, seeds), (settings,)):
+        indicators = torch.cat([indicators_of(effect) for effect in effects], dim=1)
+        freedom = len(study) - int(torch.linalg.matrix_rank(indicators))
+        if freedom >= FEWEST:
+            fitted = indicators @ torch.linalg.pinv(indicators) @ scores
+            return Scatter(float(torch.linalg.vector_norm(scores - fitted)) / math.sqrt(freedom), freedom)
+    return None
+
+
+def indicators_of(effect: Sequence[Any]) -> Tensor:
+    """Return which of the values that there are each run has, ``[runs, values]``."""
+    values = list(dict.fromkeys(effect))
+    return torch.tensor([[float(mine == value) for value in values] for mine in effect], dtype=torch.float64)
 
 
 class Finding(NamedTuple):
@@ -104,15 +122,13 @@ class Finding(NamedTuple):
 def findings(study: Records) -> dict[str, Finding]:
     """Return by setting how it differs from dense; none where too few runs are there to say it."""
     score, settings, known = results.score_of(study[0]), results.by_setting(study), scatter(study)
-    dense = score.of(settings.pop("dense", []))
-    if not dense or known is None:
-        return {}
-    found = {}
-    for setting, runs in settings.items():
-        error = known.deviation * math.sqrt(1 / len(runs) + 1 / len(dense))
-        difference = statistics.mean(score.of(runs)) - statistics.mean(dense)
-        found[setting] = Finding(difference, error, known.freedom)
-    return found
+    dense = settings.pop("dense", [])
+    apart = {setting: results.apart(runs, dense, score) for setting, runs in settings.items()}
+    return {
+        setting: Finding(statistics.mean(each), known.deviation * math.sqrt(2 / len(each)), known.freedom)
+        for setting, each in apart.items()
+        if each and known is not None
+    }
 
 
 def together(found: Sequence[Finding]) -> Finding:
@@ -129,8 +145,8 @@ def compressed(study: Records) -> dict[str, Finding]:
 
 
 def main_study(task: str | None, records: Records) -> Records:
-    """Return the main study of a task; none if there is none that says something."""
-    chosen = [record for record in records if record["task"] == task]
+    """Return the main study of a task, of those from scratch; none if there is none that says something."""
+    chosen = [record for record in records if record["task"] == task and not record.get("start")]
     study = results.main_study(chosen) if chosen else []
     return study if study and findings(study) else []
 

@@ -125,9 +125,14 @@ def accuracy(records: Records) -> Summary:
 
 def difference(runs: Records, dense: Records, score: Score) -> str:
     """Return by how much `runs` differ from dense ones of the same seeds."""
+    differences = apart(runs, dense, score) if runs[0]["method"] != "dense" else []
+    return mean_and_deviation(differences, score.digits, "+") if differences else "-"
+
+
+def apart(runs: Records, dense: Records, score: Score) -> list[float]:
+    """Return the differences of `runs` to dense ones of the same seeds."""
     by_seed = dict(zip((r["seed"] for r in dense), score.of(dense), strict=True))
-    apart = [mine - by_seed[r["seed"]] for r, mine in zip(runs, score.of(runs), strict=True) if r["seed"] in by_seed]
-    return mean_and_deviation(apart, score.digits, "+") if apart and runs[0]["method"] != "dense" else "-"
+    return [mine - by_seed[r["seed"]] for r, mine in zip(runs, score.of(runs), strict=True) if r["seed"] in by_seed]
 
 
 def batch_sizes(records: Records) -> Summary:
