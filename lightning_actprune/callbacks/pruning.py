@@ -152,7 +152,10 @@ class ActivationPruning(pl.Callback):
                 "it out, or let the sparsity follow a schedule, as in `sparsity=CubicSchedule(end=0.6)`."
             )
         self._fit = CurrentFit()
-        self._owner = new_owner(f"ActivationPruning(rules={self._patterns})")
+        patterns = _patterns(self._config)
+        self._owner = new_owner(f"ActivationPruning(rules={patterns})")
+        # As Lightning makes it, in a method without a public name. It asks for it at each hook, in each step.
+        self._state_key = type(self).__qualname__ + repr({"rules": patterns})
         self._report = ConversionReport()
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe(skip_retained)
@@ -208,8 +211,7 @@ class ActivationPruning(pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        # As Lightning makes it, in a method without a public name.
-        return type(self).__qualname__ + repr({"rules": self._patterns})
+        return self._state_key
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -311,12 +313,6 @@ class ActivationPruning(pl.Callback):
         if not self._trials.ran:
             self._restored = state_dict  # compared when training starts: not all layers may exist yet
 
-    @property
-    def _patterns(self) -> list[str]:
-        """The patterns of rules, those of dense layers marked, by which layers may be shared out among instances."""
-        rules = self._config.described()["rules"]
-        return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
-
     def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, found: Allocation) -> None:
         """Go on with a setting that fits the budget."""
         assert self._budget is not None
@@ -415,6 +411,12 @@ class ActivationPruning(pl.Callback):
         restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))
         self._find_layers(pl_module)
         return restored
+
+
+def _patterns(config: Config) -> list[str]:
+    """Return the patterns of rules, those of dense layers marked, by which layers may be shared among instances."""
+    rules = config.described()["rules"]
+    return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
 
 
 def _check_precision(trainer: pl.Trainer, config: Config) -> None:

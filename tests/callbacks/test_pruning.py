@@ -246,6 +246,7 @@ def test_two_instances_with_layers_of_their_own():
     assert model.seen == [[0.25, 0.25, 0.75]] * BATCHES
     assert [[c.fqn for c in callback.converted] for callback in callbacks] == [["body.0", "body.2"], ["head"]]
     assert callbacks[0].state_key != callbacks[1].state_key
+    assert callbacks[0].state_key is callbacks[0].state_key  # no text is made in each hook of each step
     assert_plain(model)
 
 
