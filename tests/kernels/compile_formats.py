@@ -7,7 +7,7 @@ import itertools
 from lightning_actprune.kernels import linear, pack, unpack
 from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
 from lightning_actprune.kernels.places import choose_turns, run_tile
-from tests.kernels.compile_only import UNSCALED, Specimen, print_records, rows
+from tests.kernels.compile_only import UNSCALED, Specimen, in_turn, print_records, rows
 
 CASES = [(4, 32), (4, 64), (2, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 128), (4, 256), (2, 16)]
 """Bits and block sizes; of 24, a quarter of the tile is masked."""
@@ -17,8 +17,8 @@ SPARSE = [64, 1000]
 """Block sizes at which next to nothing is kept."""
 
 
-def specimens() -> list[Specimen]:
-    """Return what the launch functions use."""
+def specimens(target: int) -> list[Specimen]:
+    """Return what the launch functions use, values in bf16 and in fp32 in turn."""
     found = []
     for (bits, size), value in itertools.product((*CASES, WIDE), ("bf16", "fp32")):
         found.extend(quantize(bits, size, value))
@@ -30,7 +30,7 @@ def specimens() -> list[Specimen]:
     found.append(unpacked(4, 32, "bf16", everything=True))
     found.extend(one_block(4, 32, "bf16"))
     found.extend(sparse(size, value) for size, value in itertools.product(SPARSE, ("bf16", "fp32")))
-    return found
+    return in_turn(found, target)
 
 
 def quantize(bits: int, size: int, value: str) -> list[Specimen]:
@@ -95,4 +95,4 @@ def decoded(bits: int, size: int, value: str) -> Specimen:
 
 
 if __name__ == "__main__":
-    print_records(lambda target: specimens())
+    print_records(specimens)

@@ -104,12 +104,14 @@ def specimens(target: int) -> list[Specimen]:
     for value in ("bf16", "fp16", "fp32"):
         found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
     # Copies: two bytes are two bytes.
+    copies = list[Specimen]()
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
         _, tile, options = run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
-        found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
-        found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
-        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
+        copies.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
+        copies.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
+        copies.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
+    found.extend(in_turn(copies, target))
     narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
     found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
     block = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(32, 32)
@@ -118,6 +120,18 @@ def specimens(target: int) -> list[Specimen]:
     narrow |= {"FORMAT": 0}
     found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
     return found
+
+
+def in_turn(found: list[Specimen], target: int) -> list[Specimen]:
+    """Return each kernel with one of its types of values, which take turns from kernel to kernel and target to target.
+
+    To compile all kernels of all targets takes minutes.
+    """
+    by_label: dict[str, list[Specimen]] = {}
+    for specimen in found:
+        by_label.setdefault(specimen[0], []).append(specimen)
+    first = list(SHARED_MEMORY).index(target)
+    return [types[(first + number) % len(types)] for number, types in enumerate(by_label.values())]
 
 
 def rows(length: int, block_size: int) -> dict[str, int]:
