@@ -155,9 +155,11 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert "lost 0.3 points at most" in PROSE
     tuned = [study for study in results.studies(long) if study[0].get("start")]
     assert {bool(study[0].get("lora")) for study in tuned} == {False, True}
-    apart = {(s[0]["task"], bool(s[0].get("lora"))): evidence.of_preset("max", s)[1] for s in tuned}
+    of_tuned = {(s[0]["task"], bool(s[0].get("lora"))): evidence.of_preset("max", s) for s in tuned}
+    assert all(of_tuned["vit", lora][0].endswith("s = 0.5") for lora in (False, True))
+    apart = {kind: finding for kind, (_, finding) in of_tuned.items()}
     assert all(abs(apart["vit", lora].difference) < apart["vit", lora].seen for lora in (False, True))
-    assert "a fine-tuned ViT shows no difference." in PROSE
+    assert "a fine-tuned ViT shows no difference, with `sparsity=0.5` besides." in PROSE
     assert apart["gpt", False].difference > apart["gpt", False].seen
     dense = [-run["accuracy"] for study in tuned for run in study if run["task"] == "gpt" and run["method"] == "dense"]
     fine = 100 * apart["gpt", False].difference / mean(dense)
