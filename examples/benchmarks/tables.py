@@ -378,9 +378,9 @@ are of one run with a slow host, each step waited for, but of GPT-2; in brackets
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
-quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The Llama
-without a size is one of GPT-2's size. The ResMLP keeps less by now: in the last run inductor had padded some of its
-products, whose results were not packed then."""
+quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. Steps of the
+ResMLPs wait for the host, and were measured on a slow one: what they take is what the host takes. The Llama without a
+size is one of GPT-2's size."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run of the GPT-2 it held 1,500 MiB less of the dense model and as much more
@@ -392,7 +392,7 @@ methods of a model warmed up at a time and measured in turn. Times are medians o
 beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
 that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
 turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %.
-`max` and `recompute` of the Llama had one turn, in another run."""
+`max` and `recompute` of the Llama did not fit beside the others, and were measured by themselves, on a slower host."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""
@@ -430,9 +430,10 @@ def graphs(records: Records) -> str:
 
 
 LARGEST_TEXT = """\
-The same search with the presets as `rivals.py` has them, with the speed at that batch. A method that is not there was
-not searched to the end. The ResNet with `max` is held up by something that is not understood: its activations take
-{activations:.1f} GiB of the 24, and it peaks at {peak:.1f}."""
+The same search with the presets as `rivals.py` has them, with the speed at that batch. Under 16 GiB only `recompute`
+and checkpointing were searched. The ResNet with `max` is held up by something that is not understood: its activations
+take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. Once a trial has run out of memory, some 16 GiB stay
+in use, so later ones have that much less."""
 
 
 def largest(records: Records) -> str:
