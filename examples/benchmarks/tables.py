@@ -432,8 +432,8 @@ def graphs(records: Records) -> str:
 LARGEST_TEXT = """\
 The same search with the presets as `rivals.py` has them, with the speed at that batch. Under 16 GiB only `recompute`
 and checkpointing were searched. The ResNet with `max` is held up by something that is not understood: its activations
-take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. Once a trial has run out of memory, some 16 GiB stay
-in use, so later ones have that much less."""
+take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. Trials after the first one that ran out of memory
+peaked some 16 GiB higher than by those before it."""
 
 
 def largest(records: Records) -> str:
