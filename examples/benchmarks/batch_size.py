@@ -145,6 +145,7 @@ class Case:
                 raise
             peak = None
         self.training.zero_grad()
+        self.training.trainer = None  # it keeps the last batch of what has failed
         found = "out of memory" if peak is None else f"{peak:.0f} MiB"
         seconds = time.perf_counter() - start
         report(f"{self.label}: {self.training.batch_size} samples, {found}, {seconds:.1f} s")

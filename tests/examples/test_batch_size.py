@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -59,6 +61,22 @@ def test_a_case(method: str, capfd):
     assert found.pop("seconds") < 60
     assert found == {"batch": LIMIT, "peak_mib": None, "trials": 4, "finder_batch": LIMIT, "finder_fits": True}
     assert f"small, {method}: 4 samples, out of memory" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("size", [LIMIT, batch_size.SAMPLES + 1])
+def test_the_next_trial_has_the_memory_of_a_batch(size: int):
+    batches: list[weakref.ref[torch.Tensor]] = []
+
+    class Noting(batch_size.Training):
+        def training_step(self, batch, batch_idx):
+            batches.append(weakref.ref(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    case = batch_size.Case("small, dense", Noting("small", "dense"), list, "cpu")
+    assert (case.fit(size) is None) == (size > LIMIT)
+    gc.collect()
+    assert [batch() for batch in batches] == [None] * len(batches) != []
 
 
 @pytest.mark.usefixtures("_small")
