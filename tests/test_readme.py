@@ -128,19 +128,22 @@ def test_figures_in_the_text_are_those_of_the_records():
     assert "ResMLP-12 takes {} less time than dense, ResNet-50 {} and GPT-2 {}".format(*less) in PROSE
 
     fits = {(r["model"], r["method"]): r for r in tables.load("rivals_largest") if r["cap_gib"] == 24}
-    quick = "vit_base_patch16_224", "resmlp_12_224", "GPT2LMHeadModel"
-    batches = [f"{times_dense(fits, name, 'max', 'batch'):.1f}" for name in quick]
-    speeds = [f"{abs(round(100 * times_dense(fits, name, 'max', 'samples_per_s') - 100))}" for name in quick]
-    assert all(times_dense(fits, name, "max", "samples_per_s") > 0.995 for name in quick)
-    more = "a ViT-B/16's batch is {} times as large with `\"max\"` as dense, a ResMLP-12's {} and GPT-2's {} times"
-    assert more.format(*batches) in PROSE
-    assert "with {}, {} and {} % more samples a second".format(*speeds) in PROSE
-    batches = [f"{times_dense(fits, name, 'checkpoint', 'batch'):.1f}" for name in quick]
-    fewer = [100 - 100 * times_dense(fits, name, "checkpoint", "samples_per_s") for name in quick]
-    less = f"with {min(fewer):.0f} to {max(fewer):.0f} % fewer"
-    assert "checkpointed {}, {} and {} times, {}".format(*batches, less) in PROSE
+    llama, others = "LlamaForCausalLM, 1.1B", {name for name, _ in fits} - {"resnet50"}
+    assert (len(others), fits[llama, "dense"]["batch"]) == (9, 1)
+    batches, speeds = (
+        {method: [times_dense(fits, name, method, figure) for name in models] for method in ("max", "checkpoint")}
+        for figure, models in (("batch", others), ("samples_per_s", others - {llama}))
+    )
+    assert f'{min(batches["max"]):.1f} to {max(batches["max"]):.1f} times as large as dense with `"max"`' in PROSE
+    assert min(speeds["max"]) > 0.995
+    faster, by = (100 * times_dense(fits, llama, name, "samples_per_s") - 100 for name in ("max", "checkpoint"))
+    assert f"0 to {100 * max(speeds['max']) - 100:.0f} % more samples a second" in PROSE
+    assert f"(a Llama's, which is 1 dense, at {faster:.0f} %, checkpointed {by:.0f} %)" in PROSE
+    fewer = [100 - 100 * speed for speed in speeds["checkpoint"]]
+    times = f"{min(batches['checkpoint']):.1f} to {max(batches['checkpoint']):.1f} times"
+    assert f"checkpointed {times}, with {min(fewer):.0f} to {max(fewer):.0f} % fewer" in PROSE
     ours, theirs = (f"{times_dense(fits, 'resnet50', name, 'batch'):.1f}" for name in ("max", "checkpoint"))
-    assert f"a ResNet-50's {ours} (checkpointed {theirs}) times" in PROSE
+    assert f"a ResNet-50's: {ours} (checkpointed {theirs}) times" in PROSE
     kept = [found["vit_base_patch16_224", name]["activations_mib"] for name in ("recompute", "checkpoint")]
     assert f"[{100 * kept[0] / kept[1]:.0f} %](docs/benchmarks.md#through-a-trainer) of what that keeps" in README
 
