@@ -92,7 +92,6 @@ TWICE = ["packed", "signs", "packed"]
     [
         (written_out(), "aot_eager", ["packed"], True),
         (written_out(), "aot_eager", ["packed"], False),
-        (written_out(mask=True), "aot_eager", ["packed"], True),
         (written_out(dropped), "aot_eager", ["packed", "packed"], True),
         (written_out(drawn), "aot_eager", TWICE, True),
         (padded, "aot_eager", ["packed"], True),
