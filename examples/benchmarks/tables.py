@@ -243,10 +243,10 @@ HEADLINE_METHODS = ("checkpoint", "max")
 _MEMORY = "activations_mib", "peak_mib"
 HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with every block checkpointed, of
-eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, of compiled steps to the
-compiled dense model: that of the quickest turn and that of the median of up to {turns}. Where these differ, a host that
-others share kept the GPU waiting. Accuracy is that of *smaller* models of the same kind, trained [from
-scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as wide and deep on bytes (a higher loss is worse): the
+eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, compiled to the compiled
+dense model: of the quickest turn and of the median of up to {turns}. Where these differ, a shared host kept the GPU
+waiting; the Llama's eager `max` ran on another machine. Accuracy is that of *smaller* models of the same kind, trained
+[from scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as wide and deep on bytes (a higher loss is worse): the
 difference to dense ± its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
@@ -378,9 +378,9 @@ are of one run with a slow host, each step waited for, but of GPT-2; in brackets
 COMPILED_TEXT = """\
 All methods of a model were measured in turn, in steps one after the other; `compiler:0.5` is the dense model under the
 compiler's `activation_memory_budget`. Times are medians of up to {turns} turns in several runs, beside them the
-quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. Steps of the
-ResMLPs wait for the host, and were measured on a slow one: what they take is what the host takes. The Llama without a
-size is one of GPT-2's size."""
+quickest one: where they differ, a host that others share kept the GPU waiting, as with all of the U-Net. The
+ResMLPs were measured on a slow host, for which steps with `balanced` and `max` wait; why it takes so long for those of
+the ResMLP-24 is not understood. The Llama without a size is one of GPT-2's size."""
 GRAPHS_TEXT = """\
 Compiled with `mode="reduce-overhead"`. CUDA graphs have memory in pools of their own, so it is what the allocator holds
 in all, gaps included. In another run of the GPT-2 it held 1,500 MiB less of the dense model and as much more
@@ -392,7 +392,8 @@ methods of a model warmed up at a time and measured in turn. Times are medians o
 beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
 that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
 turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %.
-`max` and `recompute` of the Llama did not fit beside the others, and were measured by themselves, on a slower host."""
+`max` and `recompute` of the Llama did not fit beside the others, and were measured by themselves, on another
+machine with a slower host, so only their memory and the GPU's time are to be compared."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""
@@ -432,8 +433,8 @@ def graphs(records: Records) -> str:
 LARGEST_TEXT = """\
 The same search with the presets as `rivals.py` has them, with the speed at that batch. Under 16 GiB only `recompute`
 and checkpointing were searched. The ResNet with `max` is held up by something that is not understood: its activations
-take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. Trials after the first one that ran out of memory
-peaked some 16 GiB higher than by those before it."""
+take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. The batch of a trial that ran out of memory was still
+there in the next one, so all methods may have a little more room."""
 
 
 def largest(records: Records) -> str:

@@ -35,12 +35,12 @@ AROUND = [
     *("on_train_epoch_start", "on_save_checkpoint", "state_dict", "on_train_epoch_end", "on_train_end"),
     *("on_fit_end", "teardown"),
 ]
-"""Hooks of callbacks and modules around the batches; one tries every other one of them, the other the rest."""
+"""Hooks of callbacks and modules around the batches: every other one is tried in a module, the rest in a callback."""
 IN_BATCHES = [
     *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     *("on_before_optimizer_step", "on_train_batch_end"),
 ]
-"""Those in batches."""
+"""Those in batches: all are tried in a callback, every other one in a module."""
 OWN_AROUND = [
     *("configure_callbacks", "prepare_data", "configure_model", "configure_optimizers", "train_dataloader"),
     *("val_dataloader", "on_validation_model_eval", "on_validation_model_train", "on_validation_model_zero_grad"),

@@ -331,7 +331,6 @@ MADE = {
     "group": (lambda: nn.GroupNorm(4, 24), (5, 24, 4, 3)),
     "group-plain": (lambda: nn.GroupNorm(24, 24, affine=False), (5, 24, 9)),
 }
-each_layer = pytest.mark.parametrize("name", list(MADE))
 each_batch = pytest.mark.parametrize("name", [name for name in MADE if "group" not in name])
 
 
