@@ -249,6 +249,8 @@ class Operations:
             depth: How many modules run still; with none, all that waits is kept.
         """
         inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
+        # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
+        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
         if not inside:
             return
         if outputs is None and not depth:  # it raised, or was interrupted: the next forward decides
@@ -256,7 +258,6 @@ class Operations:
                 self._leave_as_it_is(stay)
             return
         nodes = nodes_since(outputs, min(stay.saving.number for stay in inside))
-        self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
         for stay in inside:
             node = nodes.get(stay.saving.number)
             if node is None and depth:

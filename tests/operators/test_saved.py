@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -297,6 +299,23 @@ def test_a_parameter_written_to_before_backward_is_an_error():
         model.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_forward_that_fails_keeps_nothing():
+    saved = []
+
+    def run(x: Tensor) -> Tensor:
+        h = x * x.sin()
+        saved.append(StorageWeakRef(h.untyped_storage()))
+        F.gelu(h)  # a first forward does not know yet how its input is kept
+        raise RuntimeError("out of memory")
+
+    model = Runs(run)
+    with SavedTensorCompression(model, min_values=256):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(activation())
+        gc.collect()
+        assert saved[0].expired()
 
 
 @pytest.mark.parametrize(
