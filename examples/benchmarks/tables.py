@@ -245,9 +245,9 @@ HEADLINE_TEXT = """\
 Dense memory, then in bold the change with `ActivationPruning("max")` and in brackets with every block checkpointed, of
 eager steps through a Trainer, bf16-mixed, fused AdamW, on an {gpu}. Times are changes too, compiled to the compiled
 dense model: of the quickest turn and of the median of up to {turns}. Where these differ, a shared host kept the GPU
-waiting; the Llama's eager `max` ran on another machine. Accuracy is that of *smaller* models of the same kind, trained
-[from scratch](docs/trainings.md) on CIFAR-10, GPT-2's of one as wide and deep on bytes (a higher loss is worse): the
-difference to dense ± its standard error ({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
+waiting. Accuracy is that of *smaller* models of the same kind, trained [from scratch](docs/trainings.md) on CIFAR-10,
+GPT-2's of one as wide and deep on bytes (a higher loss is worse): the difference to dense ± its standard error
+({trained}). [More](docs/benchmarks.md#through-a-trainer)."""
 
 
 BRIEF_TEXT = """\
@@ -392,8 +392,7 @@ methods of a model warmed up at a time and measured in turn. Times are medians o
 beside them the quickest one. Samples are images or texts, by the median. The host's time is that of a step for a GPU
 that has nothing to do; others share the host, and where its time is longer than the GPU's, it decides: from turn to
 turn steps of a dense ViT differed by {dense:.1f} %, with `max`, for which the host takes longer, by {ours:.0f} %.
-`max` and `recompute` of the Llama did not fit beside the others, and were measured by themselves, on another
-machine with a slower host, so only their memory and the GPU's time are to be compared."""
+Those of the Llama with 1.1 billion parameters were measured one after the other, its offloading on another machine."""
 SCALING_TEXT = """\
 The same batch on each GPU, of the process that needs most and of the slowest. In brackets, how much more or less than
 dense on as many GPUs; `than on one GPU` compares a method with itself. Times are compared within a run."""
@@ -432,16 +431,14 @@ def graphs(records: Records) -> str:
 
 LARGEST_TEXT = """\
 The same search with the presets as `rivals.py` has them, with the speed at that batch. Under 16 GiB only `recompute`
-and checkpointing were searched. The ResNet with `max` is held up by something that is not understood: its activations
-take {activations:.1f} GiB of the 24, and it peaks at {peak:.1f}. The batch of a trial that ran out of memory was still
-there in the next one, so all methods may have a little more room."""
+and checkpointing were searched. In searches before those of the ResNet and of `max` on the ViT, the BERT and the U-Net,
+some of what a trial that ran out of memory had kept could still be there in the next one, so there may be a little more
+room than they found."""
 
 
 def largest(records: Records) -> str:
     """How large a batch fits under a cap, and how fast it trains."""
-    (resnet,) = [r for r in records if (r["model"], r["method"], r["cap_gib"]) == ("resnet50", "max", 24)]
-    text = LARGEST_TEXT.format(activations=resnet["activations_mib"] / 1024, peak=resnet["peak_mib"] / 1024)
-    return text + "\n\n" + from_commands(grouped(rivals_benchmark.largest_batches(records)), records)
+    return LARGEST_TEXT + "\n\n" + from_commands(grouped(rivals_benchmark.largest_batches(records)), records)
 
 
 def budgets(records: Records) -> str:
