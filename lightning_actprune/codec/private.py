@@ -36,8 +36,6 @@ Name                                   Says                              Without
 ``_current_autograd_node``             which operation reads something   the same, and no ``StepMemoryRecorder`` (error)
 ``_current_graph_task_id``             whether backward runs             whether an operation reads something; without
                                                                          that, as without ``_top_saved_...``
-``_autograd._get_current_graph_...``   whether backward may run again    it may: ``linear_cross_entropy`` copies its
-                                                                         gradients
 ``_dynamo.eval_frame``'s strategies    keeps compilers out of hooks      they look for graphs there: slower, and
   of code                                                                warnings
 ``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
@@ -305,8 +303,6 @@ def unseen_by_compilers(function: _Function) -> _Function:
     return function
 
 
-keeps_graph: Callable[[], bool] = found(_AUTOGRAD + "_get_current_graph_task_keep_graph", _always)
-"""Return whether the backward that runs leaves the graph for another one (``retain_graph=True``)."""
 fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")
 """Makes a tensor that a weak reference has found the owner of its Python object again."""
 
