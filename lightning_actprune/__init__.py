@@ -9,7 +9,7 @@ or use ``convert`` / ``revert`` in a plain PyTorch loop. Importing this package 
 
 from lightning_actprune import functional as functional
 from lightning_actprune.analysis.sensitivity import measure_sensitivity
-from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
+from lightning_actprune.callbacks import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.config import PRESETS, Keep, Recompute
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
@@ -21,7 +21,6 @@ __all__ = [
     "ActivationMemoryMonitor",
     "ActivationPrunedLinear",
     "ActivationPruning",
-    "ActivationSensitivity",
     "Keep",
     "Recompute",
     "convert",

@@ -261,26 +261,6 @@ Rule: TypeAlias = Keep | Recompute | Mapping[str, Any] | str | None
 """What a rule may be: a ``Keep`` or a mapping of its arguments, a ``Recompute`` or ``{"recompute": bits}``, the name of
 a preset, ``None`` or ``"dense"``."""
 
-_BY_RULES = "HINT: rules say it layer by layer, as"
-REMOVED: dict[str, str] = {
-    "value_format": f'{_BY_RULES} `rules={{"type:linear": Keep(bits=4)}}`; presets have bits of their own.',
-    "value_formats": "HINT: `bits=[None, 4, 2]`, in which None stands for values as they are.",
-    "scope": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.6, scope="token")}}`.',
-    "block_selection": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.6, selection="swap")}}`.',
-    "max_dropped_energy": f'{_BY_RULES} `rules={{"type:linear": Keep(sparsity=0.5, max_dropped_energy=0.2)}}`.',
-    "include": f'{_BY_RULES} `rules={{"blocks.*": Keep(bits=4), "*": None}}`, the last one for all layers left.',
-    "exclude": f'{_BY_RULES} `rules={{"head": None}}`, which keeps a layer dense.',
-    "exclude_first": f'{_BY_RULES} `rules={{"blocks.0.*": None}}`, which keeps layers dense.',
-    "exclude_last": f'{_BY_RULES} `rules={{"blocks.11.*": None}}`, which keeps layers dense.',
-    "min_features": f'{_BY_RULES} `rules={{"head": Keep(bits=4)}}`: those by name cover small layers too.',
-    "others": "HINT: presets cover every operator that they name; 'balanced' and 'max' cover all.",
-    "layers": 'HINT: settings of layers are rules: `rules={"head": Keep(sparsity=0.3)}`.',
-    "schedule": "HINT: a schedule is a sparsity: `sparsity=CubicSchedule(end=0.8)`.",
-    "skip_held": "HINT: it is called `skip_retained`.",
-    "convolutions": 'HINT: name them: `names=["type:linear", "type:convolution"]`.',
-}
-"""What to say in place of an argument that there was once, by its name."""
-
 MANY_LAYERS = 8
 """Batch norms, and smooth activation functions, from which on presets are other ones (see the module)."""
 FINE_ROWS = 1024
@@ -577,10 +557,3 @@ def check_preset(value: Any) -> PresetName | None:
             "anything again, 'recompute' runs blocks again; a sparsity is an argument of its own, `sparsity=0.6`."
         )
     return value
-
-
-def check_removed(names: Iterable[str]) -> None:
-    """Raise ``TypeError`` if one of ``names`` is that of an argument that there is no more."""
-    for name in names:
-        if name in REMOVED:
-            raise TypeError(f"`{name}` is no argument any more. {REMOVED[name]}")

@@ -381,7 +381,7 @@ def _too_small(budget: float, limit: float, least: StepMemory, off: int) -> str:
     return (
         f"`memory_budget` ({shown}) is less than a step takes at the least, {(least.peak_bytes + off) / _MIB:,.0f} "
         f"MiB: {held}. HINT: raise it, or take a smaller batch; parameters, gradients and optimizer state are for "
-        "sharding or for an optimizer with less state, logits for `functional.linear_cross_entropy`."
+        "sharding or for an optimizer with less state, logits for a loss that is fused with the head."
     )
 
 

@@ -202,18 +202,11 @@ def heatmap_picture(
     return figure
 
 
-def check_matplotlib() -> None:
-    """Raise an ``ImportError`` that says what to install, if matplotlib is missing."""
+def _figure(width: float, height: float) -> Figure:
     try:
-        import matplotlib.figure  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("A picture needs matplotlib. HINT: pip install 'lightning_actprune[plots]'.") from error
-
-
-def _figure(width: float, height: float) -> Figure:
-    check_matplotlib()
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -13,35 +13,31 @@ gradients wait for the last one.
 
 All sums stay on the device, in fp64, until ``report`` reads them; batches whose ``G`` is not finite do not count.
 
-What an input would be after packing and unpacking is found for many settings from one ranking of its blocks
-(``analysis.ranked``).
+Blocks are ranked once a call, in plain torch; a kernel only quantizes those that a setting keeps, as a tensor of which
+each row is one block. What is stored of a block depends on its values and its place among those kept, so these are the
+values of training, bit for bit, and one or two compiled kernels for each number of bits serve all layers and sparsities.
+Where a training kernel adds squares in another order than torch, blocks whose norms agree to 24 bits may change places,
+and the random choice of ``"swap"`` and ``"unbiased"`` is another one of the same distribution.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.analysis.ranked import (
-    ConvolutionInput,
-    KeptBlocks,
-    LayerInput,
-    LinearInput,
-    RankedCall,
-)
 from lightning_actprune.analysis.recorder import (
     ModuleNames,
     eager_stance,
@@ -58,9 +54,20 @@ from lightning_actprune.analysis.sensitivity_grid import (
     check_names,
 )
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport
-from lightning_actprune.codec.dispatch import (
-    in_plain_eager_mode,
+from lightning_actprune.codec.blocks import (
+    ALL_BLOCKS,
+    BlockGeometry,
+    Blocks,
+    block_and_keep,
+    block_keys,
+    factors,
+    rescale,
+    selection_keys,
+    stored_shape,
+    stored_view,
 )
+from lightning_actprune.codec.dispatch import as_dtype, autocast_dtype, cast, cast_input, in_plain_eager_mode
+from lightning_actprune.codec.packed import pack, unpack
 from lightning_actprune.codec.private import DYNAMO, FOR_BACKWARD, require
 from lightning_actprune.config import (
     Config,
@@ -75,14 +82,149 @@ from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer, torch_class
 from lightning_actprune.operators.convolution import (
     Convolution,
+    Windows,
+    rows_of,
+    weight_grad,
+    windows_of,
+    without_gaps,
 )
 from lightning_actprune.operators.hooks import ForwardHook, backward_runs
+from lightning_actprune.operators.linear import weight_grad_of
 from lightning_actprune.operators.registry import layers, operator_of, weights_of
 from lightning_actprune.report import LayerReport
 
-SUMS = 5
-"""Numbers that are added up for each setting."""
-Pair: TypeAlias = "tuple[LayerInput, Tensor]"
+CHUNK = 2**22
+"""Values whose squares are in memory at once."""
+
+
+class LinearInput(NamedTuple):
+    """The input of a linear layer, or of a projection inside attention, as backward of the dense layer would read it.
+
+    Args:
+        x: The input, cast as by autocast.
+        samples_second: Whether it is ``[T, N, E]``, as inside attention.
+    """
+
+    x: Tensor
+    samples_second: bool
+
+    def call(self, grad_y: Tensor, setting: GridSetting) -> Call:
+        """Return the call whose output has the gradient ``grad_y``; sparsity and bits of ``setting`` do not matter."""
+        blocks = setting.turned_blocks if self.samples_second else setting.blocks
+        # Inside attention, torch makes such a copy if the samples come first in memory.
+        x = self.x.contiguous() if self.samples_second else self.x
+        stored, transposed = stored_view(x, blocks.block_size, blocks.scope)
+        grad_y = grad_y.reshape(*x.shape[:-1], grad_y.shape[-1])
+        return Call(x, stored, blocks, weight_grad_of(grad_y, blocks, stored_shape(x, transposed), transposed))
+
+
+class ConvolutionInput(NamedTuple):
+    """The input of a convolution, likewise.
+
+    Args:
+        x: A batch, cast as by autocast.
+        sizes: Those of the weight.
+        windows: What each output is computed from.
+    """
+
+    x: Tensor
+    sizes: torch.Size
+    windows: Windows
+
+    def call(self, grad_y: Tensor, setting: GridSetting) -> Call:
+        """Return the call whose output has the gradient ``grad_y``, of a batch or of one sample."""
+        x, blocks = without_gaps(self.x), setting.blocks
+        grad_y = grad_y.unsqueeze(0) if grad_y.dim() < x.dim() else grad_y
+
+        def grad_of(stored: Tensor) -> Tensor:
+            grad = weight_grad(stored.contiguous().as_strided(x.shape, x.stride()), grad_y, self.sizes, self.windows)
+            return as_dtype(grad, torch.promote_types(grad.dtype, torch.float32))
+
+        stored, _ = stored_view(rows_of(x, blocks.block_size, blocks.scope), blocks.block_size, blocks.scope)
+        return Call(x, stored, blocks, grad_of)
+
+
+class KeptBlocks(NamedTuple):
+    """The blocks that a sparsity keeps.
+
+    Args:
+        numbers: Their numbers among the blocks of all samples, in ascending order.
+        factors: What each is multiplied by, ``None`` if nothing is.
+    """
+
+    numbers: Tensor
+    factors: Tensor | None
+
+
+class Call:
+    """A call of a layer whose gradient has arrived: what each setting makes of its weight gradient.
+
+    Args:
+        x: The input.
+        stored: The same as blocks are cut from it, ``[samples, rows, length]``.
+        blocks: How it is cut into blocks and which are kept; the bits do not matter.
+        weight_grad: Computes the weight gradient from the input, or what is kept of it, ``[samples * rows, length]``.
+    """
+
+    def __init__(self, x: Tensor, stored: Tensor, blocks: Blocks, weight_grad: Callable[[Tensor], Tensor]) -> None:
+        self.nbytes = x.nbytes
+        self._stored, self._blocks, self._weight_grad = stored, blocks, weight_grad
+        self._size, every = block_and_keep(stored, blocks.block_size, 0, 0)
+        short = -stored.shape[2] % self._size
+        filled = F.pad(stored, (0, short)) if short else stored
+        self._values = filled.reshape(-1, self._size)  # [samples * every, block]
+        pieces = torch.split(self._values, CHUNK // self._size + 1)
+        self._squares = torch.cat([block_keys(piece) for piece in pieces]).view(len(stored), every)
+        self._keys = selection_keys(self._squares, blocks.selection)
+        self._order = self._keys.sort(dim=1, descending=True, stable=True).indices
+
+    def exact(self) -> Tensor:
+        """Return the weight gradient of the dense layer, in fp32, or fp64 of fp64."""
+        return self._weight_grad(self._stored.flatten(0, 1))
+
+    def packed(self, kept: KeptBlocks, bits: int) -> Tensor:
+        """Return the weight gradient of a layer that keeps these blocks in so many bits, 0 for values as they are."""
+        (samples, rows, length), everything = self._stored.shape, len(kept.numbers) == len(self._values)
+        values = self._values if everything else self._values.index_select(0, kept.numbers)
+        if kept.factors is not None:
+            values = rescale(values, kept.factors)
+        if bits:
+            (count, size), dtype = values.shape, values.dtype
+            packed = pack(values[None], size, ALL_BLOCKS, bits)
+            del values  # so that one copy of them is in memory
+            values = unpack(*packed, count, size, size, bits, dtype)
+        if not everything:
+            values = self._values.new_zeros(self._values.shape).index_copy_(0, kept.numbers, values)
+        return self._weight_grad(values.view(samples * rows, -1)[:, :length])
+
+    def kept(self, parts: int) -> KeptBlocks:
+        """Return the blocks that are kept at a sparsity of ``parts`` (see ``codec.blocks``)."""
+        (samples, every), keep = self._keys.shape, self._keep(parts)
+        first = torch.arange(0, samples * every, every, device=self._keys.device)[:, None]
+        numbers = (self._order[:, :keep].sort(dim=1).values + first).flatten()
+        if self._blocks.selection != "unbiased" or keep == every:
+            return KeptBlocks(numbers, None)
+        chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, self._order[:, :keep], True)
+        return KeptBlocks(numbers, factors(self._squares, self._keys, chosen).flatten()[numbers])
+
+    def energy(self, parts: int) -> Tensor:
+        """Return the energy of the blocks of least norm, as many as are dropped, and of all, ``[2]``."""
+        kept, total = self._squares.topk(self._keep(parts), dim=1).values.sum(), self._squares.sum()
+        return torch.stack([total - kept, total])
+
+    def stored_bytes(self, setting: GridSetting) -> int:
+        """Return the bytes that a layer with this setting keeps, by formula."""
+        if not setting.keep.changes:
+            return self.nbytes
+        geometry = BlockGeometry.of_stored(self._stored, self._blocks.block_size, setting.sparsity)
+        return geometry.stored_bytes(self._stored.itemsize, setting.blocks.bits)
+
+    def _keep(self, parts: int) -> int:
+        return block_and_keep(self._stored, self._blocks.block_size, parts, 0)[1]
+
+
+LayerInput: TypeAlias = LinearInput | ConvolutionInput
+Pair: TypeAlias = tuple[LayerInput, Tensor]
 """An input and the gradient of the output."""
 
 
@@ -152,17 +294,17 @@ class MeasuredLayer:
         pending.calls, pending.arrived = 0, []
         if not arrived:
             return
-        sums = self._compare(arrived)
+        calls = [given.call(grad_y, self.grid.settings[0]) for given, grad_y in arrived]
+        sums = self._compare(calls)
         sums = torch.where(sums[0, 2].isfinite(), sums, 0.0)
         self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-        self.dense_bytes += sum(given.x.nbytes for given, _ in arrived)
-        stored = [sum(given.stored_bytes(setting) for given, _ in arrived) for setting in self.grid.settings]
+        self.dense_bytes += sum(call.nbytes for call in calls)
+        stored = [sum(call.stored_bytes(setting) for call in calls) for setting in self.grid.settings]
         self.stored_bytes = [a + b for a, b in zip(self.stored_bytes or [0] * len(stored), stored, strict=True)]
 
     def rows(self, sums: list[list[float]]) -> Iterator[LayerSensitivity]:
         """Yield what ``sums``, read, say of each setting; nothing of a layer without a gradient."""
-        # Bytes are this rank's own; without any, nothing is known of the share.
-        shares = [stored / self.dense_bytes for stored in self.stored_bytes] or [math.nan] * len(sums)
+        shares = [stored / self.dense_bytes for stored in self.stored_bytes]
         for setting, (dot, packed, exact, dropped, energy), share in zip(self.grid.settings, sums, shares, strict=True):
             if exact > 0:
                 # Two roots, since the product may be no fp64 number.
@@ -172,35 +314,30 @@ class MeasuredLayer:
 
     def skipped(self) -> LayerReport:
         """Return why nothing was measured."""
-        # Not `sums`, which are there once those of other ranks were added.
         vanished = "its weight gradient was zero or not finite" if self.dense_bytes else None
         reason = self.reason or vanished or self.unmeasured or "it was not called"
         if not any(weight.requires_grad for weight in weights_of(self.layer)):
             reason = "its weight is frozen"
         return LayerReport(self.name, self.kind, operator_of(self.layer) or "linear", reason=reason)
 
-    def _compare(self, arrived: list[Pair]) -> Tensor:
+    def _compare(self, calls: list[Call]) -> Tensor:
         """Return the sums of all settings."""
         settings = self.grid.settings
-        calls = [given.ranked(grad_y, settings[0]) for given, grad_y in arrived]
         exact = _total(call.exact() for call in calls)
         products: dict[GridSetting, list[Tensor]] = {}
         energies: dict[int, Tensor] = {}
         for parts in {setting.parts: None for setting in settings}:
-            kept = [call.blocks.kept(parts) for call in calls]  # for all bits
-            energies[parts] = torch.stack([call.blocks.energy(parts) for call in calls]).sum(0, dtype=torch.float64)
+            kept = [call.kept(parts) for call in calls]  # for all bits
+            energies[parts] = torch.stack([call.energy(parts) for call in calls]).sum(0, dtype=torch.float64)
             for setting in settings:
                 if setting.parts == parts:
-                    packed = _packed(calls, kept, setting.keep.stored_bits) if setting.keep.changes else exact
+                    bits = setting.keep.stored_bits
+                    grads = (call.packed(blocks, bits) for call, blocks in zip(calls, kept, strict=True))
+                    packed = _total(grads) if setting.keep.changes else exact
                     products[setting] = [_dot(exact, packed), _dot(packed, packed)]
         dots = torch.stack([product for setting in settings for product in products[setting]]).view(-1, 2)
         squares = _dot(exact, exact).expand(len(settings), 1)
         return torch.cat([dots, squares, torch.stack([energies[setting.parts] for setting in settings])], dim=1)
-
-
-def _packed(calls: list[RankedCall], kept: list[KeptBlocks], bits: int) -> Tensor:
-    """Return the weight gradient of all calls as training computes it."""
-    return _total(call.packed(blocks, bits) for call, blocks in zip(calls, kept, strict=True))
 
 
 def _total(grads: Iterable[Tensor]) -> Tensor:
@@ -320,19 +457,6 @@ class SensitivityProbe:
         """
         return [leaf for measured in self._layers.values() for leaf in _leaves(measured.layer)]
 
-    def add_up(self, over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Let all ranks of a distributed training report what was measured on any of them.
-
-        Args:
-            over_ranks: Returns the sum of a tensor over the ranks; called once, on each of them with as many values.
-        """
-        if self._layers:
-            device = next(self._model.parameters()).device
-            empty = torch.zeros(len(self._grid.settings), SUMS, dtype=torch.float64, device=device)
-            found = [empty if m.sums is None else m.sums.to(device) for m in self._layers.values()]
-            for measured, sums in zip(self._layers.values(), over_ranks(torch.stack(found)), strict=True):
-                measured.sums = sums
-
     def report(self) -> SensitivityReport:
         """Return what was measured so far."""
         names = {fqn: fqns[0] for fqns, _ in layers(self._model) for fqn in fqns}
@@ -411,12 +535,13 @@ class SensitivityProbe:
             measured.unmeasured = measured.unmeasured or _unrecorded()
             return
         measured.unmeasured = "no gradient of its output came: the loss does not depend on it"
-        layer = measured.layer
+        layer, autocast, x = measured.layer, autocast_dtype(x), x.detach()
         if isinstance(layer, Convolution):
-            call = _Call(ConvolutionInput(x, layer))
+            x = x if autocast is None else cast(x, autocast)
+            batch = x.unsqueeze(0) if x.dim() < layer.weight.dim() else x
+            call = _Call(ConvolutionInput(batch, layer.weight.shape, windows_of(layer)))
         else:
-            call = _Call(LinearInput(x, turned, self._grid.block_size))
-
+            call = _Call(LinearInput(cast_input(x, autocast, self._grid.block_size), turned))
         shape = y.shape
 
         def arrive(grad_y: Tensor | None) -> None:
@@ -451,8 +576,8 @@ def _unrecorded() -> str:
     """Return why the output of a layer has no gradient."""
     if in_reentrant_checkpoint():
         return (
-            "it runs inside a reentrant activation checkpoint, of which torch.autograd.grad gets no gradients "
-            "(ActivationSensitivity does, and so does use_reentrant=False)"
+            "it runs inside a reentrant activation checkpoint, of which torch.autograd.grad gets no gradients; with "
+            "use_reentrant=False it does"
         )
     return "it was called only where no gradients are recorded"
 
@@ -488,7 +613,7 @@ def measure_sensitivity(
     leave no trace: parameters, gradients, buffers, modes and torch's random numbers are as before. Linear layers,
     transformers' ``Conv1D`` and the projections of ``nn.MultiheadAttention`` are measured, convolutions on request.
     The figures are those of the weights at that moment: measure again later in the training. Gradients alone are asked
-    for, which a reentrant checkpoint does not support: ``ActivationSensitivity`` measures inside one, too.
+    for, which a reentrant checkpoint does not support: layers inside one are not measured.
 
     Args:
         model: Any module, converted or not.

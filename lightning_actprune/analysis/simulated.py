@@ -325,7 +325,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
 
         try:
             with self._fakes:
-                found = _shaped(func)(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
+                found = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
         except Exception as error:  # whatever torch makes of an operation that needs values, or of one that fails
             raise ValueError(self._no_values(func, f"fails: {type(error).__name__}: {error}")) from error
         if factory and sum(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)) <= MOST_VALUES:
@@ -369,13 +369,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _shaped(func: Any) -> Callable[..., Any]:
-    """Return what gives results of the shapes and types of an operation without values."""
-    if func is torch.ops.aten.mm.dtype:  # which torch 2.8 cannot run without values
-        return lambda first, second, dtype: (first @ second).to(dtype)
-    return cast("Callable[..., Any]", func)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,5 @@
 
 from lightning_actprune.callbacks.memory import ActivationMemoryMonitor
 from lightning_actprune.callbacks.pruning import ActivationPruning
-from lightning_actprune.callbacks.sensitivity import ActivationSensitivity
 
-__all__ = ["ActivationMemoryMonitor", "ActivationPruning", "ActivationSensitivity"]
+__all__ = ["ActivationMemoryMonitor", "ActivationPruning"]

@@ -1,28 +1,17 @@
-"""What a fit is warned of: settings and surroundings in which it saves less than it could.
-
-All but one of the warnings come before the first step. What is too small to be packed shows in a step alone.
-"""
+"""Warnings at the start of a fit: settings and surroundings in which it saves less than it could."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
 
-from lightning_actprune.analysis.small import SmallTensorProbe
-from lightning_actprune.callbacks.display import mib, percent
 from lightning_actprune.codec.dispatch import kernel_refusals
-from lightning_actprune.codec.private import dispatch_modes, refusal
+from lightning_actprune.codec.private import dispatch_modes
 from lightning_actprune.config import Keep, drops_blocks, shortened
-from lightning_actprune.convert import attached_saved
 from lightning_actprune.report import LayerReport
-
-MOST_IN_SMALL_TENSORS = 0.1
-"""Share of what a step keeps from which on a fit is warned of tensors that are too small to be packed."""
 
 
 def warn_of_surroundings(trainer: pl.Trainer, device: torch.device) -> None:
@@ -78,56 +67,3 @@ def warn_of_idle(converted: Sequence[LayerReport], last: dict[str, float]) -> No
             f"without `bits`), which saves nothing: {shortened(idle)}. HINT: set a sparsity, or quantize the values "
             "(`Keep(bits=4)`, or the preset 'balanced')."
         )
-
-
-class SmallTensorAdvice:
-    """Warns once a fit where tensors too small to be packed hold much of what a step keeps.
-
-    It looks at the first batch in which layers are as they stay: not at one that is probed, in which compiled modules
-    run eagerly, nor at a tuner's, which may be smaller than those of the fit.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._probe: SmallTensorProbe | None = None
-
-    def ask(self, wanted: bool) -> None:
-        """Look at a batch of this fit, if that is wanted."""
-        self._asked = wanted
-
-    def batch_starts(self, model: nn.Module, batch: Any, owner: str) -> None:
-        """Begin to count what is kept, unless it is known.
-
-        Args:
-            model: The module that holds the layers.
-            batch: What its step is given.
-            owner: Whose saved-tensor compression packs what no layer is known for.
-        """
-        self.stop()  # of a batch that was skipped
-        compression = attached_saved(model, owner) if self._asked else None
-        if compression is not None and refusal("", SmallTensorProbe.needs) is None:
-            self._probe = SmallTensorProbe(model, compression, batch)
-            self._probe.__enter__()
-
-    def batch_ends(self) -> None:
-        """Warn if that is due."""
-        probe = self._probe
-        self.stop()
-        if probe is None or not probe.kept_bytes:  # no forward was run
-            return
-        self._asked = False
-        small = probe.small_bytes
-        share = sum(small) / probe.kept_bytes
-        if share > MOST_IN_SMALL_TENSORS:
-            rank_zero_warn(
-                f"Tensors of fewer than {probe.compression.min_values:,} values are not packed where no layer is known "
-                f"for them, and the model keeps up to {len(small)} of these for backward: {mib(sum(small))} MiB, "
-                f"{percent(share)} of all that it keeps. HINT: train on a larger batch, in which they are large enough "
-                "to be packed, or checkpoint the modules that keep them; ActivationMemoryMonitor(verbose=2) names them."
-            )
-
-    def stop(self) -> None:
-        """Close what is open, whatever happened in the step."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None

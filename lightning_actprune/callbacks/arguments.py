@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_actprune.config import check_removed
-
 _Result = TypeVar("_Result")
-_Self = TypeVar("_Self")
-_Arguments = ParamSpec("_Arguments")
 
 Verbosity: TypeAlias = bool | Literal[0, 1, 2]
 
@@ -28,20 +22,6 @@ def checked(check: Callable[..., _Result], *arguments: Any, **named: Any) -> _Re
         return check(*arguments, **named)
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(str(error)) from error
-
-
-def refuses_removed(
-    init: Callable[Concatenate[_Self, _Arguments], None],
-) -> Callable[Concatenate[_Self, _Arguments], None]:
-    """Let an ``__init__`` say what has come in place of an argument that it had once; its signature stays."""
-    own = inspect.signature(init).parameters.keys()
-
-    @functools.wraps(init)
-    def checking(self: _Self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        checked(check_removed, kwargs.keys() - own)
-        init(self, *args, **kwargs)
-
-    return checking  # type: ignore[return-value]
 
 
 def check_verbose(value: Any) -> Verbosity:

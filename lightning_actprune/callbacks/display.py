@@ -47,8 +47,8 @@ _MOST_NAMED = 3
 _OUT_OF_REACH = 1 / 3
 """Fraction of what a dense model keeps above which what nothing covers is named."""
 _LOGITS_ADVICE = (
-    "Compute head and loss together with `lightning_actprune.functional.linear_cross_entropy`, which never holds all "
-    "logits; in models of transformers, Liger's fused loss does so too."
+    "Compute head and loss together, so that the logits are never held at once: by "
+    "`torch.nn.functional.linear_cross_entropy` with `options` (torch 2.14 and newer), or by Liger's fused loss."
 )
 _ADVICE = (
     (("lstm", "gru", "rnn"), "Recurrent layers are not covered: shorter sequences keep less."),

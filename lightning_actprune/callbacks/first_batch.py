@@ -143,11 +143,6 @@ class FirstBatchProbe:
         self._recomputations: RecomputationProbe | None = None
 
     @property
-    def undecided(self) -> bool:
-        """Whether this batch or the next will be probed: whoever keeps inputs alive in it is taken to retain them."""
-        return self._asked
-
-    @property
     def judges_energy(self) -> bool:
         """Whether the next batch will show which layers drop nothing; not if a checkpoint has told."""
         return self._asked and self._asks_energy

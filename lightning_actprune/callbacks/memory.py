@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import RenderableType
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
-from lightning_actprune.analysis.pictures import check_matplotlib, epochs_picture, layers_picture, step_picture
+from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.display import (
@@ -38,7 +35,7 @@ from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""
@@ -99,13 +96,10 @@ class ActivationMemoryMonitor(pl.Callback):
             2). The progress bar shows ``actprune/saved_frac`` unless it is nothing; logging does not depend on it.
         log_layers: Whether to log each layer too, on rank zero and to the loggers alone: ``dense_mib``, ``stored_mib``
             and ``sparsity`` as ``actprune_layers/<layer>/stored_mib``. Where the model logs ``"step"``, which Lightning
-            takes for the x-axis of the totals, layers and pictures stay at the step of the training.
-        log_figures: Whether to give pictures of the layers and of the epochs to ``TensorBoardLogger`` and
-            ``WandbLogger``, and to the latter a table of the layers. Needs matplotlib.
+            takes for the x-axis of the totals, layers stay at the step of the training.
 
     Raises:
-        MisconfigurationException: If an argument is not allowed; when a fit begins, if the Trainer has another monitor
-            or ``log_figures`` lacks matplotlib.
+        MisconfigurationException: If an argument is not allowed; when a fit begins, if the Trainer has another monitor.
 
     Example:
         >>> import lightning as L
@@ -115,15 +109,12 @@ class ActivationMemoryMonitor(pl.Callback):
         True
     """
 
-    def __init__(
-        self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False, log_figures: bool = False
-    ) -> None:
+    def __init__(self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False) -> None:
         super().__init__()
         hint = "3 lets the first batches warm up."
         self.measure_batch = checked(check_count, measure_batch, "measure_batch", hint)
         self.verbose = check_verbose(verbose)
         self.log_layers = checked(check_flag, log_layers, "log_layers")
-        self.log_figures = checked(check_flag, log_figures, "log_figures")
         self._fit = CurrentFit()
         self._report: MemoryReport | None = None
         self._pending: MemoryReport | None = None
@@ -172,8 +163,6 @@ class ActivationMemoryMonitor(pl.Callback):
         if stage == "fit":
             self._fit.begin(self, trainer)
             _check_alone(trainer)
-            if self.log_figures:
-                _check_figures(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -232,8 +221,6 @@ class ActivationMemoryMonitor(pl.Callback):
             return
         if self.log_layers:
             _log_layers(trainer, report)
-        if self.log_figures:
-            _log_figures(trainer, report, self.history)
         if in_detail(self.verbose):
             show(trainer, memory_table(report, trainer.current_epoch, _compiled_rows(trainer, report)))
 
@@ -409,18 +396,13 @@ def _in_bar(known: bool) -> str:
 
 def _log_layers(trainer: pl.Trainer, report: MemoryReport) -> None:
     """Give what each layer keeps to every logger, in a group of its own, as ``actprune_layers/<layer>/stored_mib``."""
-    for logger in _loggers(trainer):
+    for logger in trainer.loggers if trainer.is_global_zero else ():
         metrics = {
             logger.group_separator.join(("actprune_layers", row.fqn, name)): value
             for row in report.rows
             for name, value in _of_layer(row).items()
         }
         logger.log_metrics(metrics | {"epoch": trainer.current_epoch}, step=_step(trainer))  # as Lightning adds it
-
-
-def _loggers(trainer: pl.Trainer) -> Sequence[Logger]:
-    """Return the loggers to be given what concerns rank zero alone; none elsewhere."""
-    return trainer.loggers if trainer.is_global_zero else ()
 
 
 def _step(trainer: pl.Trainer) -> int:
@@ -463,44 +445,14 @@ def _check_alone(trainer: pl.Trainer) -> None:
         )
 
 
-def _check_figures(trainer: pl.Trainer) -> None:
-    """Find out before the training what would keep the loggers from getting pictures.
-
-    Raises:
-        MisconfigurationException: If matplotlib is missing.
-    """
-    try:
-        check_matplotlib()
-    except ImportError as error:
-        raise MisconfigurationException(f"`log_figures=True` does not work: {error}") from error
-    taking = (TensorBoardLogger, WandbLogger, DummyLogger)  # the last stands in for all of them in a `fast_dev_run`
-    if not any(isinstance(logger, taking) for logger in trainer.loggers):
-        rank_zero_warn(
-            f"`log_figures=True` has no effect: none of the loggers {[type(one).__name__ for one in trainer.loggers]} "
-            "takes figures. HINT: use a TensorBoardLogger or a WandbLogger, or write the figures to files after the "
-            "fit with `monitor.save_figures(folder)`."
-        )
-
-
-def _log_figures(trainer: pl.Trainer, report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> None:
-    """Give the pictures of the layers and of the epochs to the loggers that take figures, to W&B also a table."""
-    at, made = _step(trainer), _figures(report, history)
-    for logger in _loggers(trainer):
-        if isinstance(logger, TensorBoardLogger):
-            for name, figure in made.items():
-                logger.experiment.add_figure(_prefixed(logger, f"actprune/{name}"), figure, global_step=at)
-        elif isinstance(logger, WandbLogger):
-            for name, figure in made.items():
-                logger.log_image(f"actprune/{name}", [_image(figure)], step=at)
-            if rows := report.to_rows():
-                data = [list(row.values()) for row in rows]
-                logger.log_table("actprune/layers_table", columns=list(rows[0]), data=data, step=at)
-
-
 @rank_zero_only
 def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Write the pictures of the layers, the epochs and the step, those that show anything, and return the files."""
-    made = _figures(report, history)
+    rows, made = report.to_rows(), {}
+    if rows:
+        made["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
+    if history:
+        made["epochs"] = epochs_picture(history)
     if report.step is not None and report.step.moments:
         made["step"] = step_picture({"Memory over the step": report.step})
     folder.mkdir(parents=True, exist_ok=True)
@@ -508,30 +460,3 @@ def _save_figures(report: MemoryReport, history: Sequence[Mapping[str, Any]], fo
     for path, figure in files.items():
         figure.savefig(path, dpi=_DPI)
     return list(files)
-
-
-def _figures(report: MemoryReport, history: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    rows, made = report.to_rows(), {}
-    if rows:
-        made["layers"] = layers_picture(rows, f"Kept for backward, epoch {history[-1]['epoch']}" if history else "")
-    if history:
-        made["epochs"] = epochs_picture(history)
-    return made
-
-
-def _prefixed(logger: TensorBoardLogger, name: str) -> str:
-    """Return the name as the logger's own methods write it: with the prefix that it was given."""
-    prefix = getattr(logger, "_prefix", None)
-    return logger.LOGGER_JOIN_CHAR.join((prefix, name)) if prefix else name
-
-
-def _image(figure: Figure) -> Any:
-    """Return the figure as an image of Pillow, on which matplotlib depends.
-
-    W&B takes a figure too, but fails where nobody has imported pyplot.
-    """
-    from PIL import Image
-
-    written = BytesIO()
-    figure.savefig(written, format="png", dpi=_DPI)
-    return Image.open(written)

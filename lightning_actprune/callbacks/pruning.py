@@ -17,12 +17,11 @@ from typing_extensions import override
 
 from lightning_actprune.analysis.allocation import Allocation, check_memory_budget
 from lightning_actprune.callbacks.advice import (
-    SmallTensorAdvice,
     warn_of_idle,
     warn_of_optimizers,
     warn_of_surroundings,
 )
-from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail, refuses_removed
+from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.budget import MemoryBudget
 from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.display import (
@@ -69,9 +68,6 @@ class ActivationPruning(pl.Callback):
     A resumed fit goes on with what its checkpoint says of that, if the settings are the same; so it equals the one that
     was never stopped, unless the checkpoint was saved before the end of the first batch.
 
-    The batch after it shows whether tensors that are too small to be packed hold more than a tenth of what the model
-    keeps, of which a warning tells (see ``SmallTensorProbe``); not so without ``skip_retained``.
-
     Several instances can share a model if the ``rules`` give each its own layers. Two whose ``rules`` have the same
     patterns cannot be in one Trainer, whatever their other settings: Lightning finds their state under one key and
     raises "Found more than one stateful callback of type `ActivationPruning`". Give each its own layers, as in
@@ -113,7 +109,6 @@ class ActivationPruning(pl.Callback):
 
     _fixed: frozenset[str] = frozenset()
 
-    @refuses_removed
     def __init__(
         self,
         preset: PresetName | None = None,
@@ -160,7 +155,6 @@ class ActivationPruning(pl.Callback):
         self._restored: dict[str, Any] | None = None
         self._probe = FirstBatchProbe(skip_retained)
         self._decisions = self._probe.decisions
-        self._small = SmallTensorAdvice()
         self._compiled = CompiledLayers(self._owner)
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
@@ -251,7 +245,6 @@ class ActivationPruning(pl.Callback):
             self._show(trainer, restored)
         self._progress.follow(trainer)
         self._probe.ask(self._report, self._progress.highest)
-        self._small.ask(self.skip_retained)  # without it, no hooks see what is saved
         self._decisions.end_with_the_fit()
 
     @override
@@ -262,8 +255,6 @@ class ActivationPruning(pl.Callback):
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module)
         self._probe.batch_starts(pl_module, batch)
-        if not self._probe.undecided:
-            self._small.batch_starts(pl_module, batch, self._owner)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -273,7 +264,6 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._small.batch_ends()
         decision = self._decide(trainer, pl_module)
         if decision is not None:
             self._show(trainer, decision)
@@ -374,7 +364,6 @@ class ActivationPruning(pl.Callback):
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._trials.leave()
-        self._small.stop()
         self._compiled.end()
         self._progress.forget_layers()
         if pl_module is not None:  # None if the fit failed before it had a module

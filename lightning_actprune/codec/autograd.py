@@ -9,10 +9,9 @@ A function of this package keeps less than it reads. What follows from that is t
   dispatch mode) the plain-torch form runs, which these see through.
 - **Undefined gradients stay undefined.** An output on which nothing depends gets no gradient, and gives none.
 - **No second derivatives.** Backward refuses to run where gradients are recorded (``create_graph=True``). An error in
-the
-  derivative of what it returns would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes that lead to
-  ``inputs``, and what would lead from such a gradient to the function's input was not kept. It would leave these terms
-  out and say nothing.
+  the derivative of what it returns would come too late: ``torch.autograd.grad(..., inputs)`` runs only nodes that lead
+  to ``inputs``, and what would lead from such a gradient to the function's input was not kept. It would leave these
+  terms out and say nothing.
 - **What a function returns is no view to autograd** (``no_view``), which would let nobody write to it in place.
 - **Saved-tensor hooks of this package need not see what is saved** here, since it is small already: they would cost the
   host time for each tensor, forward and backward. So those hooks are taken off the stack while the function is applied.
@@ -87,19 +86,18 @@ def close_hooks(hooks: SavedTensorHooks) -> None:
     _open.hooks.remove(hooks)
 
 
-_DENSE = "HINT: keep the layer dense with a rule (`rules={name: None}`) where you need create_graph=True."
-
-
-def once_differentiable(what: str, hint: str = _DENSE) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def once_differentiable(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of ``backward(ctx, eager, *grads)``, which returns the first of the gradients of the inputs.
 
     The frame adds ``None`` for all other inputs.
 
     Args:
         what: What has no second derivatives, for the error.
-        hint: What to do about it.
     """
-    message = f"Second derivatives through {what} are not defined: what they need is not kept. {hint}"
+    message = (
+        f"Second derivatives through {what} are not defined: what they need is not kept. HINT: keep the layer dense "
+        "with a rule (`rules={name: None}`) where you need create_graph=True."
+    )
 
     def decorated(compute: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute)

@@ -374,31 +374,8 @@ class Packed:
         """Bytes of everything stored."""
         return self.values.nbytes + self.bitmap.nbytes + self.offsets.nbytes
 
-    def mask(self) -> Tensor:
-        """Return which blocks were kept, bool ``[R, NB]``."""
-        g = self.geometry
-        if self.bitmap.shape[1] == 0:
-            return self.bitmap.new_ones(g.total_rows, g.blocks_per_row, dtype=torch.bool)
-        return blocks.unpack_bits(self.bitmap, g.blocks_per_sample).reshape(g.total_rows, g.blocks_per_row)
-
     def unpack(self) -> Tensor:
         """Return the pruned tensor ``[samples, rows, length]`` with zeros where a block was dropped."""
         g, stored = self.geometry, (self.values, self.bitmap, self.offsets)
         dense: Tensor = torch.ops.actprune.unpack(*stored, g.total_rows, g.length, g.block_size, self.bits, self.dtype)
         return dense.reshape(g.samples, g.rows, g.length)
-
-    def to_bsr(self) -> Tensor:
-        """Return the pruned tensor as ``torch.sparse_bsr`` ``[R, NB * b]`` with blocks ``(1, b)``.
-
-        A row whose length is no multiple of ``b`` is filled up with zeros, as its last block is. Kept blocks stay
-        explicit even if all their values are zero.
-        """
-        g, mask, values = self.geometry, self.mask(), self.values
-        row_starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
-        if self.bits:
-            values = formats.dequantize(values, g.block_size, self.bits, self.dtype)
-        columns, values = mask.nonzero()[:, 1], values.unsqueeze(1)
-        with torch.sparse.check_sparse_tensor_invariants():
-            return torch.sparse_bsr_tensor(
-                row_starts, columns, values, size=(g.total_rows, g.blocks_per_row * g.block_size)
-            )

@@ -1,8 +1,8 @@
-"""All that this package uses of torch without a public name, and what happens in a torch that has it no more.
+"""Private PyTorch APIs used here, and the fallback if one is missing.
 
-Every such name is looked up here, once, when the package is imported. One that is gone has a stand-in, which takes
-longer, or assumes what is safe to assume; or a feature is gone with it, and says so. Nothing is computed wrongly. In
-``torch._C`` unless said otherwise:
+torch 2.10 and 2.14 have all of these names; a later torch may drop any. Each is looked up once, when the package is
+imported. A missing one has a stand-in, which takes longer or assumes what is safe to assume, or its feature is refused
+with the reason. Nothing is computed wrongly. In ``torch._C`` unless said otherwise:
 
 ====================================== ================================= ==============================================
 Name                                   Says                              Without it
@@ -36,8 +36,6 @@ Name                                   Says                              Without
 ``_current_autograd_node``             which operation reads something   the same, and no ``StepMemoryRecorder`` (error)
 ``_current_graph_task_id``             whether backward runs             whether an operation reads something; without
                                                                          that, as without ``_top_saved_...``
-``_autograd._get_current_graph_...``   whether backward may run again    it may: ``linear_cross_entropy`` copies its
-                                                                         gradients
 ``_dynamo.eval_frame``'s strategies    keeps compilers out of hooks      they look for graphs there: slower, and
   of code                                                                warnings
 ``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
@@ -67,8 +65,7 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
 - ``callbacks.tuning`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if
   Lightning calls it no more, a tuner's trials are not probed, and the fit's first batch is. ``callbacks.pruning`` does
   so to a module's ``configure_model``.
-- ``callbacks.memory`` reads the step that Lightning logs at, ``trainer.global_step`` in its place, and a logger's
-  prefix, without which a picture's name has none.
+- ``callbacks.memory`` reads the step that Lightning logs at, ``trainer.global_step`` in its place.
 """
 
 from __future__ import annotations
@@ -305,8 +302,6 @@ def unseen_by_compilers(function: _Function) -> _Function:
     return function
 
 
-keeps_graph: Callable[[], bool] = found(_AUTOGRAD + "_get_current_graph_task_keep_graph", _always)
-"""Return whether the backward that runs leaves the graph for another one (``retain_graph=True``)."""
 fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")
 """Makes a tensor that a weak reference has found the owner of its Python object again."""
 

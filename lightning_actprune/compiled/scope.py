@@ -2,7 +2,7 @@
 
 Inductor runs ``torch._inductor.config.joint_custom_post_pass`` on the joint graph of every region that it compiles,
 behind its own patterns, which may make fused attention of several operations. For other backends of AOTAutograd there
-is ``torch._functorch.config.joint_custom_pass``, in torch 2.10 and newer. That one is run before inductor's, too: there
+is ``torch._functorch.config.joint_custom_pass``. That one is run before inductor's, too: there
 it does nothing. A pass that somebody has installed before runs first, and is put back.
 
 A graph without marks is left as it is, so whatever else is compiled meanwhile is not concerned. Inductor's caches know

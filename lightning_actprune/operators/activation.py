@@ -101,7 +101,7 @@ class Activation(NamedTuple):
 
 
 class StoredDerivative(NamedTuple):
-    """What is stored of a function's derivative, with methods for properties: compilers before torch 2.9 see no others.
+    """What is stored of a function's derivative; methods in place of properties, which torch 2.10 does not compile.
 
     Args:
         function: Name in ``ACTIVATIONS``.

@@ -86,9 +86,8 @@ class ChannelSetting(NamedTuple):
     relu: bool = False
 
     def cut_to(self, count: int) -> ChannelSetting:
-        """Return the setting for so many values; torch 2.8 compiles no ``_replace``."""
-        groups, eps, block_size, bits, relu = self
-        return ChannelSetting(groups, eps, max(1, min(block_size, count)), bits, relu)
+        """Return the setting for so many values."""
+        return self._replace(block_size=max(1, min(self.block_size, count)))
 
 
 class Running(NamedTuple):

@@ -43,7 +43,6 @@ from lightning_actprune.codec import sharing
 from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import (
     AnyScope,
-    BlockGeometry,
     Blocks,
     block_and_keep,
     ceil_div,
@@ -63,7 +62,7 @@ from lightning_actprune.codec.dispatch import (
     on_device_of,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
-from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, Packed, kept_blocks, pack_all, unpack_all
+from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, kept_blocks, pack_all, unpack_all
 from lightning_actprune.codec.packed import pack as pack_blocks
 from lightning_actprune.codec.sharing import Shared
 from lightning_actprune.config import Keep, Operator, Scope, Selection
@@ -619,41 +618,3 @@ def _setting(
     """Return what a call is told of its arguments, checked once."""
     keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
     return sparsity_parts(check_sparsity(sparsity)), Blocks(keep.block_size, scope, keep.stored_bits, selection)
-
-
-def pack(
-    x: Tensor,
-    *,
-    sparsity: float,
-    block_size: int = 32,
-    bits: int | None = None,
-    scope: Scope = "sample",
-    selection: Selection = "largest",
-) -> Packed:
-    """Return the packed form that a linear layer keeps of ``x``, for inspection.
-
-    Args:
-        x: Floating tensor ``[..., features]``.
-        sparsity: Fraction of blocks dropped, in [0, 1).
-        block_size: Values per block, positive.
-        bits: Bits of each kept value, ``None`` for values as they are.
-        scope: Within what blocks compete, ``"sample"`` or ``"token"``.
-        selection: Which blocks are kept; those that ``"unbiased"`` keeps are scaled up.
-
-    Raises:
-        TypeError: If an argument has the wrong type or ``x`` is not floating point.
-        ValueError: If an argument is out of range or ``x`` is sparse, nested or has no dimension.
-    """
-    keep = Keep(bits, check_sparsity(sparsity), block_size, scope, selection)
-    if x.layout != torch.strided or x.is_nested:
-        raise ValueError(
-            f"`x` must be a dense tensor, neither sparse nor nested, got layout {x.layout}. HINT: pass `x.to_dense()`, "
-            "or one tensor of a nested one."
-        )
-    check_input(x, x)
-    with torch.no_grad():
-        stored, _ = stored_view(x, keep.block_size, keep.scope)
-        geometry = BlockGeometry.of_stored(stored, keep.block_size, check_sparsity(sparsity))
-        sizes = block_and_keep(stored, keep.block_size, sparsity_parts(check_sparsity(sparsity)), keep.stored_bits)
-        values, bitmap, offsets = pack_blocks(stored, *sizes, keep.stored_bits, keep.selection)
-    return Packed(values, bitmap, offsets, geometry, x.dtype, keep.stored_bits)

@@ -89,9 +89,8 @@ class NormSetting(NamedTuple):
     keeps_layout: bool = False
 
     def cut_to(self, length: int) -> NormSetting:
-        """Return the setting for rows of ``length`` values; torch 2.8 compiles no ``_replace``."""
-        centred, rounded, eps, block_size, bits, normed, keeps_layout = self
-        return NormSetting(centred, rounded, eps, max(1, min(block_size, length)), bits, normed, keeps_layout)
+        """Return the setting for rows of ``length`` values."""
+        return self._replace(block_size=max(1, min(self.block_size, length)))
 
 
 Parameter = tuple[tuple[int, ...], torch.dtype]

@@ -315,8 +315,6 @@ class SavedTensorCompression:
         self._scope = _Scope()
         self._packed = Retainers()
         self._unchanged = Retainers()
-        self.on_unchanged: Callable[[Tensor, bool], None] | None = None
-        """Told of each tensor that stays as it is in forwards from now on, and whether for its few values alone."""
         self.reset()
 
     def for_compilers(self) -> Model:
@@ -405,9 +403,7 @@ class SavedTensorCompression:
         self._forwards[outermost] += 1
         checked = CHECKED_EVERY % self._forwards[outermost] == 0 or self._forwards[outermost] % CHECKED_EVERY == 0
         operations = Operations(self._decide, outermost not in self.decided.settled, checked)
-        # Chosen here, so that packing asks for no listener tensor by tensor.
-        pack = self._pack if self.on_unchanged is None else partial(self._pack_and_tell, self.on_unchanged)
-        return OpenHooks((partial(pack, outer, operations), unpack_saved), operations, outer)
+        return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
     def _close(self, outputs: Any = None) -> None:
         scope = self._scope
@@ -528,23 +524,6 @@ class SavedTensorCompression:
             return Decision(0, name, "it is a bias, which may mask")
         bits = self._attention[part]
         return Decision(bits, name, "" if bits else "a rule leaves it as it is")
-
-    @unseen_by_compilers
-    def _pack_and_tell(
-        self, tell: Callable[[Tensor, bool], None], outer: Hooks | None, operations: Operations, tensor: Tensor
-    ) -> Unchanged | QuantizedView:
-        kept = self._pack(outer, operations, tensor)
-        if isinstance(kept, Unchanged):
-            tell(tensor, self._is_too_small(tensor))
-        return kept
-
-    def _is_too_small(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor``, which an operation is saving, would be packed if it had more values."""
-        if type(tensor) is not Tensor or tensor.numel() >= self.min_values or tensor.dtype not in KERNEL_DTYPES:
-            return False
-        if self._is_left_alone(tensor) or self._layout(tensor, caller()) is None:
-            return False
-        return not is_own_result(tensor) or is_attention_result(tensor)
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""
