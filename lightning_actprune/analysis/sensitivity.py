@@ -15,7 +15,7 @@ All sums stay on the device, in fp64, until ``report`` reads them; batches whose
 
 Blocks are ranked once a call, in plain torch; a kernel only quantizes those that a setting keeps, as a tensor of which
 each row is one block. What is stored of a block depends on its values and its place among those kept, so these are the
-values of training, bit for bit, and one or two compiled kernels for each number of bits serve all layers and sparsities.
+values of training, bit for bit, and one or two compiled kernels a number of bits serve all layers and sparsities.
 Where a training kernel adds squares in another order than torch, blocks whose norms agree to 24 bits may change places,
 and the random choice of ``"swap"`` and ``"unbiased"`` is another one of the same distribution.
 """
