@@ -487,3 +487,5 @@ def copies() -> dict[str, Case]:
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}
 """Cases of torch and of this package."""
 CASES = OWN | CASES_OF_PACKAGES
+FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
+"""A case of each autograd function, and attention, whose projections are one."""
