@@ -39,7 +39,7 @@ def assert_runs_agree(records, device):
         assert (r["gathers"] > 0) == (r["case"][1] == "gather"), r["case"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_in_one_process_agree_on_the_cpu():
     assert_runs_agree(records("cpu"), "cpu")
 
