@@ -11,14 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_actprune import revert
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators import attention
 from lightning_actprune.operators.base import CompressedLayer
-from tests.support import oracle
 from tests.support.attention import (
     BLOCK,
     HEADS,
@@ -207,24 +204,6 @@ def test_the_output_projection_works_when_called_itself():
     assert len([t for t in saved_by(pruned.out_proj, (x,)) if t.dtype == torch.int32]) == 2
 
 
-def test_modes_of_torch_see_one_call_of_attention():
-    seen = []
-
-    class Spy(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    case = Case("cross")
-    dense, inputs = case.make(), case.tensors()
-    pruned = pruned_copy(dense)
-    with torch.device("cpu"), Spy():
-        found = pruned(*inputs)[0]
-    assert seen.count("multi_head_attention_forward") == 1
-    assert torch.equal(found, dense(*inputs)[0])
-    assert len([t for t in saved_by(pruned, inputs) if t.dtype == torch.int32]) == 6
-
-
 def test_errors_are_torchs_own():
     pruned, x = pruned_copy(Case().make()), torch.randn(L, N, E)
     with pytest.raises(AssertionError, match="key shape"):
@@ -314,65 +293,6 @@ def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):
             assert torch.equal(pruned(x, src_key_padding_mask=padding), dense(x, src_key_padding_mask=padding))
             assert seen == [nested] * 4
             seen.clear()
-
-
-def test_an_encoder_may_be_made_of_a_converted_layer():
-    layer = nn.TransformerEncoderLayer(E, HEADS, WIDTH, batch_first=True)
-    convert(layer, rules={"type:linear": Keep(sparsity=0.5), "*": None})
-    model = nn.TransformerEncoder(layer, 2)
-    assert model.use_nested_tensor
-    assert len(revert(model)) == 8
-
-
-class Attending(nn.Module):
-    """Attention called in the form of a case."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.attention = case.make()
-        self.case = case
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.case.inputs != "three":
-            value = key
-        return self.attention(query, query if self.case.inputs == "self" else key, value)[0]
-
-
-def gradients(call: Callable[..., Tensor], model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    call(*inputs).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-COMPILED = {
-    "layer": (lambda: nn.TransformerEncoderLayer(E, HEADS, WIDTH, dropout=0.0, batch_first=True), 1),
-    "encoder": (lambda: encoder(dropout=0.0), 1),
-    "decoder": (lambda: nn.TransformerDecoderLayer(E, HEADS, WIDTH, dropout=0.0), 2),
-    "self": (lambda: Attending(Case(call={"need_weights": True})), 3),
-    "cross": (lambda: Attending(Case("cross", {"batch_first": True})), 3),
-    "three": (lambda: Attending(Case("three")), 3),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.integration if n == "cross" else pytest.mark.nightly) for n in COMPILED]
-)
-# Else the compiler takes what it finds inside torch.nn's own transformer layers for constants (see docs/compile.md).
-@torch._dynamo.config.patch(force_nn_module_property_static_shapes=False)
-def test_schedule_compiles_twice_and_equals_eager(name: str):
-    torch._dynamo.reset()
-    make, inputs = COMPILED[name]
-    model = pruned_copy(make())
-    layers = [m for m in model.modules() if isinstance(m, CompressedLayer)]
-    tensors = [torch.randn(T, N, E) for _ in range(inputs)]
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for sparsity in (0.1, 0.29, 0.5, 0.8):
-        for layer in layers:
-            layer.sparsity = sparsity
-        found, wanted = gradients(compiled, model, tensors), gradients(model, model, tensors)
-        assert all(oracle.relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
-    assert counter.frame_count <= 2
 
 
 def hidden(x, weight, bias=None):
