@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_actprune import ActivationPrunedLinear
 from tests.support import oracle
 from tests.support.compressed import as_kept, compressed
-from tests.support.marks import in_turn, pairs
+from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 
 
@@ -112,33 +112,6 @@ def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, bloc
     hat = hat if along == "features" else hat.transpose(1, 2)
     assert oracle.relative_error(dw, torch.einsum("bto,btd->od", grad.double(), hat.double())) < 1e-6
     assert oracle.relative_error(dx, grad.double() @ layer.weight.detach().double()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("size", "first", "scope"),
-    pairs([(64, 5, 7), (40, 6, 8)], [False, True], ["sample", "token"]),
-    ids=str,
-)
-def test_layers_behind_convolutions(size, first, scope):
-    """The channels of images as features, in both memory formats; blocks run along whichever they fill up better."""
-    channels, *_ = size
-    images = torch.randn(4, *size).to(memory_format=torch.contiguous_format if first else torch.channels_last)
-    x = images.permute(0, 2, 3, 1).detach().requires_grad_()
-    dense = nn.Linear(channels, 24)
-    layer = compressed(dense, sparsity=0.6, block_size=16, scope=scope)
-    y, right = layer(x), dense(x)
-    assert y.stride() == right.stride()
-    grad = torch.randn_like(y)
-    (dx, dw, _), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
-    assert torch.equal(dx, exact[0])
-    assert dx.stride() == exact[0].stride()
-    turned = first and size == (40, 6, 8)
-    rows = x.detach().flatten(1, 2).transpose(1, 2) if turned else x.detach().flatten(1, 2)
-    samples = rows.contiguous() if scope == "sample" else rows.reshape(-1, 1, rows.shape[-1])
-    hat = oracle.pruned(samples, 16, 0.6).reshape(rows.shape)
-    hat = hat.transpose(1, 2) if turned else hat
-    expected = grad.flatten(0, 2).double().t() @ hat.reshape(-1, channels).double()
-    assert oracle.relative_error(dw, expected) < 1e-6
 
 
 class CountCopies(TorchDispatchMode):

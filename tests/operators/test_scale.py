@@ -204,24 +204,6 @@ def test_inputs_that_cannot_be_kept_are_left_to_torch():
         assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.integration
-def test_one_compiled_graph_keeps_as_many_bytes():
-    torch._dynamo.reset()
-    _, ours = pair(lambda: TimmResBlock(FEATURES), bits=4)
-    x = torch.randn(3, 5, FEATURES)
-    own, found, kept = {p.data_ptr() for p in ours.parameters()}, [], []
-    for module in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
-        with saved_tensors() as saved:
-            y = module(x)
-        kept.append(sum(t.nbytes for t in saved if t.data_ptr() not in own and t.dtype == torch.uint8))
-        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
-        found.append((y, *torch.autograd.grad(y, list(ours.parameters()), grad)))
-    assert kept[1] == kept[0] > 0
-    for eager, traced in zip(*found, strict=True):
-        torch.testing.assert_close(eager, traced, rtol=1e-4, atol=1e-4)
-
-
 # timm's blocks.
 
 
