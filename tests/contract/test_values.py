@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.config import Keep
-from tests.support.cases import Case, copies
+from tests.support.cases import CASES, FUNCTIONS, Case, copies
 from tests.support.marks import only
 from tests.support.measured import bound, exact_gradients, grad_of, gradients, kept_bytes, relative_error, run, same
 
@@ -44,7 +44,7 @@ class Watched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.cases(lambda case: not case.inside)
+@pytest.mark.cases(lambda case: not case.inside and any(case is CASES[name] for name in FUNCTIONS))
 @force_backend("triton")
 def test_kernels_in_the_interpreter(case: Case, kernel_device: torch.device):
     """They do what plain torch does: the same codes, so that gradients agree far better than the bits are precise."""

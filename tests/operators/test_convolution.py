@@ -213,24 +213,3 @@ def test_batches_of_all_sizes_compile_once():
         (right,) = torch.autograd.grad(eager(x).sum(), eager.weight)
         torch.testing.assert_close(grad, right)
     assert counter.frame_count == 2  # one size, then any
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "last"), BY_TURNS)
-def test_on_a_gpu_under_autocast(name, last):
-    case, x, dense, ours = made(name, last, "cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        y, right = ours(x), dense(x)
-    grad = torch.randn_like(right)
-    (dx, dw, db), exact = (
-        torch.autograd.grad(out, (x, *layer.parameters()), grad) for out, layer in ((y, ours), (right, dense))
-    )
-    eps = torch.finfo(torch.bfloat16).eps
-    assert y.stride() == right.stride()
-    assert dx.stride() == exact[0].stride()
-    # The library may choose another algorithm from call to call: two roundings of each result.
-    torch.testing.assert_close(y, right, rtol=2 * eps, atol=eps)
-    assert relative_error(dx, exact[0]) < 2 * eps
-    assert relative_error(db, exact[2]) < 2 * eps
-    hat = laid_out(pruned(x.bfloat16(), last), last)
-    assert relative_error(dw, weight_gradient(case, hat.double(), dense.weight, grad)) < 4 * eps

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.determinism import STEPS, cases
+from tests.support.determinism import CASES, STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def records(device):
 
 
 def assert_runs_agree(records, device):
-    assert [r["case"] for r in records] == [list(case) for case in cases(device)]
+    assert [r["case"] for r in records] == [list(case) for case in CASES[device]]
     for r in records:
         one, two = r["runs"]
         assert len(set(one)) == STEPS + 1  # every step changed something

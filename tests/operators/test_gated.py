@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_actprune.functional import gated
 from lightning_actprune.operators.activation import ACTIVATIONS, StoredDerivative
 from lightning_actprune.operators.gated import gated_halves
-from tests.support.activations import ORACLES, inputs, stored_of
+from tests.support.activations import inputs, stored_of
 from tests.support.compressed import compressed
 from tests.support.gates import largest_error, oracle
 from tests.support.oracle import relative_error
@@ -231,16 +231,6 @@ def test_one_compiled_graph_is_the_same_for_any_number_of_rows(rows, joint, tran
         assert torch.equal(z, expected)
         grad = torch.randn(z.shape)
         assert all(map(torch.equal, gradients(z, *leaves, grad=grad), gradients(expected, *leaves, grad=grad)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["silu", "softplus"])
-def test_autocast_on_the_gpu_has_torchs_types(name):
-    a, u = pair(8, 64, dtype=torch.bfloat16, device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
-        z, expected = gated(a, u, name, *stored_of(name).parameters), ORACLES[name](a) * u
-    assert z.dtype == expected.dtype
-    assert [grad.dtype for grad in gradients(z, a, u)] == [torch.bfloat16] * 2
 
 
 # MLPs of other packages, of which the contract suite has a case each.

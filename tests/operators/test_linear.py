@@ -280,29 +280,3 @@ def test_a_layer_may_be_built_as_it_is():
         ActivationPrunedLinear(33, 7, sparsity=1)
     with pytest.raises(ValueError, match="`block_size`"):
         ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=4, bits=4)
-
-
-@pytest.mark.parametrize(
-    ("shape", "scope"),
-    [((7, 65), "sample"), ((3, 5, 65), "token"), ((2, 3, 5, 65), "sample"), ((65,), "token")],
-    ids=str,
-)
-def test_conv1d(conv1d, shape, scope):
-    """The class of transformers, whose weight lies the other way round."""
-    dense = conv1d(7, 65)
-    nn.init.normal_(dense.bias)
-    layer = compressed(dense, sparsity=0.5, block_size=8, scope=scope)
-    x = leaf(*shape)
-    grad = torch.randn_like(dense(x))
-    found, exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
-    gradient = dict(zip(("x", *(name for name, _ in dense.named_parameters())), found, strict=True))
-    right = dict(zip(gradient, exact, strict=True))
-    same = {"rtol": 0, "atol": 0} if len(shape) in (2, 3) else {}  # torch adds the bias of others separately
-    torch.testing.assert_close(layer(x), dense(x), **same)
-    torch.testing.assert_close(gradient["x"], right["x"], **same)
-    torch.testing.assert_close(gradient["bias"], right["bias"], **same)
-    hat = oracle.pruned(oracle.as_samples(x.detach(), scope), 8, 0.5).reshape(-1, 65)
-    assert oracle.relative_error(gradient["weight"], hat.double().t() @ grad.double().reshape(-1, 7)) < 1e-6
-    layer(x).backward(grad)
-    assert layer.weight.grad.stride() == layer.weight.stride()
-    assert kept_bytes(layer, torch.randn(3, 10, 65)) == 4 * (3 * 45 * 8 + 3 * (3 + 1)) or scope == "token"
