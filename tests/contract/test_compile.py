@@ -56,7 +56,7 @@ ALIKE = {
     "transformers-FastGELUActivation": "timm-GELUTanh",
     "transformers-QuickGELUActivation": "timm-QuickGELU",
 }
-"""Cases whose code the compiler sees in another one too; each activation function in ``test_activation`` besides."""
+"""Cases whose code the compiler sees in another one too."""
 
 
 def code_of(name: str) -> list[Any]:

@@ -24,7 +24,7 @@ from lightning_actprune.operators.activation import (
 )
 from tests.support.activations import BITS, EXACT, ORACLES, SMOOTH, inputs, oracle, stored_of
 from tests.support.compressed import compressed
-from tests.support.marks import in_turn, only
+from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
 
 
@@ -156,32 +156,6 @@ def test_output_gradient_and_saved_bytes(device, name):
     assert saved_bytes(lambda: activation(x, name, *stored.parameters)) == stored.stored_bytes(1003)
 
 
-def layouts() -> dict[str, Tensor]:
-    base = torch.randn(3, 6, 4, 10)
-    return {
-        "contiguous": base,
-        "channels-last": base.contiguous(memory_format=torch.channels_last),
-        "transposed": base.transpose(1, 3),
-        "gaps": base[..., ::2],
-        "expanded": base[:, :1].expand(3, 6, 4, 10),
-        "scalar": base[0, 0, 0, 0].clone(),
-        "empty": base[:0],
-    }
-
-
-@pytest.mark.parametrize("layout", list(layouts()))
-def test_layouts(device, layout):
-    for name in ("gelu", "relu"):
-        x = layouts()[layout].to(device).detach().requires_grad_()
-        y, expected = activation(x, name, bits=8), ORACLES[name](x)
-        assert y.stride() == expected.stride()
-        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-        for grad in (torch.randn_like(y), torch.randn(()).to(device).expand(y.shape), torch.randn(y.shape).to(device)):
-            found, right = gradient(x, activation(x, name, bits=8), grad), gradient(x, ORACLES[name](x), grad)
-            most = 1.26 / 255 / 2 * float(grad.abs().max() if grad.numel() else 0) * 1.01
-            torch.testing.assert_close(found, right, rtol=0, atol=most)
-
-
 def test_the_memory_order_decides_about_the_dither(device):
     """The same values in the same places of memory have the same codes, whatever their shape."""
     x = torch.randn(8, 6, 4, 10, device=device).contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -216,33 +190,6 @@ def test_in_place_of_what_others_need_is_an_error_as_in_torch():
 def test_complex_numbers_cannot_be_kept():
     with pytest.raises(TypeError, match="complex64"):
         activation(torch.randn(4, dtype=torch.complex64, requires_grad=True), "tanh")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "transposed", "dynamic"),
-    only(
-        [*((name, False, False) for name in ACTIVATIONS), ("gelu", True, False), ("gelu", False, True)],
-        ("gelu", True, False),
-    ),
-)
-@pytest.mark.integration
-def test_compiled_in_one_graph_it_is_the_same_in_as_many_bytes(name, transposed, dynamic):
-    torch._dynamo.reset()
-    parameters = stored_of(name).parameters
-
-    def net(x: Tensor) -> Tensor:
-        return activation(x * 2, name, *parameters) * 3
-
-    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (3, 5, 8) if dynamic else (12,):
-        x = torch.randn(rows, 20)
-        x = (x.t() if transposed else x).detach().requires_grad_()
-        y, expected, grad = compiled(x), net(x), torch.randn(x.shape)
-        assert torch.equal(y, expected)
-        assert y.stride() == expected.stride()
-        assert torch.equal(gradient(x, y, grad), gradient(x, expected, grad))
-        assert saved_bytes(lambda x=x: compiled(x)) <= saved_bytes(lambda x=x: net(x))
 
 
 @pytest.mark.gpu

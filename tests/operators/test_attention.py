@@ -204,17 +204,6 @@ def test_the_output_projection_works_when_called_itself():
     assert len([t for t in saved_by(pruned.out_proj, (x,)) if t.dtype == torch.int32]) == 2
 
 
-def test_errors_are_torchs_own():
-    pruned, x = pruned_copy(Case().make()), torch.randn(L, N, E)
-    with pytest.raises(AssertionError, match="key shape"):
-        pruned(x, x, x[:2])
-    with pytest.raises(RuntimeError, match="The shape of the 2D attn_mask"):
-        pruned(x, x, x, attn_mask=torch.zeros(2, 2))
-    nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(2, E)])
-    with pytest.raises(AssertionError, match="NestedTensor"):
-        pruned(nested, nested, nested)
-
-
 # Transformer layers.
 
 T, WIDTH = 6, 96

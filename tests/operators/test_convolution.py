@@ -10,7 +10,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -19,7 +18,6 @@ from lightning_actprune.convert import convert
 from tests.support.compressed import as_kept, compressed
 from tests.support.convolutions import BLOCK, CASES, SPARSITY, Case, in_memory, laid_out, pruned, weight_gradient
 from tests.support.marks import in_turn, only
-from tests.support.measured import kept_bytes
 from tests.support.oracle import relative_error
 from tests.support.saving import saved_tensors
 
@@ -89,37 +87,6 @@ def test_the_weight_gradient_is_that_of_the_stored_input(device, sparsity, bits,
     assert relative_error(grads_of(ours, x, grad)[1], weight_gradient(case, hat.double(), dense.weight, grad)) < 1e-5
 
 
-def test_bytes_under_autocast():
-    for last, autocast in itertools.product((False, True), repeat=2):
-        _, x, _, ours = made("3x3", last)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            nbytes = kept_bytes(ours, x)
-        blocks = 16 * 9 * 6 // BLOCK
-        kept = blocks - int(blocks * SPARSITY)
-        assert nbytes == 3 * (kept * BLOCK * (2 if autocast else 4) + 4 * (-(-blocks // 32)) + 4 * (-(-blocks // 128)))
-
-
-GAPS = {
-    "half of the channels": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
-    "half of the last channels": lambda x: laid_out(torch.cat([x, x], 1), True)[:, : x.shape[1]],
-    "every other channel": lambda x: torch.stack([x, torch.zeros_like(x)], 2).flatten(1, 2)[:, ::2],
-    "turned": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "cropped": lambda x: F.pad(x, (1, 2, 1, 1))[..., 1:-1, 1:-2],
-    "not aligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-}
-
-
-def test_inputs_with_gaps_are_those_without(device):
-    _, x, dense, ours = made("3x3", False, device)
-    grad = torch.randn_like(dense(x))
-    for name, gaps in GAPS.items():
-        given = gaps(x.detach()).requires_grad_()
-        assert torch.equal(given, x)
-        plain = laid_out(x.detach(), name == "half of the last channels").requires_grad_()
-        for mine, expected in zip(grads_of(ours, given, grad), grads_of(ours, plain, grad), strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_what_reads_one_tensor_packs_it_once(device):
     case, x, dense, _ = made("3x3", True, device)
     model = nn.ModuleList([dense, nn.Conv2d(16, 4, 1, stride=2, device=device), nn.Linear(6, 5, device=device)])
@@ -136,16 +103,6 @@ def test_what_reads_one_tensor_packs_it_once(device):
     outputs[2].sum().backward()
 
 
-def test_blocks_that_are_not_finite_are_kept(device):
-    _, x, _, ours = made("pointwise", True, device, sparsity=0.9)
-    with torch.no_grad():
-        x[0, 3, 1, 1], x[1, 20, 0, 0] = torch.nan, torch.inf
-    y = ours(x)
-    (grad,) = torch.autograd.grad(y, ours.weight, torch.ones_like(y))
-    finite = torch.isfinite(grad).all(0).flatten()
-    assert [i for i in range(24) if not finite[i]] == [3, 20]
-
-
 def test_tokens_are_pixels_or_lines(device):
     for last in (False, True):
         case, x, dense, ours = made("3x3", last, device, sparsity=0.5, block_size=3, scope="token")
@@ -155,23 +112,6 @@ def test_tokens_are_pixels_or_lines(device):
         hat = hat.view(3, 9, 6, 16).movedim(-1, 1) if last else hat.view(x.shape)
         expected = weight_gradient(case, hat.double(), dense.weight, grad)
         assert relative_error(grads_of(ours, x, grad)[1], expected) < 1e-5
-
-
-def test_padding_by_name_and_a_single_sample():
-    for padding in ("same", "valid"):
-        dense = nn.Conv2d(16, 4, (3, 5), dilation=(2, 1), padding=padding)
-        ours = converted(dense, sparsity=0.0, bits=8)
-        x = torch.randn(2, 16, 9, 9, requires_grad=True)
-        y = dense(x)
-        assert torch.equal(ours(x), y)
-        assert torch.equal(ours(x[0]), ours(x[:1])[0])
-        grad = torch.randn_like(y)
-        (dx, dw, db), exact = grads_of(ours, x, grad), grads_of(dense, x, grad)
-        assert torch.equal(dx, exact[0])
-        assert torch.equal(db, exact[2])
-        assert relative_error(dw, exact[1]) < 0.01
-        one = torch.autograd.grad(ours(x[0]), ours.weight, grad[0])
-        assert torch.equal(*one, *torch.autograd.grad(ours(x[:1]), ours.weight, grad[:1]))
 
 
 def test_inputs_that_cannot_be_kept_are_refused():

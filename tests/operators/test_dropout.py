@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.operators.dropout import pack_mask
 from tests.support.compressed import compressed
@@ -17,18 +16,6 @@ from tests.support.marks import pairs
 
 def compressed_dropout(layer: nn.Module) -> nn.Module:
     return compressed(layer, "activation", bits=4)
-
-
-def layouts() -> dict[str, Tensor]:
-    base = torch.randn(3, 6, 5, 10)
-    return {
-        "contiguous": base,
-        "channels-last": base.contiguous(memory_format=torch.channels_last),
-        "gaps": base[..., ::2],
-        "expanded": base[:, :1].expand(3, 6, 5, 10),
-        "scalar": base[0, 0, 0, 0].clone(),
-        "empty": base[:0],
-    }
 
 
 def run(layer: nn.Module, x: Tensor, grad: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,19 +47,6 @@ def test_output_gradient_and_generator_are_those_of_the_dense_layer(device, p, i
     check(torch.randn(7, 37, device=device).to(dtype), p, inplace)
 
 
-@pytest.mark.parametrize("layout", list(layouts()))
-def test_layouts(device, layout):
-    for inplace in (False, True):
-        check(layouts()[layout].to(device), 0.3, inplace)
-
-
-def test_gradients_of_any_layout(device):
-    x, layer = torch.randn(8, 20, device=device), nn.Dropout(0.4)
-    for grad in (torch.randn(20, 8, device=device).t(), torch.ones((), device=device).expand(8, 20)):
-        for actual, right in zip(run(compressed_dropout(layer), x, grad), run(layer, x, grad), strict=True):
-            torch.testing.assert_close(actual, right, rtol=2**-23, atol=0)
-
-
 def test_masks_are_packed_in_the_order_of_memory(device):
     for count in (1, 8, 2051):
         mask = torch.rand(count, 3, device=device).t() < 0.4
@@ -94,17 +68,6 @@ def test_what_is_dropped_has_a_gradient_of_zero(device):
     y = layer(x)
     (grad,) = torch.autograd.grad(y, x, torch.full_like(y, torch.inf))
     assert torch.equal(grad, torch.where(y == 0, 0.0, torch.inf))
-
-
-def test_it_may_be_used_twice_and_checkpointed():
-    layer, x = compressed_dropout(nn.Dropout(0.5)), torch.randn(200, requires_grad=True)
-    torch.manual_seed(1)
-    twice = layer(layer(x))
-    (grad,) = torch.autograd.grad(twice.sum(), x)
-    torch.testing.assert_close(grad * x.detach(), twice.detach(), rtol=1e-6, atol=0)
-    y = checkpoint(layer, x, use_reentrant=False)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(grad * x.detach(), y.detach(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.gpu

@@ -141,20 +141,6 @@ def test_any_strides(device):
         assert torch.equal(grads[2], grad_y)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_output_lies_in_memory_as_that_of_the_dense_layer(make, device):
-    dense, ours = pair(make, device)
-    base = torch.randn(4, FEATURES, 3, 5, device=device)
-    for x in (
-        base.permute(0, 2, 3, 1),
-        base.permute(2, 0, 3, 1),
-        base.permute(0, 2, 3, 1).contiguous().transpose(0, 1),
-    ):
-        y, right = ours(x), dense(x)
-        assert y.stride() == right.stride()
-        torch.testing.assert_close(y, right, rtol=3e-7, atol=3e-7)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_place(device, value):
     x, residual = (torch.randn(5, 70, device=device) for _ in range(2))
