@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
@@ -447,15 +446,6 @@ def test_compressed_layers_share_their_input_in_a_scope_too():
         totals.append(meter.report().stored_bytes)
         assert saving.rows == []
     assert totals[0] == totals[1] < DENSE
-
-
-def test_save_on_cpu_gets_the_packed_values():
-    model, x = made(), activation()
-    with SavedTensorCompression(model, min_values=256):
-        expected = gradients(model, x)
-        with save_on_cpu():
-            made_gradients = gradients(model, x)
-    torch.testing.assert_close(made_gradients, expected, rtol=0, atol=0)
 
 
 def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():

@@ -240,18 +240,6 @@ def weights_that_a_hook_makes_stay_dense(mesh: DeviceMesh) -> None:
     model(torch.randn(3, WIDTH)).sum().backward()
 
 
-@check
-def what_is_refused(mesh: DeviceMesh) -> None:
-    layer = convert_alone(nn.Linear(WIDTH, HIDDEN))
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
-    layer.bias = None
-    with pytest.raises(TypeError, match="its weight is one"):
-        layer(torch.randn(3, WIDTH))
-    act = convert_alone(nn.GELU())
-    with pytest.raises(TypeError, match="cannot take DTensors"):
-        act(distribute_tensor(torch.randn(3, WIDTH), mesh, [Shard(1)]).requires_grad_())
-
-
 def convert_alone(layer: nn.Module) -> nn.Module:
     convert(nn.Sequential(layer), rules={"0": Keep(bits=4)})
     return layer

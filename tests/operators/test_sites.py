@@ -85,13 +85,6 @@ def test_what_an_operation_saves_that_is_not_known_stays_as_it_is_and_is_listed(
     assert row.reason
 
 
-def test_a_power_without_a_pole_is_packed():
-    module = Through(lambda x: x.pow(2))
-    with SavedTensorCompression(module, min_values=256) as saving:
-        module(torch.randn(32, 64, 64)).sum().backward()
-    assert (len(saving.rows), saving.left) == (1, [])
-
-
 class Changing(nn.Module):
     """A module that does something else at the same place later on."""
 
