@@ -245,7 +245,7 @@ def test_classes_that_are_copies_of_another():
     for case in copies().values():
         try:
             dense, ours = case.pair(Keep(bits=8))
-        except pytest.skip.Exception:
+        except (pytest.skip.Exception, ModuleNotFoundError):  # of another version of transformers
             continue
         x = case.input()
         assert type(ours.layer) is not type(dense.layer)
