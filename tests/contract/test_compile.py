@@ -108,7 +108,7 @@ def test_the_output_may_be_written_to(name: str, inside: bool):
         assert relative_error(grad, right[parameter]) < 1e-6, parameter
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_each_class_may_compile_as_often_as_torch_allows():
     """Where the graph breaks before each layer, as a hook may break it, which compiles the layers' forwards alone."""
     shaped = nn.Linear(64, 64), nn.LayerNorm(64), nn.RMSNorm(64), Affine(64), nn.Conv1d(64, 64, 1)

@@ -34,7 +34,7 @@ from tests.support.fuzzed import (
 )
 
 PLACES = [
-    pytest.param("reference", 50, marks=pytest.mark.integration, id="few"),
+    pytest.param("reference", 100, marks=pytest.mark.integration, id="few"),
     pytest.param("reference", 300, marks=pytest.mark.nightly, id="many"),
     pytest.param("interpreter", 16, marks=pytest.mark.nightly),
     pytest.param("cuda", 150, marks=pytest.mark.gpu),

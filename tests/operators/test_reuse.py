@@ -137,7 +137,7 @@ def test_without_gradients_nothing_is_known():
     assert not layer.weight.grad.any()
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_compiled_layers_pack_their_own_and_get_the_same_to_its_errors():
     norm, layer, x = norm_of(bits=8), linear(bits=8), activation()
     compiled = torch.compile(nn.Sequential(norm, layer), backend="aot_eager", fullgraph=True)
