@@ -193,6 +193,41 @@ def test_sparsity_is_read_at_each_forward_and_zero_is_dense():
     assert kept_bytes(layer, x) == x.nbytes
 
 
+LAYOUTS = {
+    "row": lambda x: x[0, 0],
+    "rows": lambda x: x.flatten(0, 1),
+    "samples": lambda x: x,
+    "images": lambda x: x.unflatten(0, (2, 2)),
+    "turned": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "samples second": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "half": lambda x: torch.cat([x, x], -1)[..., :64],
+    "one for all": lambda x: x[:1].expand(4, -1, -1),
+    "none": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_output_is_torchs_and_nobodys_view(layout):
+    """The same bits, laid out alike in as much memory, that may be written to."""
+    for dtype, bias in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.float64, False)):
+        dense = nn.Linear(64, 24, bias, dtype=dtype)
+        layer = compressed(dense, sparsity=0.5)
+        x = LAYOUTS[layout](torch.randn(4, 96, 64).to(dtype)).detach().requires_grad_()
+        y, right = layer(x), dense(x)
+        assert torch.equal(y, right)
+        assert y.stride() == right.stride()
+        assert y.untyped_storage().nbytes() == y.nbytes
+        assert not y._is_view()
+        gradients = []
+        for model, output in ((layer, y), (dense, right)):
+            output += 1
+            output[..., :3] *= 2
+            nn.ReLU(inplace=True)(output).sum().backward()
+            gradients.append((x.grad, model.bias.grad if bias else None))
+            x.grad = None
+        torch.testing.assert_close(*gradients)
+
+
 def test_one_sample_is_read_as_it_lies():
     """Products round otherwise where their factor is a copy that lies otherwise."""
     for width, out, bias, rows in itertools.product((3, 8, 24), range(1, 12, 2), (False, True), (1, 2, 5)):
