@@ -127,6 +127,37 @@ def test_halves_along_any_dimension(device, memory):
         assert (found - right).abs().max() <= 1.2 / 255 * x.detach().abs().max() * grad.abs().max()
 
 
+def layouts() -> dict[str, Tensor]:
+    base = torch.randn(2, 3, 6, 4, 10)
+    return {
+        "contiguous": base,
+        "half": base.reshape(2, 3, 24, 10)[..., :5],
+        "channels-last": base.transpose(2, 4),
+        "transposed": base.transpose(1, 3),
+        "gaps": base[..., ::2],
+        "expanded": base[:, :1].expand(2, 3, 6, 4, 10),
+        "scalar": base[:, 0, 0, 0, 0],
+        "empty": base[:, :0],
+        "empty-rows": base[..., :0],
+    }
+
+
+@pytest.mark.parametrize("layout", list(layouts()))
+def test_layouts(device, layout):
+    a, u = (x.detach().requires_grad_() for x in layouts()[layout].to(device))
+    z = gated(a, u, "silu", bits=8, block_size=8)
+    expected = F.silu(a) * u
+    assert z.stride() == expected.stride()
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-6)
+    for grad in (torch.randn_like(z), torch.randn(()).to(device).expand(z.shape)):
+        z = gated(a, u, "silu", bits=8, block_size=8)
+        for found, right in zip(gradients(z, a, u, grad=grad), gradients(F.silu(a) * u, a, u, grad=grad), strict=True):
+            assert found.shape == right.shape
+            assert found.isfinite().all()
+            # As above; q has factors up to 1.1 of values below 5.
+            assert not (found - right).abs().gt(0.03 * grad.abs().amax() if grad.numel() else 0.0).any()
+
+
 def test_what_needs_no_gradient_is_not_kept(device):
     leaves = pair(6, 64, device=device)
     both = gradients(gated(*leaves, "gelu"), *leaves)
