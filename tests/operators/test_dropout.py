@@ -47,6 +47,24 @@ def test_output_gradient_and_generator_are_those_of_the_dense_layer(device, p, i
     check(torch.randn(7, 37, device=device).to(dtype), p, inplace)
 
 
+def layouts() -> dict[str, Tensor]:
+    base = torch.randn(3, 6, 5, 10)
+    return {
+        "contiguous": base,
+        "channels-last": base.contiguous(memory_format=torch.channels_last),
+        "gaps": base[..., ::2],
+        "expanded": base[:, :1].expand(3, 6, 5, 10),
+        "scalar": base[0, 0, 0, 0].clone(),
+        "empty": base[:0],
+    }
+
+
+@pytest.mark.parametrize("layout", list(layouts()))
+def test_layouts(device, layout):
+    for inplace in (False, True):
+        check(layouts()[layout].to(device), 0.3, inplace)
+
+
 def test_masks_are_packed_in_the_order_of_memory(device):
     for count in (1, 8, 2051):
         mask = torch.rand(count, 3, device=device).t() < 0.4
