@@ -59,43 +59,31 @@ def leave_alone() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _as_it_was() -> Iterator[None]:
+    """Seed, restore Lightning's log level, which the examples change, and see that no pass of a compiler is left."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _quiet_only_here() -> Iterator[None]:
-    """Let Lightning log what it did before a test: the examples, which run in this process, make it quiet."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     yield
     logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True)
-def _compilers_as_they_were() -> Iterator[None]:
-    """See to it that no test leaves a pass behind that packs what compilers keep."""
-    yield
-    if told._listening:  # held by a callback that nobody told of the end of its fit, which is in a cycle
+    if told._listening:  # by a callback that nobody told of the end of its fit, which is in a cycle
         gc.collect()
     assert told._listening == ()
 
 
-@pytest.fixture(params=["cpu-reference", "cpu-triton", pytest.param("cuda-triton", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The device of a test, with operators forced to one backend: reference, or kernels interpreted or on the GPU."""
-    kind, backend = request.param.split("-")
-    if request.param == "cpu-triton" and torch.cuda.is_available():
-        pytest.skip("the interpreter is off where there is a GPU, which runs the kernels themselves")
-    with force_backend(backend):
-        yield torch.device(kind)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The CPU with plain torch, or the GPU with the kernels, and with convolutions in fp32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with force_backend("reference" if request.param == "cpu" else "triton"):
+        yield torch.device(request.param)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     """The device on which kernels are called directly: the CPU through the interpreter, or the GPU."""
     if request.param == "cpu" and torch.cuda.is_available():
-        pytest.skip("the interpreter is off where there is a GPU, which runs the kernels themselves")
+        pytest.skip("the interpreter is off where there is a GPU")
     return torch.device(request.param)
 
 

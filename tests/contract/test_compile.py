@@ -13,8 +13,8 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.registry import layers
 from lightning_actprune.operators.scale import Affine
-from tests.support.cases import CASES, Case, Holder
-from tests.support.marks import quick
+from tests.support.cases import CASES, FUNCTIONS, OWN, Case, Holder
+from tests.support.marks import only
 from tests.support.measured import gradients, kept_bytes, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -56,7 +56,7 @@ ALIKE = {
     "transformers-FastGELUActivation": "timm-GELUTanh",
     "transformers-QuickGELUActivation": "timm-QuickGELU",
 }
-"""Cases whose code the compiler sees in another one too; each activation function in ``test_activation`` besides."""
+"""Cases whose code the compiler sees in another one too."""
 
 
 def code_of(name: str) -> list[Any]:
@@ -65,19 +65,24 @@ def code_of(name: str) -> list[Any]:
     return [(type(layer).forward.compressed, type(layer).__mro__[1]) for _, layer in layers(model)]
 
 
-FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
-"""A case of each autograd function, and one around some."""
 COMPILED = [name for name in CASES if name not in " ".join(ALIKE.values()).split()]
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 
-@pytest.mark.parametrize("name", quick(dict.fromkeys([*FUNCTIONS, *COMPILED]), "attention", "batch-norm-2d"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.integration if name in FUNCTIONS else pytest.mark.nightly)
+        for name in dict.fromkeys([*FUNCTIONS, *COMPILED])
+    ],
+)
 def test_one_graph(name: str):
     case = CASES[name]
     _, model = case.pair()
     check(case, model, "aot_eager", 1e-6)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", only(ALIKE, *(name for name in ALIKE if name in OWN), rest="foreign"))
 def test_what_is_not_compiled_has_the_code_of_what_is(name: str):
     assert all(code_of(other) == code_of(name) for other in ALIKE[name].split())
 
@@ -88,8 +93,8 @@ def written(y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.slow
+@each_function
+@pytest.mark.nightly
 def test_the_output_may_be_written_to(name: str, inside: bool):
     """In the graph and after it."""
     case = CASES[name]
@@ -103,7 +108,7 @@ def test_the_output_may_be_written_to(name: str, inside: bool):
         assert relative_error(grad, right[parameter]) < 1e-6, parameter
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_class_may_compile_as_often_as_torch_allows():
     """Where the graph breaks before each layer, as a hook may break it, which compiles the layers' forwards alone."""
     shaped = nn.Linear(64, 64), nn.LayerNorm(64), nn.RMSNorm(64), Affine(64), nn.Conv1d(64, 64, 1)
@@ -116,7 +121,7 @@ def test_each_class_may_compile_as_often_as_torch_allows():
     assert counter.frame_count == len(model) > torch._dynamo.config.recompile_limit
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "attention"])
 def test_generated_code(name: str):
     case = CASES[name]

@@ -1,7 +1,7 @@
-"""Five thousand layers in circumstances of any kind: the dense layer's outputs, and gradients within their bounds.
+"""Layers in circumstances of any kind: the dense layer's outputs, and gradients within their bounds.
 
-``python -m pytest -m slow tests/contract/test_fuzz.py`` draws the same cases wherever the same modules are loaded, in
-which Hypothesis looks for numbers to try, and with ``EXPLORE=1`` in the environment others each time.
+A run draws the same cases wherever the same modules are loaded, in which Hypothesis looks for numbers to try, and with
+``EXPLORE=1`` in the environment others each time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ from tests.support.fuzzed import (
     keep_of,
     values_of,
 )
-from tests.support.marks import newer_norms
 
-CASES = {"reference": 300, "interpreter": 16, "cuda": 150}
-"""Of each of the eight kinds of layers: in plain torch, with kernels in Triton's interpreter and with them on a GPU."""
+PLACES = [
+    pytest.param("reference", 100, marks=pytest.mark.integration, id="few"),
+    pytest.param("reference", 300, marks=pytest.mark.nightly, id="many"),
+    pytest.param("interpreter", 16, marks=pytest.mark.nightly),
+    pytest.param("cuda", 150, marks=pytest.mark.gpu),
+]
+"""How many cases of each kind of layer: in plain torch, with kernels in Triton's interpreter and on a GPU."""
 
 hypothesis.settings.register_profile(
     "fuzz", deadline=None, database=None, derandomize="EXPLORE" not in os.environ, print_blob=True
@@ -191,21 +195,12 @@ def assert_within(actual: Tensor, expected: Tensor, allowed: Tensor) -> None:
     assert (off <= allowed).all(), (actual, expected, allowed)
 
 
-PLACES = [
-    pytest.param("reference", marks=pytest.mark.slow),
-    pytest.param("interpreter", marks=pytest.mark.slow),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=newer_norms) if kind in ("row norm", "group norm") else kind for kind in LAYERS]
-)
-def test_layers_in_any_circumstances(kind: str, place: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("place", "count"), PLACES)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_in_any_circumstances(kind: str, place: str, count: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
-    @hypothesis.settings(hypothesis.settings.get_profile("fuzz"), max_examples=CASES[place])
+    @hypothesis.settings(hypothesis.settings.get_profile("fuzz"), max_examples=count)
     @given(LAYERS[kind](), circumstances())
     def run(drawn: Drawn, given: Circumstances) -> None:
         assume(place == "reference" or given.dtype != torch.float64)  # which kernels do not take

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -17,33 +18,30 @@ from tests.support.measured import grad_of, gradients, kept_bytes, run, same
 from tests.support.saving import saved_tensors
 
 
-def test_as_many_bytes_as_announced(case: Case, keep: Keep, place: torch.device):
-    dense, ours = case.pair(keep, place)
-    x = case.input(place)
-    nbytes = kept_bytes(dense, x)
-    assert kept_bytes(ours, x) == case.announced(keep, nbytes)
-    assert case.announced(Keep(bits=8), nbytes) < nbytes
+def test_as_many_bytes_as_announced(case: Case, device: torch.device):
+    x = case.input(device)
+    for keep in case.keeps.values():
+        dense, ours = case.pair(keep, device)
+        nbytes = kept_bytes(dense, x)
+        assert kept_bytes(ours, x) == case.announced(keep, nbytes)
+        assert case.announced(Keep(bits=8), nbytes) < nbytes
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_nothing_without_gradients(case: Case, mode: Any, training: bool, place: torch.device):
-    dense, ours = case.pair(device=place)
-    dense.train(training), ours.train(training)
-    x = case.input(place)
-    with saved_tensors() as saved, mode():
-        y = run(ours, x)
-        same(y, run(dense, x), False)
-    assert saved == []
-    assert y.grad_fn is None
-    for mine, right in zip(ours.buffers(), dense.buffers(), strict=True):
-        assert torch.equal(mine, right)
-
-
-def test_nothing_if_neither_input_nor_parameters_need_a_gradient(case: Case, place: torch.device):
-    dense, ours = case.pair(device=place)
+def test_nothing_without_gradients(case: Case, device: torch.device):
+    dense, ours = case.pair(device=device)
+    x = case.input(device)
+    for training, mode in itertools.product((True, False), (torch.no_grad, torch.inference_mode)):
+        dense.train(training), ours.train(training)
+        with saved_tensors() as saved, mode():
+            y = run(ours, x)
+            same(y, run(dense, x), False)
+        assert saved == []
+        assert y.grad_fn is None
+        for mine, right in zip(ours.buffers(), dense.buffers(), strict=True):
+            assert torch.equal(mine, right)
+    dense.train(), ours.train()
     ours.requires_grad_(False), dense.requires_grad_(False)
-    x = case.input(place).detach()
+    x = case.input(device).detach()
     with saved_tensors() as saved:
         y = run(ours, x)
     assert saved == []
@@ -51,9 +49,9 @@ def test_nothing_if_neither_input_nor_parameters_need_a_gradient(case: Case, pla
     same(y, run(dense, x), False)
 
 
-def test_an_input_without_a_gradient(case: Case, place: torch.device):
-    dense, ours = case.pair(Keep(bits=8), place)
-    x = case.input(place)
+def test_an_input_without_a_gradient(case: Case, device: torch.device):
+    dense, ours = case.pair(Keep(bits=8), device)
+    x = case.input(device)
     expected = gradients(ours, x)
     if not dict(ours.named_parameters()):
         assert kept_bytes(ours, x.detach()) == 0
@@ -64,25 +62,25 @@ def test_an_input_without_a_gradient(case: Case, place: torch.device):
         torch.testing.assert_close(grad, expected[name])
 
 
-def test_frozen_parameters(case: Case, place: torch.device):
+def test_frozen_parameters(case: Case, device: torch.device):
     """Where only the gradient of a weight needs the input, nothing of it is kept."""
-    dense, ours = case.pair(Keep(bits=8), place)
+    dense, ours = case.pair(Keep(bits=8), device)
     dense.requires_grad_(False), ours.requires_grad_(False)
-    x = case.input(place)
+    x = case.input(device)
     if case.operator in ("linear", "affine", "scale") and not case.inside:
         assert kept_bytes(ours, x) == 0
     assert kept_bytes(ours, x) <= kept_bytes(dense, x)
-    trained = case.compressed(case.dense(place), Keep(bits=8))
+    trained = case.compressed(case.dense(device), Keep(bits=8))
     torch.testing.assert_close(gradients(ours, x)["input"], gradients(trained, x)["input"])
 
 
-def test_evaluation_mode_with_gradients(case: Case, place: torch.device):
+def test_evaluation_mode_with_gradients(case: Case, device: torch.device):
     """It is no reason to keep more; batch norms have an exact input gradient, and dropout does nothing."""
-    dense, ours = case.pair(Keep(bits=8), place)
+    dense, ours = case.pair(Keep(bits=8), device)
     for model in (dense, ours):
-        run(model, case.input(place))
+        run(model, case.input(device))
         model.eval()
-    x = case.input(place)
+    x = case.input(device)
     same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
     assert kept_bytes(ours, x) <= kept_bytes(dense, x)
     if not case.seeded and not case.inside:
@@ -93,12 +91,12 @@ def test_evaluation_mode_with_gradients(case: Case, place: torch.device):
 
 
 @pytest.mark.cases(lambda case: not case.inside)
-def test_the_input_may_be_changed_after_the_call(case: Case, place: torch.device):
+def test_the_input_may_be_changed_after_the_call(case: Case, device: torch.device):
     """Its memory is not kept, so that autograd neither reads nor misses it."""
-    _, ours = case.pair(device=place)
+    _, ours = case.pair(device=device)
     grads = []
     for change in (False, True):
-        x = case.input(place)
+        x = case.input(device)
         given = x * 1.0
         y = run(ours, given)
         if change:
@@ -121,10 +119,10 @@ class ReadsOnly(torch.autograd.Function):
         return None
 
 
-def test_undefined_gradients_stay_so(case: Case, place: torch.device):
+def test_undefined_gradients_stay_so(case: Case, device: torch.device):
     """An optimizer with weight decay moves a weight whose gradient is 0, and leaves one alone that has none."""
-    _, ours = case.pair(device=place)
-    x = case.input(place)
+    _, ours = case.pair(device=device)
+    x = case.input(device)
     (ReadsOnly.apply(run(ours, x * 1.0)) + x.sum()).backward()
     assert [p.grad for p in ours.parameters()] == [None] * len(list(ours.parameters()))
     assert torch.equal(x.grad, torch.ones_like(x))
@@ -132,10 +130,10 @@ def test_undefined_gradients_stay_so(case: Case, place: torch.device):
     assert all(p.grad is not None for p in ours.parameters())
 
 
-def test_a_layer_used_twice_adds_up(case: Case, place: torch.device):
+def test_a_layer_used_twice_adds_up(case: Case, device: torch.device):
     """What one call keeps is its own."""
-    _, ours = case.pair(device=place)
-    first, second = case.input(place), (case.input(place) * 0.5).detach().requires_grad_()
+    _, ours = case.pair(device=device)
+    first, second = case.input(device), (case.input(device) * 0.5).detach().requires_grad_()
     alone = gradients(ours, first), gradients(ours, second)
     y = [run(ours, x) for x in (first, second)]
     grad = torch.randn(y[0].shape, generator=torch.Generator().manual_seed(4)).to(y[0])
@@ -148,12 +146,12 @@ def test_a_layer_used_twice_adds_up(case: Case, place: torch.device):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_an_activation_checkpoint(case: Case, reentrant: bool, place: torch.device):
+def test_inside_an_activation_checkpoint(case: Case, reentrant: bool, device: torch.device):
     """What is run again in backward keeps the same, so that gradients are those without a checkpoint."""
-    model, checkpointed = (case.compressed(case.dense(place)) for _ in range(2))
+    model, checkpointed = (case.compressed(case.dense(device)) for _ in range(2))
     # Norms move their running statistics twice, in which reentrant or not they do as dense ones do.
-    expected = gradients(model, case.input(place))
-    x = case.input(place)
+    expected = gradients(model, case.input(device))
+    x = case.input(device)
     found = (
         gradients(checkpointed, x, lambda x: checkpoint(checkpointed, x, use_reentrant=False)) if not reentrant else {}
     )
@@ -165,10 +163,10 @@ def test_inside_an_activation_checkpoint(case: Case, reentrant: bool, place: tor
         assert torch.equal(grad, expected[name]), name
 
 
-def test_what_hooks_of_others_hold_is_enough(case: Case, place: torch.device):
+def test_what_hooks_of_others_hold_is_enough(case: Case, device: torch.device):
     """They may move what is saved elsewhere and bring it back as another tensor, aligned in another way."""
-    _, model = case.pair(device=place)
-    x = case.input(place)
+    _, model = case.pair(device=device)
+    x = case.input(device)
     expected = gradients(model, x)
 
     def elsewhere(t: Tensor) -> Tensor:

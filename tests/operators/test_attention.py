@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import itertools
 import math
 from collections.abc import Callable
 
@@ -11,14 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from lightning_actprune import revert
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators import attention
 from lightning_actprune.operators.base import CompressedLayer
-from tests.support import oracle
 from tests.support.attention import (
     BLOCK,
     HEADS,
@@ -61,7 +58,6 @@ CASES = {
     "causal": Case(call={"attn_mask": CAUSAL, "is_causal": True}),
     "every_head": Case(call={"average_attn_weights": False}),
 }
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
 
 def run(
@@ -75,59 +71,41 @@ def run(
     return results, [x.grad for x in distinct(inputs)]
 
 
-@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
-@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "output_only"])
-@each_case
-def test_all_but_the_projection_weights_is_torchs_own(case: Case, need_weights: bool, sparsity: float):
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_all_but_the_projection_weights_is_torchs_own(case: Case):
     dense = case.make()
-    pruned = pruned_copy(dense, sparsity=sparsity)
-    inputs = case.tensors()
-    found = run(pruned, copies(inputs), need_weights=need_weights, **case.call)
-    wanted = run(dense, inputs, need_weights=need_weights, **case.call)
     # Of a view with the batch first, torch adds the bias in an operation of its own; else the operations are the same.
     exact = {"rtol": 0, "atol": 0} if not (case.batch_first and case.batched) else {}
-    torch.testing.assert_close(found, wanted, **exact)
-    changed = projections(pruned).keys()
-    for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
-        if name not in changed or sparsity == 0:
-            torch.testing.assert_close(mine.grad, its.grad, **exact)
-        else:
-            assert not torch.allclose(mine.grad, its.grad, rtol=1e-3)
+    for sparsity, need_weights in itertools.product((0.0, SPARSITY), (True, False)):
+        pruned, inputs = pruned_copy(dense, sparsity=sparsity), case.tensors()
+        dense.zero_grad()
+        found = run(pruned, copies(inputs), need_weights=need_weights, **case.call)
+        wanted = run(dense, inputs, need_weights=need_weights, **case.call)
+        torch.testing.assert_close(found, wanted, **exact)
+        changed = projections(pruned).keys()
+        for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
+            if name not in changed or sparsity == 0:
+                torch.testing.assert_close(mine.grad, its.grad, **exact)
+            else:
+                assert not torch.allclose(mine.grad, its.grad, rtol=1e-3)
 
 
-@each_case
-def test_the_output_may_be_written_to(case: Case):
-    """With the gradients of the inputs of torch's own."""
-    dense, inputs, found = case.make(), case.tensors(), []
-    for module in (pruned_copy(dense), dense):
-
-        def written(*given: Tensor, module: nn.Module = module, **call: object) -> tuple[Tensor, Tensor | None]:
-            output, weights = module(*given, **call)
-            output += 1.5
-            output[..., :2] *= 2
-            return output, weights
-
-        found.append(run(written, copies(inputs), **case.call))
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("scope", ["sample", "token"])
-@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "output_only"])
 @pytest.mark.parametrize("name", list(CASES)[:10])
-def test_weight_gradients_are_those_of_the_pruned_inputs(name: str, need_weights: bool, scope: str):
+def test_weight_gradients_are_those_of_the_pruned_inputs(name: str):
     case = CASES[name]
-    dense, inputs = case.make(torch.float64), case.tensors(torch.float64)
-    pruned = pruned_copy(dense, scope=scope)
-    output, weights = pruned(*inputs, need_weights=need_weights)
-    wanted, wanted_weights = expected(dense, tuple(case.samples_first(x) for x in inputs), SPARSITY, scope)
-    torch.testing.assert_close(case.samples_first(output), wanted)
-    if need_weights:
-        torch.testing.assert_close(weights, wanted_weights if case.batched else wanted_weights[0])
-    grad = torch.randn_like(wanted)
-    case.samples_first(output).backward(grad)
-    wanted.backward(grad)
-    for (parameter, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-10, msg=parameter)
+    for scope, need_weights in (("sample", True), ("token", False)):
+        dense, inputs = case.make(torch.float64), case.tensors(torch.float64)
+        pruned = pruned_copy(dense, scope=scope)
+        output, weights = pruned(*inputs, need_weights=need_weights)
+        wanted, wanted_weights = expected(dense, tuple(case.samples_first(x) for x in inputs), SPARSITY, scope)
+        torch.testing.assert_close(case.samples_first(output), wanted)
+        if need_weights:
+            torch.testing.assert_close(weights, wanted_weights if case.batched else wanted_weights[0])
+        grad = torch.randn_like(wanted)
+        case.samples_first(output).backward(grad)
+        wanted.backward(grad)
+        for (parameter, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-10, msg=parameter)
 
 
 def saved_by(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -138,54 +116,37 @@ def saved_by(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[T
     return [t for t in saved if t.untyped_storage().data_ptr() not in own]
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize(("inputs", "lengths"), [("self", [L, L]), ("cross", [L, S, L]), ("three", [L, S, S, L])])
-def test_every_sample_keeps_its_share_of_every_input(inputs: str, lengths: list[int], batch_first: bool):
-    case = Case(inputs, {"batch_first": batch_first})
-    saved = saved_by(pruned_copy(case.make()), case.tensors())
-    bitmaps = [t for t in saved if t.dtype == torch.int32][::2]  # each is followed by its offsets
+def test_every_sample_keeps_its_share_of_every_input_and_nothing_else(inputs: str, lengths: list[int]):
     columns = math.ceil(E / BLOCK)
-    for bitmap, length in zip(bitmaps, lengths, strict=True):
-        kept = [sum(bin(word & 0xFFFFFFFF).count("1") for word in sample) for sample in bitmap.tolist()]
-        assert kept == [length * columns - math.floor(length * columns * 0.6)] * N
+    for batch_first in (False, True):
+        case = Case(inputs, {"batch_first": batch_first})
+        given = case.tensors()
+        inner = {id(x): x + 0 for x in given}  # so that no leaf is saved
+        tensors = tuple(inner[id(x)] for x in given)
+        saved = saved_by(pruned_copy(case.make()), tensors)
+        bitmaps = [t for t in saved if t.dtype == torch.int32][::2]  # each is followed by its offsets
+        for bitmap, length in zip(bitmaps, lengths, strict=True):
+            kept = [sum(bin(word & 0xFFFFFFFF).count("1") for word in sample) for sample in bitmap.tolist()]
+            assert kept == [length * columns - math.floor(length * columns * 0.6)] * N
+        assert not any(t.shape in ((N * L, E), (N * S, E)) for t in saved)
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_only_the_packed_inputs_are_saved_of_the_projections(batch_first: bool):
-    case = Case("three", {"batch_first": batch_first})
-    dense, inputs = case.make(), case.tensors()
-    pruned = pruned_copy(dense)
-    inputs = tuple(x + 0 for x in inputs)  # so that no leaf is saved
-    shapes = [tuple(t.shape) for t in saved_by(pruned, inputs)]
-    of_dense = [tuple(t.shape) for t in saved_by(dense, inputs)]
-    dense_inputs = [(N * L, E), (N * S, E), (N * S, E), (N * L, E)]
-    assert all(of_dense.count(shape) >= dense_inputs.count(shape) for shape in dense_inputs)
-    assert not any(shape in dense_inputs for shape in shapes)
-
-
-@pytest.mark.parametrize("chosen", ["(root)", "out_proj"])
-def test_one_projection_alone(chosen: str):
-    case = Case("cross")
-    dense, inputs = case.make(), case.tensors()
-    keep, pruned = Keep(sparsity=SPARSITY, block_size=BLOCK), copy.deepcopy(dense)
-    convert(
-        pruned,
-        rules={
-            "out_proj": keep if chosen == "out_proj" else None,
-            "type:linear": keep if chosen == "(root)" else None,
-            "*": None,
-        },
-    )
-    run(pruned, copies(inputs))
+def test_one_projection_alone():
+    dense, inputs = Case("cross").make(), Case("cross").tensors()
+    keep, names = Keep(sparsity=SPARSITY, block_size=BLOCK), ("out_proj.weight", "in_proj_weight")
     run(dense, inputs)
-    out, packed = "out_proj.weight", "in_proj_weight"
-    exact, changed = (out, packed) if chosen == "(root)" else (packed, out)
-    grads = {name: p.grad for name, p in pruned.named_parameters()}
-    wanted = {name: p.grad for name, p in dense.named_parameters()}
-    assert torch.equal(grads[exact], wanted[exact])
-    assert not torch.allclose(grads[changed], wanted[changed], rtol=1e-3)
+    for changed, exact in (names, names[::-1]):
+        rules = {"out_proj": None, "type:linear": keep} if changed == names[1] else {"out_proj": keep}
+        pruned = copy.deepcopy(dense)
+        pruned.zero_grad()
+        convert(pruned, rules={**rules, "*": None})
+        run(pruned, copies(inputs))
+        assert torch.equal(pruned.get_parameter(exact).grad, dense.get_parameter(exact).grad)
+        assert not torch.allclose(pruned.get_parameter(changed).grad, dense.get_parameter(changed).grad, rtol=1e-3)
 
 
+@pytest.mark.integration
 def test_one_that_only_routes_compiles():
     """It has no state of its own for a compiler to ask."""
     torch._dynamo.reset()
@@ -206,23 +167,7 @@ def test_a_frozen_projection_packs_nothing(frozen: list[str]):
     pruned = pruned_copy(dense)
     assert sum(t.dtype == torch.int32 for t in saved_by(pruned, inputs)) == 2 * (2 - len(frozen))
     run(pruned, copies(inputs))
-    run(dense, inputs)
-    for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
-        assert (mine.grad is None) == (name in frozen)
-        assert name in ("in_proj_weight", "out_proj.weight") or torch.equal(mine.grad, its.grad)
-
-
-def test_the_sparsity_may_change_between_steps():
-    case = Case()
-    dense, inputs = case.make(), case.tensors()
-    pruned = pruned_copy(dense)
-    run(dense, inputs)
-    for sparsity in (0.3, 0.0):
-        pruned.sparsity = pruned.out_proj.sparsity = sparsity
-        pruned.zero_grad()
-        run(pruned, copies(inputs))
-        same = [torch.equal(pruned.get_parameter(n).grad, dense.get_parameter(n).grad) for n in projections(dense)]
-        assert same == [sparsity == 0] * 2
+    assert [name for name, p in pruned.named_parameters() if p.grad is None] == frozen
 
 
 def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.MonkeyPatch):
@@ -242,27 +187,6 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_autocast(batch_first: bool):
-    torch.manual_seed(0)
-    case = Case("cross", {"batch_first": batch_first})
-    dense, inputs = case.make(), case.tensors()
-    pruned = pruned_copy(dense)
-    with torch.autocast("cpu", torch.bfloat16):
-        saved = saved_by(pruned, inputs)
-        found, wanted = pruned(*inputs)[0], dense(*inputs)[0]
-    assert found.dtype == wanted.dtype == torch.bfloat16
-    assert [t.dtype for t in saved if t.shape[-1] == BLOCK and t.dim() == 2] == [torch.bfloat16] * 3
-    if batch_first:  # torch rounds once more, when it adds the bias
-        precise = dense(*inputs)[0]
-        errors = [oracle.relative_error(y.detach(), precise.detach()) for y in (found, wanted)]
-        assert errors[0] < 1.1 * errors[1]
-    else:
-        assert torch.equal(found, wanted)
-    found.float().sum().backward()
-    assert {p.grad.dtype for p in pruned.parameters()} == {torch.float32}
-
-
 def test_hooks_of_the_output_projection_stay_silent_as_in_torch():
     case = Case()
     calls: list[str] = []
@@ -278,43 +202,6 @@ def test_the_output_projection_works_when_called_itself():
     y = pruned.out_proj(x)
     assert torch.equal(y, nn.functional.linear(x, pruned.out_proj.weight, pruned.out_proj.bias))
     assert len([t for t in saved_by(pruned.out_proj, (x,)) if t.dtype == torch.int32]) == 2
-
-
-def test_modes_of_torch_see_one_call_of_attention():
-    seen = []
-
-    class Spy(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    case = Case("cross")
-    dense, inputs = case.make(), case.tensors()
-    pruned = pruned_copy(dense)
-    with torch.device("cpu"), Spy():
-        found = pruned(*inputs)[0]
-    assert seen.count("multi_head_attention_forward") == 1
-    assert torch.equal(found, dense(*inputs)[0])
-    assert len([t for t in saved_by(pruned, inputs) if t.dtype == torch.int32]) == 6
-
-
-def test_errors_are_torchs_own():
-    pruned, x = pruned_copy(Case().make()), torch.randn(L, N, E)
-    with pytest.raises(AssertionError, match="key shape"):
-        pruned(x, x, x[:2])
-    with pytest.raises(RuntimeError, match="The shape of the 2D attn_mask"):
-        pruned(x, x, x, attn_mask=torch.zeros(2, 2))
-    nested = torch.nested.nested_tensor([torch.randn(3, E), torch.randn(2, E)])
-    with pytest.raises(AssertionError, match="does not support NestedTensor outside of its fast path"):
-        pruned(nested, nested, nested)
-
-
-def test_the_arguments_are_those_of_torch():
-    found, wanted = (
-        [(p.name, p.default) for p in inspect.signature(cls.forward).parameters.values()]
-        for cls in (type(pruned_copy(Case().make())), nn.MultiheadAttention)
-    )
-    assert found == wanted
 
 
 # Transformer layers.
@@ -347,13 +234,23 @@ def assert_only_weights_differ(pruned: nn.Module, dense: nn.Module) -> None:
             assert not torch.allclose(mine.grad, its.grad, rtol=1e-3), name
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("norm_first", [False, True], ids=["norm_last", "norm_first"])
-@pytest.mark.parametrize("batch_first", [False, True], ids=["batch_second", "batch_first"])
-@pytest.mark.parametrize("call", [{}, {"src_key_padding_mask": MASKED}, {"mask": AHEAD, "is_causal": True}])
-def test_encoder(call: dict, batch_first: bool, norm_first: bool, training: bool):
+MASKS = {"none": {}, "padding": {"src_key_padding_mask": MASKED}, "causal": {"mask": AHEAD, "is_causal": True}}
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch_first", "norm_first", "training"),
+    [
+        ("none", False, False, True),
+        ("none", True, True, False),
+        ("padding", True, False, True),
+        ("padding", False, True, False),
+        ("causal", True, True, True),
+        ("causal", False, False, False),
+    ],
+)
+def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool):
     dense = encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.2).train(training)
-    pruned = pruned_copy(dense)
+    pruned, call = pruned_copy(dense), MASKS[mask]
     x = torch.randn((N, T, E) if batch_first else (T, N, E))
     torch.testing.assert_close(trained(pruned, x, **call), trained(dense, x, **call))
     assert_only_weights_differ(pruned, dense)
@@ -364,15 +261,12 @@ def test_encoder(call: dict, batch_first: bool, norm_first: bool, training: bool
         assert torch.equal(found, dense(x, **call))
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_encoder_and_decoder(batch_first: bool):
-    dense = nn.Transformer(E, HEADS, 1, 2, WIDTH, dropout=0.2, batch_first=batch_first)
+def test_encoder_and_decoder():
+    dense = nn.Transformer(E, HEADS, 1, 2, WIDTH, dropout=0.2, batch_first=True)
     pruned = pruned_copy(dense)
     names = [name for name, m in pruned.named_modules() if isinstance(m, CompressedLayer)]
     assert {"decoder.layers.1.self_attn", "decoder.layers.1.multihead_attn.out_proj"} <= set(names)
     source, target = torch.randn(N, T, E), torch.randn(N, 4, E)
-    if not batch_first:
-        source, target = source.transpose(0, 1), target.transpose(0, 1)
     torch.testing.assert_close(trained(pruned, source, target), trained(dense, source, target))
     assert_only_weights_differ(pruned, dense)
 
@@ -388,96 +282,6 @@ def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):
             assert torch.equal(pruned(x, src_key_padding_mask=padding), dense(x, src_key_padding_mask=padding))
             assert seen == [nested] * 4
             seen.clear()
-
-
-def test_an_encoder_may_be_made_of_a_converted_layer():
-    layer = nn.TransformerEncoderLayer(E, HEADS, WIDTH, batch_first=True)
-    convert(layer, rules={"type:linear": Keep(sparsity=0.5), "*": None})
-    model = nn.TransformerEncoder(layer, 2)
-    assert model.use_nested_tensor
-    assert len(revert(model)) == 8
-
-
-def test_training_by_checkpoint_gives_the_same():
-    model, x = pruned_copy(nn.TransformerEncoderLayer(E, HEADS, WIDTH)), torch.randn(T, N, E)
-    again = copy.deepcopy(model)
-    found = trained(lambda y: torch.utils.checkpoint.checkpoint(model, y, use_reentrant=False), x)
-    torch.testing.assert_close(found, trained(again, x), rtol=0, atol=0)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-
-
-class Attending(nn.Module):
-    """Attention called in the form of a case."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.attention = case.make()
-        self.case = case
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.case.inputs != "three":
-            value = key
-        return self.attention(query, query if self.case.inputs == "self" else key, value)[0]
-
-
-def gradients(call: Callable[..., Tensor], model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    call(*inputs).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-COMPILED = {
-    "layer": (lambda: nn.TransformerEncoderLayer(E, HEADS, WIDTH, dropout=0.0, batch_first=True), 1),
-    "encoder": (lambda: encoder(dropout=0.0), 1),
-    "decoder": (lambda: nn.TransformerDecoderLayer(E, HEADS, WIDTH, dropout=0.0), 2),
-    "self": (lambda: Attending(Case(call={"need_weights": True})), 3),
-    "cross": (lambda: Attending(Case("cross", {"batch_first": True})), 3),
-    "three": (lambda: Attending(Case("three")), 3),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-# Else the compiler takes what it finds inside torch.nn's own transformer layers for constants (see docs/compile.md).
-@torch._dynamo.config.patch(force_nn_module_property_static_shapes=False)
-def test_schedule_compiles_twice_and_equals_eager(name: str):
-    torch._dynamo.reset()
-    make, inputs = COMPILED[name]
-    model = pruned_copy(make())
-    layers = [m for m in model.modules() if isinstance(m, CompressedLayer)]
-    tensors = [torch.randn(T, N, E) for _ in range(inputs)]
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for sparsity in (0.1, 0.29, 0.5, 0.8):
-        for layer in layers:
-            layer.sparsity = sparsity
-        found, wanted = gradients(compiled, model, tensors), gradients(model, model, tensors)
-        assert all(oracle.relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
-    assert counter.frame_count <= 2
-
-
-def test_attention_in_a_module_of_the_user_needs_no_setting():
-    torch._dynamo.reset()
-    model = pruned_copy(Attending(Case()))
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for sparsity in (0.2, 0.4, 0.6):
-        model.attention.sparsity = model.attention.out_proj.sparsity = sparsity
-        compiled(*(torch.randn(T, N, E) for _ in range(3)))
-    assert counter.frame_count <= 2
-
-
-def test_compiled_attention_saves_what_eager_attention_saves():
-    torch._dynamo.reset()
-    case = Case("three")
-    model, inputs = pruned_copy(case.make()), case.tensors()
-    counts = []
-    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        with saved_tensors() as saved:
-            call(*inputs)
-        counts.append(sorted(t.shape for t in saved if t.dtype == torch.int32 or t.shape[-1] == BLOCK))
-    assert counts[0] == counts[1]
-    assert len(counts[0]) == 3 * 4
 
 
 def hidden(x, weight, bias=None):
@@ -505,6 +309,6 @@ def test_attention_that_is_computed_in_another_way_stays_dense(name, other, monk
         attention.routing_refusal.cache_clear()
     assert [layer.fqn for layer in report.converted] == ["0"]
     reasons = {layer.fqn: layer.reason for layer in report.skipped}
-    assert reasons["1"].startswith(f"torch {torch.__version__} computes attention in a way that is not known")
-    assert "1.out_proj" in reasons
+    assert {"1", "1.out_proj"} <= reasons.keys()
+    assert torch.__version__ in reasons["1"]
     assert type(model[1]) is nn.MultiheadAttention

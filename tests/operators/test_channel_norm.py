@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchvision.models import resnet
 
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.dispatch import force_backend
@@ -22,9 +22,10 @@ from lightning_actprune.operators.channel_norm import ChannelSetting, Running, c
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
-from tests.support.marks import quick
+from tests.support.marks import in_turn, only
+from tests.support.measured import gradients as gradients_by_name
+from tests.support.measured import kept_bytes
 from tests.support.saving import saved_tensors
-from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
 
 BITS = (8, 4, 3, 2)
@@ -44,7 +45,6 @@ KINDS = {
     "group-rows": ((5, 60), 4, False, 32, torch.float32),
 }
 """Shape, groups, channels last, block size and type."""
-each_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 def inputs(kind: str, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,8 +97,10 @@ def read(values: Tensor, shape: torch.Size, last: bool, block_size: int, bits: i
     return wide.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else wide.view(shape)
 
 
-@each_kind
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    only(itertools.product(KINDS, BITS), *in_turn(KINDS, BITS), ("batch", 2), ("last", 4), ("group", 3)),
+)
 def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, kind, bits):
     _, groups, last, block_size, dtype = KINDS[kind]
     x, weight, bias = inputs(kind, device)
@@ -144,62 +146,7 @@ def test_statistics_far_from_zero(device, last):
     torch.testing.assert_close(y.detach().double().cpu(), hat, rtol=0, atol=2000 * FP32)
 
 
-@pytest.mark.parametrize("kind", ["last-odd", "group"])
-def test_only_what_needs_a_gradient_gets_one(device, kind):
-    x, weight, bias = inputs(kind, device)
-    grad_y = torch.randn_like(x)
-    full = torch.autograd.grad(normalized(x, weight, bias, kind), (x, weight, bias), grad_y)
-    for needed in ((True, False, False), (False, True, False), (True, False, True), (False, True, True)):
-        given = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, weight, bias), needed, strict=True)]
-        with launches() as names:
-            normalized(*given, kind).backward(grad_y)
-        assert not names or ("channel_grad_kernel" in names) == needed[0]
-        for tensor, wanted, right in zip(given, needed, full, strict=True):
-            assert torch.equal(tensor.grad, right) if wanted else tensor.grad is None
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-def test_any_strides(device, groups):
-    """Of input and gradient; a tensor may start anywhere."""
-    base = torch.randn(4, 6, 8, 10, device=device)
-    weight, bias = (torch.randn(6, device=device, requires_grad=True) for _ in range(2))
-    views = {
-        "dense": base,
-        "last": base.contiguous(memory_format=torch.channels_last),
-        "gaps": base[..., ::2],
-        "turned": base.transpose(2, 3),
-        "expanded": base[:1].expand(4, 6, 8, 10),
-        "short": base.flatten(2).transpose(1, 2).contiguous().transpose(1, 2),
-        "shifted": torch.cat([base.new_zeros(1), base.flatten()])[1:].view(base.shape),
-    }
-    for name, view in views.items():
-        x = view.detach().requires_grad_()
-        ours = channel_norm(x, weight, bias, ChannelSetting(groups, EPS, 32, 8), x.dtype)
-        if groups:
-            torchs = F.group_norm(x, groups, weight, bias, EPS)
-        else:
-            torchs = F.batch_norm(x, None, None, weight, bias, True, 0.0, EPS)
-        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-5)
-        if name in ("dense", "last", "shifted") or device.type == "cpu" or (name == "short" and not groups):
-            assert ours.stride() == torchs.stride(), name
-        grad_y = torch.randn(10, *x.shape[:-1], device=device).movedim(0, -1)[..., : x.shape[-1]]
-        grad_y = grad_y if grad_y.shape == x.shape else torch.randn_like(x)
-        grads = (torch.autograd.grad(y, (x, weight, bias), grad_y) for y in (ours, torchs))
-        for actual, right in zip(*grads, strict=True):
-            assert actual.shape == right.shape
-            assert oracle.relative_error(actual, right) < 0.015, name
-
-
-def test_a_wider_output_from_the_same_pass(device):
-    x, weight, bias = inputs("group-last", device)
-    y = normalized(x, weight, bias, "group-last", 8, torch.float32)
-    torch.testing.assert_close(y, F.group_norm(x.float(), 12, weight, bias, EPS), rtol=0, atol=1e-5)
-    (grad,) = torch.autograd.grad(y, x, torch.randn_like(y))
-    assert grad.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kind", ["batch", "last", "group"])
+@pytest.mark.parametrize(("kind", "value"), [("batch", math.nan), ("last", math.inf), ("group", math.nan)])
 def test_what_is_not_finite_reaches_the_gradients_of_its_set(device, value, kind):
     x, weight, bias = inputs(kind, device)
     with torch.no_grad():
@@ -214,30 +161,12 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_set(device, value, kind
     assert of_x[untouched].isfinite().all()
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (3, 5, 1), (1, 2, 3)], ids=str)
-@pytest.mark.parametrize("bits", [8, 3])
-def test_fewer_values_than_a_block(device, shape, bits):
-    x = torch.randn(shape, device=device, requires_grad=True)
-    y = channel_norm(x, None, None, ChannelSetting(0, EPS, 32, bits), x.dtype)
-    torch.testing.assert_close(y, F.batch_norm(x, None, None, training=True), rtol=0, atol=1e-5)
-    y.backward(torch.randn_like(y))
-    assert x.grad.isfinite().all()
-
-
-def test_constant_channels_are_zero(device):
-    x = torch.full((3, 8, 4, 4), 5.0, device=device, requires_grad=True)
-    y = channel_norm(x, None, None, ChannelSetting(0, EPS, 32, 2), x.dtype)
-    y.backward(torch.randn_like(y))
-    assert not y.any()
-    assert x.grad.isfinite().all()
-
-
 def test_what_cannot_be_stored_is_refused():
     x, weight, bias = (t.detach().double().requires_grad_() for t in inputs("batch", "cpu"))
-    with pytest.raises(TypeError, match=r"float64 values cannot be stored in 4 bits.* HINT"):
+    with pytest.raises(TypeError, match="float64"):
         normalized(x, weight, bias, "batch")
     huge = torch.empty(1, 8, requires_grad=True).expand(2**33, 8)
-    with pytest.raises(ValueError, match=r"2147483648 blocks, more than 2\^31 - 1.* HINT: .* than 32"):
+    with pytest.raises(ValueError, match="2147483648"):
         channel_norm(huge, None, None, ChannelSetting(0, EPS, 32, 4), huge.dtype)
 
 
@@ -252,8 +181,7 @@ def buffers(channels: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-@pytest.mark.parametrize("kind", ["batch", "last-odd", "rows"])
-@pytest.mark.parametrize("momentum", [0.1, 0.7])
+@pytest.mark.parametrize(("kind", "momentum"), [("batch", 0.1), ("last-odd", 0.7), ("rows", 0.1)])
 def test_running_statistics_move_by_the_share_of_the_batch(device, kind, momentum):
     x, weight, bias = inputs(kind, device)
     mean, var, batches = buffers(x.shape[1], device)
@@ -273,22 +201,20 @@ def test_running_statistics_move_by_the_share_of_the_batch(device, kind, momentu
 OTHERS = {
     "no momentum": lambda mean, var, batches: Running(mean, var, batches, None),
     "16 bits": lambda mean, var, batches: Running(mean.bfloat16(), var.bfloat16(), batches, 0.1),
-    "one": lambda mean, var, batches: Running(mean, None, batches, 0.1),
-    "gaps": lambda mean, var, batches: Running(torch.stack([mean, mean], 1)[:, 0], var, batches, 0.1),
-    "no count": lambda mean, var, batches: Running(mean, var, None, 0.1),
-    "count": lambda mean, var, batches: Running(mean, var, batches.float(), 0.1),
+    "gaps": lambda mean, var, batches: Running(torch.stack([mean, mean], 1)[:, 0], var, None, 0.1),
+    "count": lambda mean, var, batches: Running(mean, None, batches.float(), 0.1),
 }
 
 
 @pytest.mark.parametrize("case", list(OTHERS))
 def test_all_running_statistics_move_as_in_plain_torch(kernel_device, case):
     """Those that the kernels do not move, too: of which the normalisation is theirs all the same."""
-    x, weight, bias = inputs("batch", kernel_device)
-    made, found = buffers(10, kernel_device), []
+    x, weight, bias = inputs("batch-one", kernel_device)
+    made, found = buffers(3, kernel_device), []
     for backend in ("triton", "reference"):
         running = OTHERS[case](*(t.clone() for t in made))
         with force_backend(backend), launches() as names:
-            normalized(x, weight, bias, "batch", running=running)
+            normalized(x, weight, bias, "batch-one", running=running)
         assert bool(names) == (backend == "triton")
         found.append([t for t in running[:3] if t is not None])
     for actual, right in zip(*found, strict=True):
@@ -296,26 +222,16 @@ def test_all_running_statistics_move_as_in_plain_torch(kernel_device, case):
         torch.testing.assert_close(actual, right, rtol=4 * rounding, atol=4 * rounding)
 
 
-def test_not_a_number_reaches_the_running_statistics_of_its_channel(device):
-    x, weight, bias = inputs("last", device)
-    with torch.no_grad():
-        x[1, 5, 2, 1] = float("nan")
-    mean, var, batches = buffers(64, device)
-    normalized(x, weight, bias, "last", running=Running(mean, var, batches, 0.1))
-    for running in (mean, var):
-        assert running.isnan().nonzero().flatten().tolist() == [5]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_checkpoint_moves_running_statistics_as_often_as_the_dense_layers(device, momentum):
+def test_a_checkpoint_moves_running_statistics_as_often_as_the_dense_layers(device):
     """Run again, it stops at the last tensor that is saved, which is the norm's."""
-    dense = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, momentum=momentum)).to(device)
-    ours = compressed(dense, "norm", bits=8)
-    x = torch.randn(4, 8, 5, 5, device=device)
-    for model in (dense, ours):
-        checkpoint(model, x, use_reentrant=False).square().sum().backward()
-    for actual, right in zip(ours[1].buffers(), dense[1].buffers(), strict=True):
-        torch.testing.assert_close(actual, right)
+    for momentum in (0.1, None):
+        dense = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, momentum=momentum)).to(device)
+        ours = compressed(dense, "norm", bits=8)
+        x = torch.randn(4, 8, 5, 5, device=device)
+        for model in (dense, ours):
+            checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        for actual, right in zip(ours[1].buffers(), dense[1].buffers(), strict=True):
+            torch.testing.assert_close(actual, right)
 
 
 # Layers.
@@ -331,7 +247,10 @@ MADE = {
     "group": (lambda: nn.GroupNorm(4, 24), (5, 24, 4, 3)),
     "group-plain": (lambda: nn.GroupNorm(24, 24, affine=False), (5, 24, 9)),
 }
-each_batch = pytest.mark.parametrize("name", [name for name in MADE if "group" not in name])
+DTYPES = torch.float32, torch.bfloat16
+each_batch = pytest.mark.parametrize(
+    ("name", "dtype"), in_turn([name for name in MADE if "group" not in name], DTYPES), ids=str
+)
 
 
 def made(name: str, device: torch.device | str = "cpu") -> nn.Module:
@@ -369,11 +288,7 @@ def compare(layer: nn.Module, dense: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, (torch.float32, torch.bfloat16)[number % 2]) for number, name in enumerate(MADE)],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MADE, DTYPES), ids=str)
 def test_layers_compute_what_the_dense_ones_do_step_after_step(device, name, dtype):
     dense = made(name, device)
     if name.startswith("group") and device.type == "cuda":
@@ -393,7 +308,6 @@ def in_eval_mode(name: str, dtype: torch.dtype, device: torch.device | str = "cp
 
 
 @each_batch
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_in_eval_mode_only_the_gradient_of_the_weight_is_off(device, name, dtype):
     layer, dense, x = in_eval_mode(name, dtype, device)
     compare(layer, dense, x)
@@ -405,26 +319,22 @@ def test_in_eval_mode_only_the_gradient_of_the_weight_is_off(device, name, dtype
     assert all(tensor.dtype == torch.uint8 or tensor.numel() <= 72 for tensor in saved)
 
 
-@each_batch
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_with_frozen_weights_in_eval_mode_nothing_of_the_input_is_kept(name, with_bias):
+@pytest.mark.parametrize("name", ["2d", "1d-sequence"])
+def test_with_frozen_weights_in_eval_mode_nothing_of_the_input_is_kept(name):
     layer, dense, x = in_eval_mode(name, torch.bfloat16)
-    if name == "2d-untracked":
-        return  # has no constant statistics
-    for module in (layer, dense):
-        for parameter in module.parameters():
-            parameter.requires_grad_(with_bias and parameter is module.bias)
-    with saved_tensors() as saved:
-        y = layer(x)
-    assert torch.equal(y, dense(x))
-    assert sum(tensor.numel() for tensor in saved) == 24
-    wanted = [p for p in layer.parameters() if p.requires_grad]
-    grad = torch.randn(x.shape).bfloat16()
-    found = torch.autograd.grad(y, (x, *wanted), grad)
-    right = torch.autograd.grad(dense(x), (x, *[p for p in dense.parameters() if p.requires_grad]), grad)
-    for actual, expected in zip(found, right, strict=True):
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7 * len(actual) ** 0.5)
+    for with_bias in (False, True):
+        for module in (layer, dense):
+            module.weight.requires_grad_(False)
+            module.bias.requires_grad_(with_bias)
+        with saved_tensors() as saved:
+            y = layer(x)
+        assert torch.equal(y, dense(x))
+        assert sum(tensor.numel() for tensor in saved) == 24
+        grad = torch.randn(x.shape).bfloat16()
+        found, right = (torch.autograd.grad(m(x), [x, m.bias][: 1 + with_bias], grad) for m in (layer, dense))
+        for actual, expected in zip(found, right, strict=True):
+            assert actual.dtype == expected.dtype
+            torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7 * len(actual) ** 0.5)
 
 
 def test_second_derivatives_of_a_frozen_layer_are_torchs():
@@ -437,119 +347,20 @@ def test_second_derivatives_of_a_frozen_layer_are_torchs():
     torch.testing.assert_close(*seconds)
 
 
-def test_group_normalisation_keeps_channels_last_where_the_dense_layer_does(device):
-    dense = made("group", device)
-    x = input_of("group", device=device).detach().contiguous(memory_format=torch.channels_last).requires_grad_()
-    layer = converted(dense)
-    assert layer(x).stride() == dense(x).stride()
-    compare(layer, dense, x)
-
-
-@pytest.mark.parametrize("groups", [0, 1])
-def test_on_the_cpu_outputs_lie_as_torchs_whatever_the_strides(groups):
-    """Of sizes of 1 too, with gaps, and with dimensions that repeat."""
-    draw = random.Random(0)
-    for _ in range(500):
-        x = torch.randn(5000).as_strided(*odd_strides(draw))
-        if x.shape.numel() == x.shape[1]:
-            continue  # one value has no variance
-        right = F.group_norm(x, groups) if groups else F.batch_norm(x, None, None, training=True)
-        ours = channel_norm(x, None, None, ChannelSetting(groups, EPS, 32, 8), x.dtype)
-        assert steps(ours) == steps(right), (x.shape, x.stride())
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", quick(["2d", "2d-cumulative", "2d-last", "2d-eval", "2d-frozen", "group"], "2d-last"))
-def test_one_compiled_graph_keeps_no_more_bytes(name):
-    kind, _, way = name.partition("-")
+@pytest.mark.parametrize("way", ["last", "eval", "frozen"])
+@pytest.mark.integration
+def test_one_compiled_graph_lies_as_its_input_and_keeps_no_more_bytes(way):
     torch._dynamo.reset()
-    layer = converted(made(name if name in MADE else kind), 4).train(way not in ("eval", "frozen"))
+    layer = converted(made("2d"), 4).train(way == "last")
     layer.requires_grad_(way != "frozen")
-    other, x = copy.deepcopy(layer), input_of(kind)
-    if way == "last":
-        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
-    results, kept = [], []
-    for module, call in ((layer, layer), (other, torch.compile(other, fullgraph=True, backend="aot_eager"))):
-        with saved_tensors() as saved:
-            y = call(x)
-        own = {p.data_ptr() for p in module.parameters()}
-        kept.append(sum(t.nbytes for t in saved if t.data_ptr() not in own))
-        wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
-        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
-        results.append((y, *torch.autograd.grad(y, wanted, grad)))
-        assert y.stride() == x.stride()
-    assert kept[1] <= kept[0]  # not all of the statistics are
-    for eager, traced in zip(layer.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)  # in eager mode they are torch's own
-    for eager, traced in zip(*results, strict=True):
-        if way == "frozen":
-            torch.testing.assert_close(eager, traced, rtol=1e-5, atol=1e-2)
-        else:
-            assert torch.equal(eager, traced)
-
-
-ORDERS = [order for dims in (2, 3, 4) for order in itertools.permutations(range(dims))]
-SIZES = (16, 24, 6, 10), (3, 24, 4, 1), (2, 8, 1, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize(
-    "types", [(torch.float32,) * 2, (torch.float16,) * 2, (torch.float16, torch.float32), (torch.bfloat16,) * 2]
-)
-def test_the_output_lies_as_torch_leaves_it(types, affine, training):
-    dtype, of_parameters = types
-    for order, sizes in itertools.product(ORDERS, SIZES):
-        x = torch.randn([sizes[dim] for dim in order], device="cuda", dtype=dtype)
-        with_gaps = torch.stack([x, x], -1)[..., 0]
-        x, with_gaps = (t.permute([order.index(dim) for dim in range(len(order))]) for t in (x, with_gaps))
-        cls = nn.BatchNorm2d if x.dim() == 4 else nn.BatchNorm1d
-        dense = cls(sizes[1], affine=affine, device="cuda", dtype=of_parameters).train(training)
-        for given in (x, x[:1], x[:1].expand_as(x), with_gaps):
-            if training and given[:, 0].numel() == 1:
-                continue
-            ours = compressed(copy.deepcopy(dense), "norm", bits=8)
-            right, found = copy.deepcopy(dense)(given), ours(given.detach().requires_grad_())
-            assert steps(found) == steps(right), (order, given.shape, given.stride())
-            # Of two values of 16 bits that are neighbours, torch's own output was off by more than this.
-            exact = copy.deepcopy(dense).float()(given.float()).to(dtype)
-            torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_replays_the_same_gradient_and_moves_the_statistics():
-    layer = converted(made("2d", "cuda"), 4)
-    x, grad = input_of("2d", device="cuda"), torch.randn(MADE["2d"][1], device="cuda")
-    (expected,) = torch.autograd.grad(layer(x), x, grad)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(layer(x), x, grad)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (found,) = torch.autograd.grad(layer(x), x, grad)
-    before, batches = layer.running_mean.clone(), int(layer.num_batches_tracked)
-    graph.replay()
-    assert torch.equal(found, expected)
-    assert not torch.equal(layer.running_mean, before)
-    assert int(layer.num_batches_tracked) == batches + 1
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_in_place_activation_functions_may_follow(last):
-    torch.manual_seed(3)
-    first, second = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)
-    body = first, nn.BatchNorm2d(16), nn.ReLU(True), second, nn.GroupNorm(4, 16), nn.ReLU(True)
-    dense = nn.Sequential(*body, nn.Flatten(), nn.Linear(16 * 16, 64))
-    ours = compressed(dense, "norm", bits=8)
-    x = torch.randn(6, 3, 8, 8)
-    x = x.contiguous(memory_format=torch.channels_last) if last else x
-    found, right = (torch.autograd.grad(net(x).square().sum(), [*net.parameters()]) for net in (ours, dense))
-    for actual, expected in zip(found, right, strict=True):
-        # A bias in front of a normalisation has a gradient of zero: what is found of it is error.
-        assert (actual - expected).norm() < 0.02 * max(float(expected.norm()), 1.0)
+    x = input_of("2d").detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert compiled(x).stride() == x.stride()
+    assert kept_bytes(layer, x, compiled) <= kept_bytes(layer, x)  # not all of the statistics are
+    found, right = gradients_by_name(layer, x, compiled), gradients_by_name(layer, x)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, right[name], rtol=1e-5, atol=1e-2 if way == "frozen" else 1e-5)
 
 
 def test_what_torch_refuses_it_refuses_still():
@@ -570,22 +381,10 @@ def test_other_batch_norms_are_left_as_they_are():
     assert compressed_class(Other) is None
     assert operator_of(Other(8)) == operator_of(nn.SyncBatchNorm(8)) == "norm"
     assert compressed_class(nn.LazyBatchNorm2d) is compressed_class(nn.SyncBatchNorm) is None
-    assert "together with other processes" in operators.LEFT_DENSE[nn.SyncBatchNorm][1]
-
-
-def test_fast_norm_of_timm_is_left_alone():
-    for name, module in (("GroupNorm", "norm"), ("GroupNormAct", "norm_act")):
-        norms = pytest.importorskip(f"timm.layers.{module}")
-        layer, x = converted(getattr(norms, name)(24, num_groups=4)), input_of("group")
-        layer._fast_norm = True
-        with saved_tensors() as saved:
-            layer(x)
-        assert any(tensor.data_ptr() == x.data_ptr() for tensor in saved)
+    assert nn.SyncBatchNorm in operators.LEFT_DENSE
 
 
 # The ReLU of the same passes.
-
-RELUS = ["batch", "batch-one", "last", "last-24", "rows"]
 
 
 @pytest.fixture
@@ -598,26 +397,28 @@ def rectified(given, kind: str, bits: int = 4, running: Running | None = None) -
     return channel_norm(*given, setting_of(kind, bits, relu=True), given[0].dtype, running=running)
 
 
-@pytest.mark.parametrize("kind", RELUS)
-@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize(("kind", "bits"), [("batch-one", 4), ("last-24", 3), ("rows", 4)])
 @pytest.mark.usefixtures("_kernels")
 def test_a_relu_of_the_same_passes_is_that_after_them(kernel_device, kind, bits):
-    """Bit for bit, by as many launches, for a bit a value: in whole bytes for each block, from a multiple of 16 on."""
+    """Bit for bit, of NaN too, by as many launches, for a bit a value: in whole bytes for each block."""
     given, grad = inputs(kind, kernel_device), None
+    with torch.no_grad():
+        given[0][0, 1] = math.nan
     results, kept, names_of = [], [], []
     for fused in (True, False):
         with launches() as names, saved_tensors() as saved:
             y = rectified(given, kind, bits) if fused else normalized(*given, kind, bits)
         kept.append(sum(t.nbytes for t in saved))
         y = y if fused else torch.relu(y)
-        grad = torch.randn_like(y) if grad is None else grad
+        if grad is None:  # one that is NaN does not pass where the output is zero
+            grad = torch.where(y == 0, math.nan, torch.randn_like(y))
         with launches() as backward:
             grads = torch.autograd.grad(y, given, grad)
         results.append((y, *grads))
         names_of.append(names + backward)
     for actual, right in zip(*results, strict=True):
         assert (actual.dtype, actual.stride()) == (right.dtype, right.stride())
-        assert torch.equal(actual, right)
+        torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
     assert (y == 0).any()
     assert names_of[0] == names_of[1]
     count, block = given[0].numel(), min(KINDS[kind][3], given[0].numel())
@@ -625,7 +426,7 @@ def test_a_relu_of_the_same_passes_is_that_after_them(kernel_device, kind, bits)
     assert bits_bytes <= kept[0] - kept[1] < bits_bytes + 16
 
 
-@pytest.mark.parametrize("kind", ["batch", "last-24"])
+@pytest.mark.parametrize("kind", ["batch-one"])
 @pytest.mark.usefixtures("_kernels")
 def test_gradients_of_a_relu_in_any_layout_and_mode(kernel_device, kind):
     given = inputs(kind, kernel_device)
@@ -640,29 +441,11 @@ def test_gradients_of_a_relu_in_any_layout_and_mode(kernel_device, kind):
         reference = torch.autograd.grad(y, given, dense)
     for others in ([a[1] for a in batched], reference):
         for actual, expected in zip(others, right, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=2e-3 if kind == "last-24" else 1e-5, atol=1e-4)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.usefixtures("_kernels")
-def test_a_relu_of_what_is_not_finite(kernel_device):
-    """NaN outputs stay NaN and pass gradients on; a gradient that is NaN where the output is zero does not pass."""
-    given = inputs("batch", kernel_device)
-    with torch.no_grad():
-        given[0][1, 4, 2, 1] = float("nan")
-    fused, two = rectified(given, "batch"), torch.relu(normalized(*given, "batch"))
-    assert fused[:, 4].isnan().all()
-    assert torch.equal(fused.isnan(), two.isnan())
-    grad = torch.where(two == 0, float("nan"), torch.randn_like(two))
-    grads = (torch.autograd.grad(y, given, grad) for y in (fused, two))
-    for actual, right in zip(*grads, strict=True):
-        torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
-    assert actual.isfinite().any()
-
-
-@pytest.fixture(params=["BasicBlock", "Bottleneck"])
-def block(request: pytest.FixtureRequest) -> nn.Module:
-    resnet = pytest.importorskip("torchvision.models.resnet")
-    cls = getattr(resnet, request.param)
+def resnet_block(name: str) -> nn.Module:
+    cls = getattr(resnet, name)
     made = cls(16, 16 // cls.expansion, 2, nn.Sequential(nn.Conv2d(16, 16, 1, 2), nn.BatchNorm2d(16)))
     for parameter in made.parameters():
         nn.init.normal_(parameter, 0.5, 0.5)
@@ -687,9 +470,13 @@ def activations(names: list[str]) -> int:
     return sum("normalize" not in name and "statistics" not in name for name in names)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(("name", "most"), [("BasicBlock", 1), ("Bottleneck", 2)])
 @pytest.mark.usefixtures("_kernels")
-def test_resnet_blocks_compute_in_one_pass_what_their_layers_do(kernel_device, block):
-    ours, x = compressed_block(block).to(kernel_device), torch.randn(3, 16, 6, 4, device=kernel_device).requires_grad_()
+def test_resnet_blocks_compute_in_one_pass_what_their_layers_do(kernel_device, name, most):
+    """Unless somebody may see that their layers are called."""
+    block = resnet_block(name).to(kernel_device)
+    ours, x = compressed_block(block), torch.randn(3, 16, 6, 4, device=kernel_device).requires_grad_()
     results, seen = [], []
     for module in (ours, separate(ours)):
         with launches() as names:
@@ -697,25 +484,18 @@ def test_resnet_blocks_compute_in_one_pass_what_their_layers_do(kernel_device, b
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
         results.append((y, *torch.autograd.grad(y, (x, *module.parameters()), grad), *module.buffers()))
         seen.append(activations(names))
-    assert seen[1] - seen[0] == (2 if hasattr(block[0], "bn3") else 1)
+    assert seen[1] - seen[0] == most
     for actual, right in zip(*results, strict=True):
         assert torch.equal(actual, right)
-
-
-@pytest.mark.usefixtures("_kernels")
-def test_resnet_blocks_call_their_layers_where_somebody_may_see_it(block):
-    x, most = torch.randn(3, 16, 6, 4), 2 if hasattr(block[0], "bn3") else 1
 
     def fused(changed: nn.Module) -> int:
         with launches() as names:
             changed(x)
         return most + 1 - activations(names)
 
-    ours = compressed_block(block)
     hooked = copy.deepcopy(ours)
     hooked[0].bn1.register_forward_pre_hook(lambda module, arguments: None)
-    assert [fused(ours), fused(separate(ours)), fused(hooked)] == [most, 0, most - 1]
-    assert fused(compressed_block(block, **{"0.bn1": None})) == most - 1
+    assert fused(hooked) == fused(compressed_block(block, **{"0.bn1": None})) == most - 1
     assert fused(copy.deepcopy(ours).eval()) == 0
     handle = nn.modules.module.register_module_forward_hook(lambda module, arguments, y: None)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.determinism import STEPS, cases
+from tests.support.determinism import CASES, STEPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def records(device):
 
 
 def assert_runs_agree(records, device):
-    assert [r["case"] for r in records] == [list(case) for case in cases(device)]
+    assert [r["case"] for r in records] == [list(case) for case in CASES[device]]
     for r in records:
         one, two = r["runs"]
         assert len(set(one)) == STEPS + 1  # every step changed something
@@ -39,7 +39,7 @@ def assert_runs_agree(records, device):
         assert (r["gathers"] > 0) == (r["case"][1] == "gather"), r["case"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_in_one_process_agree_on_the_cpu():
     assert_runs_agree(records("cpu"), "cpu")
 

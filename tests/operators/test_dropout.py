@@ -8,26 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.operators.dropout import pack_mask
 from tests.support.compressed import compressed
+from tests.support.marks import pairs
 
 
 def compressed_dropout(layer: nn.Module) -> nn.Module:
     return compressed(layer, "activation", bits=4)
-
-
-def layouts() -> dict[str, Tensor]:
-    base = torch.randn(3, 6, 5, 10)
-    return {
-        "contiguous": base,
-        "channels-last": base.contiguous(memory_format=torch.channels_last),
-        "gaps": base[..., ::2],
-        "expanded": base[:, :1].expand(3, 6, 5, 10),
-        "scalar": base[0, 0, 0, 0].clone(),
-        "empty": base[:0],
-    }
 
 
 def run(layer: nn.Module, x: Tensor, grad: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,29 +38,39 @@ def check(x: Tensor, p: float, inplace: bool) -> None:
     assert torch.equal(ours, right)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("p", "inplace", "dtype"),
+    pairs([0.0, 0.1, 0.5, 1.0], [False, True], [torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    ids=str,
+)
 def test_output_gradient_and_generator_are_those_of_the_dense_layer(device, p, inplace, dtype):
     check(torch.randn(7, 37, device=device).to(dtype), p, inplace)
 
 
+def layouts() -> dict[str, Tensor]:
+    base = torch.randn(3, 6, 5, 10)
+    return {
+        "contiguous": base,
+        "channels-last": base.contiguous(memory_format=torch.channels_last),
+        "gaps": base[..., ::2],
+        "expanded": base[:, :1].expand(3, 6, 5, 10),
+        "scalar": base[0, 0, 0, 0].clone(),
+        "empty": base[:0],
+    }
+
+
 @pytest.mark.parametrize("layout", list(layouts()))
-@pytest.mark.parametrize("inplace", [False, True])
-def test_layouts(device, layout, inplace):
-    check(layouts()[layout].to(device), 0.3, inplace)
+def test_layouts(device, layout):
+    for inplace in (False, True):
+        check(layouts()[layout].to(device), 0.3, inplace)
 
 
-@pytest.mark.parametrize("strided", [False, True])
-def test_gradients_of_any_layout(device, strided):
-    x, layer = torch.randn(8, 20, device=device), nn.Dropout(0.4)
-    grad = torch.randn(20, 8, device=device).t() if strided else torch.ones((), device=device).expand(8, 20)
-    for actual, right in zip(run(compressed_dropout(layer), x, grad), run(layer, x, grad), strict=True):
-        torch.testing.assert_close(actual, right, rtol=2**-23, atol=0)
-
-
-def test_fp64():
-    check(torch.randn(100, dtype=torch.float64), 0.3, False)
+def test_masks_are_packed_in_the_order_of_memory(device):
+    for count in (1, 8, 2051):
+        mask = torch.rand(count, 3, device=device).t() < 0.4
+        bits = (pack_mask(mask).cpu()[:, None].int() >> torch.arange(8) & 1).flatten().bool()
+        assert torch.equal(bits[: 3 * count], mask.t().flatten().cpu())
+        assert not bits[3 * count :].any()
 
 
 def test_in_place_writes_to_its_input():
@@ -88,41 +86,6 @@ def test_what_is_dropped_has_a_gradient_of_zero(device):
     y = layer(x)
     (grad,) = torch.autograd.grad(y, x, torch.full_like(y, torch.inf))
     assert torch.equal(grad, torch.where(y == 0, 0.0, torch.inf))
-
-
-def test_it_may_be_used_twice_and_checkpointed():
-    layer, x = compressed_dropout(nn.Dropout(0.5)), torch.randn(200, requires_grad=True)
-    torch.manual_seed(1)
-    twice = layer(layer(x))
-    (grad,) = torch.autograd.grad(twice.sum(), x)
-    torch.testing.assert_close(grad * x.detach(), twice.detach(), rtol=1e-6, atol=0)
-    y = checkpoint(layer, x, use_reentrant=False)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(grad * x.detach(), y.detach(), rtol=1e-6, atol=0)
-
-
-def test_compiled_it_is_the_compilers():
-    """One graph, and the mask of backward is that of forward."""
-    torch._dynamo.reset()
-    compiled = torch.compile(compressed_dropout(nn.Dropout(0.5)), fullgraph=True, backend="aot_eager")
-    x = torch.randn(200, requires_grad=True)
-    y = compiled(x)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(grad * x.detach(), y.detach(), rtol=1e-6, atol=0)
-    assert 0 < (y == 0).sum() < 200
-
-
-def test_transforms_see_torchs_own_layer():
-    layer, x = compressed_dropout(nn.Dropout(0.5)), torch.randn(4, 50)
-    grad = torch.func.grad(lambda t: layer(t).sum())(x)
-    assert set(grad.unique().tolist()) == {0.0, 2.0}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_large_tensors_on_the_gpu(inplace, dtype):
-    check(torch.randn(64, 197, 769, device="cuda", dtype=dtype), 0.1, inplace)
 
 
 @pytest.mark.gpu
@@ -145,10 +108,13 @@ def test_a_cuda_graph_draws_anew_at_each_replay():
     assert not torch.equal(*seen)
 
 
-@pytest.mark.parametrize("count", [1, 8, 2051])
-def test_masks_are_packed_in_the_order_of_memory(device, count):
-    mask = torch.rand(count, 3, device=device).t() < 0.4
-    codes = pack_mask(mask)
-    bits = (codes.cpu()[:, None].int() >> torch.arange(8) & 1).flatten().bool()
-    assert torch.equal(bits[: 3 * count], mask.t().flatten().cpu())
-    assert not bits[3 * count :].any()
+@pytest.mark.integration
+def test_compiled_it_is_the_compilers():
+    """One graph, and the mask of backward is that of forward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(compressed_dropout(nn.Dropout(0.5)), fullgraph=True, backend="aot_eager")
+    x = torch.randn(200, requires_grad=True)
+    y = compiled(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad * x.detach(), y.detach(), rtol=1e-6, atol=0)
+    assert 0 < (y == 0).sum() < 200

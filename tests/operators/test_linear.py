@@ -5,18 +5,17 @@ What holds for all operators alike is in ``tests/contract``.
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_actprune import ActivationPrunedLinear, functional
+from lightning_actprune import ActivationPrunedLinear
 from tests.support import oracle
 from tests.support.compressed import as_kept, compressed
+from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 
 
@@ -29,21 +28,24 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device |
     return oracle.integers(*shape, dtype=dtype, device=device).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+FORMS = [
+    ((3, 37, 70), 16, 24, "sample"),
+    ((3, 11, 70), 16, 24, "token"),
+    ((300, 64), 64, 16, "sample"),
+    ((2, 3, 5, 40), 7, 1, "sample"),
+    ((3, 5, 33), 1, 7, "sample"),
+    ((3, 5, 33), 1000, 7, "token"),
+    ((20,), 8, 5, "sample"),
+]
+"""Shapes, block sizes, outputs and scopes."""
+
+
 @pytest.mark.parametrize(
-    ("shape", "block_size", "outputs", "scope"),
-    [
-        ((3, 37, 70), 16, 24, "sample"),
-        ((3, 11, 70), 16, 24, "token"),
-        ((300, 64), 64, 16, "sample"),
-        ((2, 3, 5, 40), 7, 1, "sample"),
-        ((3, 5, 33), 1, 7, "sample"),
-        ((3, 5, 33), 1000, 7, "token"),
-        ((20,), 8, 5, "sample"),
-    ],
-    ids=str,
+    ("form", "dtype"), [*in_turn(FORMS, DTYPES), *((FORMS[0], dtype) for dtype in DTYPES[1:])], ids=str
 )
-def test_gradients_within_twice_torchs_own_error(device, dtype, shape, block_size, outputs, scope):
+def test_gradients_within_twice_torchs_own_error(device, form, dtype):
+    shape, block_size, outputs, scope = form
     dense = nn.Linear(shape[-1], outputs, dtype=dtype, device=device)
     layer = compressed(dense, sparsity=0.5, block_size=block_size, scope=scope)
     x = leaf(*shape, dtype=dtype, device=device)
@@ -66,10 +68,8 @@ def test_gradients_within_twice_torchs_own_error(device, dtype, shape, block_siz
     ("shape", "block_size", "sparsity", "dtype", "bits"),
     [
         ((3, 37, 70), 16, 0.5, torch.float32, 2),
-        ((3, 37, 70), 16, 0.5, torch.float32, 4),
         ((2, 60, 96), 32, 0.0, torch.bfloat16, 3),
         ((2, 60, 96), 32, 0.0, torch.bfloat16, 8),
-        ((33, 64), 64, 0.0, torch.float16, 2),
         ((33, 64), 64, 0.0, torch.float16, 4),
     ],
     ids=str,
@@ -114,31 +114,6 @@ def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, bloc
     assert oracle.relative_error(dx, grad.double() @ layer.weight.detach().double()) < 1e-6
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format], ids=["last", "first"])
-@pytest.mark.parametrize("size", [(64, 5, 7), (40, 6, 8)], ids=str)
-@pytest.mark.parametrize("scope", ["sample", "token"])
-def test_layers_behind_convolutions(size, memory_format, scope):
-    """The channels of images as features, in both memory formats; blocks run along whichever they fill up better."""
-    channels, *_ = size
-    images = torch.randn(4, *size).to(memory_format=memory_format)
-    x = images.permute(0, 2, 3, 1).detach().requires_grad_()
-    dense = nn.Linear(channels, 24)
-    layer = compressed(dense, sparsity=0.6, block_size=16, scope=scope)
-    y, right = layer(x), dense(x)
-    assert y.stride() == right.stride()
-    grad = torch.randn_like(y)
-    (dx, dw, _), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
-    assert torch.equal(dx, exact[0])
-    assert dx.stride() == exact[0].stride()
-    turned = memory_format == torch.contiguous_format and size == (40, 6, 8)
-    rows = x.detach().flatten(1, 2).transpose(1, 2) if turned else x.detach().flatten(1, 2)
-    samples = rows.contiguous() if scope == "sample" else rows.reshape(-1, 1, rows.shape[-1])
-    hat = oracle.pruned(samples, 16, 0.6).reshape(rows.shape)
-    hat = hat.transpose(1, 2) if turned else hat
-    expected = grad.flatten(0, 2).double().t() @ hat.reshape(-1, channels).double()
-    assert oracle.relative_error(dw, expected) < 1e-6
-
-
 class CountCopies(TorchDispatchMode):
     """Counts the operations that write as many values as ``like`` has, and the products."""
 
@@ -178,39 +153,18 @@ def test_autocast_packs_the_cast_input(device):
     assert oracle.relative_error(layer.weight.grad, exact) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (3, 0, 64)], ids=str)
-@pytest.mark.parametrize("bits", [None, 4])
-def test_no_features_and_no_rows(device, shape, bits):
-    layer = compressed(nn.Linear(shape[-1], 24, device=device), sparsity=0.5, bits=bits)
-    x = torch.randn(shape, device=device, requires_grad=True)
-    layer(x).sum().backward()
-    assert x.grad.shape == x.shape
-    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
-    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, x.shape[:-1].numel()))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_several_gradients_at_once_equal_them_one_by_one(device, turned):
+def test_several_gradients_at_once_equal_them_one_by_one(device):
     """Vectorised jacobians: ``vmap`` hands the backward tensors without memory of their own."""
     layer = compressed(nn.Linear(32, 24, device=device), sparsity=0.5, block_size=16)
-    x = torch.randn(3, 40, 32, device=device)
-    x = (x.transpose(1, 2).contiguous().transpose(1, 2) if turned else x).requires_grad_()
-    y, inputs = layer(x), (x, *layer.parameters())
-    grads = torch.randn(2, *y.shape, device=device)
-    together = torch.autograd.grad(y, inputs, grads, is_grads_batched=True, retain_graph=True)
-    for i in range(2):
-        alone = torch.autograd.grad(y, inputs, grads[i], retain_graph=True)
-        for a, b in zip(together, alone, strict=True):
-            assert oracle.relative_error(a[i], b) < 1e-6
-
-
-def test_a_retained_graph_gives_its_gradients_twice(device):
-    layer = compressed(nn.Linear(32, 8, device=device), sparsity=0.5, block_size=8)
-    x = torch.randn(2, 9, 32, device=device, requires_grad=True)
-    loss = layer(x).square().sum()
-    first = torch.autograd.grad(loss, (x, *layer.parameters()), retain_graph=True)
-    second = torch.autograd.grad(loss, (x, *layer.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    plain = torch.randn(3, 40, 32, device=device)
+    for x in (plain.requires_grad_(), plain.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
+        y, inputs = layer(x), (x, *layer.parameters())
+        grads = torch.randn(2, *y.shape, device=device)
+        together = torch.autograd.grad(y, inputs, grads, is_grads_batched=True, retain_graph=True)
+        for i in range(2):
+            alone = torch.autograd.grad(y, inputs, grads[i], retain_graph=True)
+            for a, b in zip(together, alone, strict=True):
+                assert oracle.relative_error(a[i], b) < 1e-6
 
 
 def test_exact_gradients_pass_gradcheck():
@@ -239,15 +193,6 @@ def test_sparsity_is_read_at_each_forward_and_zero_is_dense():
     assert kept_bytes(layer, x) == x.nbytes
 
 
-def test_a_weight_may_change_in_place_where_the_input_needs_no_gradient():
-    layer = compressed(nn.Linear(32, 4), sparsity=0.5, block_size=8)
-    y = layer(torch.randn(2, 3, 32))
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    y.sum().backward()
-    assert layer.weight.grad.shape == layer.weight.shape
-
-
 LAYOUTS = {
     "row": lambda x: x[0, 0],
     "rows": lambda x: x.flatten(0, 1),
@@ -261,68 +206,47 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_output_is_torchs_and_nobodys_view(layout, dtype, bias):
+def test_the_output_is_torchs_and_nobodys_view(layout):
     """The same bits, laid out alike in as much memory, that may be written to."""
-    dense = nn.Linear(64, 24, bias, dtype=dtype)
-    layer = compressed(dense, sparsity=0.5)
-    x = LAYOUTS[layout](torch.randn(4, 96, 64).to(dtype)).detach().requires_grad_()
-    y, right = layer(x), dense(x)
-    assert torch.equal(y, right)
-    assert y.stride() == right.stride()
-    assert y.untyped_storage().nbytes() == y.nbytes
-    assert not y._is_view()
-    gradients = []
-    for model, output in ((layer, y), (dense, right)):
-        output += 1
-        output[..., :3] *= 2
-        nn.ReLU(inplace=True)(output).sum().backward()
-        gradients.append((x.grad, model.bias.grad if bias else None))
-        x.grad = None
-    torch.testing.assert_close(*gradients)
+    for dtype, bias in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.float64, False)):
+        dense = nn.Linear(64, 24, bias, dtype=dtype)
+        layer = compressed(dense, sparsity=0.5)
+        x = LAYOUTS[layout](torch.randn(4, 96, 64).to(dtype)).detach().requires_grad_()
+        y, right = layer(x), dense(x)
+        assert torch.equal(y, right)
+        assert y.stride() == right.stride()
+        assert y.untyped_storage().nbytes() == y.nbytes
+        assert not y._is_view()
+        gradients = []
+        for model, output in ((layer, y), (dense, right)):
+            output += 1
+            output[..., :3] *= 2
+            nn.ReLU(inplace=True)(output).sum().backward()
+            gradients.append((x.grad, model.bias.grad if bias else None))
+            x.grad = None
+        torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_one_sample_is_read_as_it_lies(rows):
+def test_one_sample_is_read_as_it_lies():
     """Products round otherwise where their factor is a copy that lies otherwise."""
-    for width, out, bias in itertools.product((3, 8, 24), range(1, 12), (False, True)):
+    for width, out, bias, rows in itertools.product((3, 8, 24), range(1, 12, 2), (False, True), (1, 2, 5)):
         dense = nn.Linear(width, out, bias)
         x = torch.randn(width, rows).t()[None].requires_grad_()
         assert torch.equal(compressed(dense, sparsity=0.5, block_size=8)(x), dense(x)), (width, out)
 
 
-def test_what_is_not_finite_is_kept_and_spreads_no_further_than_its_block():
-    layer = compressed(nn.Linear(64, 8), sparsity=0.9, bits=2)
-    x = torch.randn(2, 8, 64)
-    x[1, 3, 40] = torch.inf
-    layer(x).sum().backward()
-    assert layer.weight.grad.isnan().any()
-    assert layer.weight.grad[:, :32].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (torch.ones(2, 33, dtype=torch.int64), TypeError, "must be a floating-point tensor .* got torch.int64"),
-        (torch.ones(2, 33, dtype=torch.complex64), TypeError, "floating-point tensor .* got torch.complex64"),
-        (torch.tensor(1.0), ValueError, "must have at least one dimension.*HINT"),
+def test_inputs_that_cannot_be_kept_are_refused():
+    layer = compressed(nn.Linear(33, 7), sparsity=0.5)
+    for x, error, message in (
+        (torch.ones(2, 33, dtype=torch.int64), TypeError, "torch.int64"),
+        (torch.ones(2, 33, dtype=torch.complex64), TypeError, "torch.complex64"),
+        (torch.tensor(1.0), ValueError, "at least one dimension"),
         (torch.ones(2, 34), RuntimeError, "shapes cannot be multiplied"),
         (torch.ones(2, 33, dtype=torch.bfloat16), RuntimeError, "dtype"),
-    ],
-    ids=["int", "complex", "scalar", "features", "mixed types"],
-)
-def test_inputs_that_cannot_be_kept_are_refused(x, error, message):
-    with pytest.raises(error, match=message):
-        compressed(nn.Linear(33, 7), sparsity=0.5)(x)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_only_a_dense_tensor_can_be_inspected():
-    for x in (torch.eye(33).to_sparse(), torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)])):
-        with pytest.raises(ValueError, match=r"must be a dense tensor, neither sparse nor nested, got layout .*HINT"):
-            functional.pack(x, sparsity=0.5)
+    ):
+        with pytest.raises(error, match=message):
+            layer(x)
 
 
 def test_a_layer_may_be_built_as_it_is():
@@ -333,46 +257,7 @@ def test_a_layer_may_be_built_as_it_is():
     grads = [torch.autograd.grad(made(x).sum(), made.weight)[0] for made in (layer, converted)]
     assert torch.equal(*grads)
     assert layer.owner is None
-    with pytest.raises(ValueError, match=r"`sparsity` must be in \[0, 1\), got 1"):
+    with pytest.raises(ValueError, match="`sparsity`"):
         ActivationPrunedLinear(33, 7, sparsity=1)
-    with pytest.raises(ValueError, match="`block_size` must be at least 8"):
+    with pytest.raises(ValueError, match="`block_size`"):
         ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=4, bits=4)
-
-
-# Conv1D of transformers.
-
-
-@pytest.mark.parametrize("scope", ["sample", "token"])
-@pytest.mark.parametrize("shape", [(7, 65), (3, 5, 65), (2, 3, 5, 65), (65,)], ids=str)
-def test_conv1d(conv1d, shape, scope):
-    dense = conv1d(7, 65)
-    nn.init.normal_(dense.bias)
-    layer = compressed(dense, sparsity=0.5, block_size=8, scope=scope)
-    x = leaf(*shape)
-    grad = torch.randn_like(dense(x))
-    found, exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
-    gradient = dict(zip(("x", *(name for name, _ in dense.named_parameters())), found, strict=True))
-    right = dict(zip(gradient, exact, strict=True))
-    same = {"rtol": 0, "atol": 0} if len(shape) in (2, 3) else {}  # torch adds the bias of others separately
-    torch.testing.assert_close(layer(x), dense(x), **same)
-    torch.testing.assert_close(gradient["x"], right["x"], **same)
-    torch.testing.assert_close(gradient["bias"], right["bias"], **same)
-    hat = oracle.pruned(oracle.as_samples(x.detach(), scope), 8, 0.5).reshape(-1, 65)
-    expected = hat.double().t() @ grad.double().reshape(-1, 7)
-    assert oracle.relative_error(gradient["weight"], expected) < 1e-6
-
-
-def test_conv1d_keeps_the_parameter_itself(conv1d):
-    layer = compressed(conv1d(7, 65), sparsity=0.5, block_size=8)
-    layer(torch.randn(2, 65)).sum().backward()
-    assert layer.weight.grad.stride() == layer.weight.stride()
-    assert kept_bytes(layer, torch.randn(3, 10, 65, requires_grad=True)) == 3 * 45 * 32 + 4 * 3 * (3 + 1)
-    assert "nf=7, nx=65" in repr(layer)
-
-
-def test_dense_functions_of_converted_layers_see_the_same_weight():
-    dense = nn.Linear(33, 7)
-    layer = compressed(dense, sparsity=0.5)
-    x = torch.randn(2, 33)
-    assert torch.equal(F.linear(x, layer.weight, layer.bias), dense(x))
-    assert copy.deepcopy(layer).weight is not layer.weight

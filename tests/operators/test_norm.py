@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-import random
 
 import pytest
 import torch
@@ -13,20 +13,18 @@ from torch import Tensor, nn
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.dispatch import LaunchCache, force_backend
 from lightning_actprune.operators import norm as operators
-from lightning_actprune.operators.norm import CompressedTimmLayerNorm, NormSetting, norm
+from lightning_actprune.operators.norm import NormSetting, norm
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
 from tests.support.compressed import compressed
-from tests.support.marks import newer_norms, quick
+from tests.support.marks import pairs
 from tests.support.saving import saved_tensors
-from tests.support.strides import odd_strides, steps
 from tests.support.workload import launches
 
 BITS = (8, 4, 3, 2)
 EPS = 1e-5
-LLAMA = "transformers.models.llama.modeling_llama"
-
-each_kind = pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+LAYOUTS = [((5, 70), 32, torch.float32), ((3, 300), 24, torch.bfloat16), ((9, 8), 32, torch.float16)]
+"""Shapes, block sizes and types."""
 
 
 def inputs(device, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,14 +74,9 @@ def largest_errors(rows: Tensor, block_size: int, bits: int) -> Tensor:
     return bounds.reshape(padded.shape)[:, : rows.shape[1]] * (1 + 1e-5) + 1e-6
 
 
-@each_kind
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    ("shape", "block", "dtype"),
-    [((5, 70), 32, torch.float32), ((3, 300), 24, torch.bfloat16), ((9, 8), 32, torch.float16)],
-    ids=str,
-)
-def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, centred, bits, shape, block, dtype):
+@pytest.mark.parametrize(("bits", "layout", "centred"), pairs(BITS, LAYOUTS, [True, False]), ids=str)
+def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, centred, bits, layout):
+    shape, block, dtype = layout
     x, weight, bias = inputs(device, *shape, dtype=dtype)
     with saved_tensors() as saved:
         y = normalized(x, weight, bias, centred, bits, block)
@@ -106,86 +99,6 @@ def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, centr
         assert oracle.relative_error(actual, right) <= max(tolerance, 2e-6)
 
 
-@each_kind
-def test_errors_of_the_gradients_are_those_of_the_module_docstring(centred):
-    """Of a random g, and of one with a cosine of 0.6 to the normalised input; ``grad_w`` over 400 rows."""
-    x, weight, bias = inputs("cpu", 400, 768)
-    hat, rstd = exact(x, centred)
-    wide = weight.detach().double()
-    g = torch.randn(400, 768).double() / wide
-    for cosine in (0.0, 0.6):
-        grad_y = ((math.sqrt(1 - cosine**2) * g * wide + cosine * hat) / wide).float()
-        right = gradients(grad_y, hat, rstd, weight, centred)
-        for bits, error in ((8, 0.0055), (4, 0.1), (2, 0.5)):
-            y = normalized(x, weight, bias, centred, bits)
-            found = torch.autograd.grad(y, (x, weight, bias), grad_y)
-            of_input, of_weight, of_bias = (oracle.relative_error(a, b) for a, b in zip(found, right, strict=True))
-            along = math.hypot(cosine, math.sqrt(2 / 768)) / math.sqrt(1 - cosine**2)
-            assert error * along / 2 < of_input < 1.2 * error * along
-            assert of_bias < 1e-5
-            if cosine == 0:  # errors and terms of 400 rows both grow as the root of their number
-                assert of_weight < 1.2 * error
-
-
-def test_the_gradient_of_the_weight_is_unbiased():
-    """Rows that are alike but for their places: the error of the mean shrinks as the root of their number."""
-    row = torch.randn(1, 64)
-    weight = torch.ones(64, requires_grad=True)
-    hat, _ = exact(row, True)
-    errors = []
-    for rows in (16, 4096):
-        y = normalized(row.expand(rows, 64), weight, None, True, 2)
-        (grad,) = torch.autograd.grad(y, weight, torch.full((rows, 64), 1 / rows))
-        errors.append(oracle.relative_error(grad, hat[0]))
-    assert errors[1] < errors[0] / 6
-
-
-def test_only_what_needs_a_gradient_gets_one(device):
-    x, weight, bias = inputs(device, 6, 40)
-    grad_y = torch.randn(6, 40, device=device)
-    full = torch.autograd.grad(normalized(x, weight, bias, True, 4), (x, weight, bias), grad_y)
-    for needed in ((True, False, False), (False, True, False), (True, False, True), (False, True, True)):
-        given = [t.detach().requires_grad_(wanted) for t, wanted in zip((x, weight, bias), needed, strict=True)]
-        normalized(*given, True, 4).backward(grad_y)
-        for tensor, wanted, right in zip(given, needed, full, strict=True):
-            assert torch.equal(tensor.grad, right) if wanted else tensor.grad is None
-
-
-def test_without_parameters(device):
-    x, *_ = inputs(device, 6, 40)
-    y, grad_y = normalized(x, None, None, True, 8), torch.randn(6, 40, device=device)
-    right = F.layer_norm(x, (40,), eps=EPS)
-    torch.testing.assert_close(y, right, rtol=0, atol=3e-6)
-    grads = (torch.autograd.grad(out, x, grad_y)[0] for out in (y, right))
-    assert oracle.relative_error(*grads) < 0.01
-
-
-def test_several_dimensions_and_any_strides(device):
-    base = 2 * torch.randn(4, 6, 10, 21, device=device) + 1
-    weight, bias = (torch.randn(10, 21, device=device, requires_grad=True) for _ in range(2))
-    start = torch.randn(4 * 6 * 10 * 21 + 1, device=device)[1:].view(base.shape)
-    for view in (base, base[:, ::2], base.transpose(0, 1), base[:1].expand(base.shape), start):
-        x = view.detach().requires_grad_()
-        grad_y = torch.randn(21, *x.shape[:-1], device=device).movedim(0, -1)
-        ours, torchs = normalized(x, weight, bias, True, 8), F.layer_norm(x, (10, 21), weight, bias, EPS)
-        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-5)
-        assert ours.is_contiguous()
-        grads = (torch.autograd.grad(y, (x, weight, bias), grad_y) for y in (ours, torchs))
-        for actual, right in zip(*grads, strict=True):
-            assert actual.shape == right.shape
-            assert oracle.relative_error(actual, right) < 0.01
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (3, 0), (0,)], ids=str)
-def test_empty_inputs(device, shape):
-    x = torch.ones(shape, device=device, requires_grad=True)
-    weight = torch.ones(shape[-1], device=device, requires_grad=True)
-    y = normalized(x, weight, None, True, 4)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == shape
-    assert not weight.grad.any()
-
-
 def test_rounded_values_are_multiplied_in_the_wider_type(device):
     x, weight, _ = inputs(device, 5, 70, dtype=torch.float16)
     y = norm(x, weight, None, (70,), NormSetting(False, True, EPS, 32, 8), torch.float32)
@@ -197,8 +110,7 @@ def test_rounded_values_are_multiplied_in_the_wider_type(device):
     assert x.grad.dtype == torch.float16
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@each_kind
+@pytest.mark.parametrize(("centred", "value"), [(True, math.nan), (False, math.inf)])
 def test_what_is_not_finite_reaches_the_gradients_of_its_row_alone(device, value, centred):
     x, weight, bias = inputs(device, 5, 70)
     with torch.no_grad():
@@ -210,20 +122,12 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_row_alone(device, value
     assert of_weight[3].isnan()
 
 
-def test_constant_rows_are_zero(device):
-    x = torch.full((3, 64), 5.0, device=device, requires_grad=True)
-    y = normalized(x, None, None, True, 2)
-    y.backward(torch.randn_like(y))
-    assert not y.any()
-    assert x.grad.isfinite().all()
-
-
 def test_what_cannot_be_stored_is_refused():
     x, weight, bias = inputs("cpu", 5, 70, dtype=torch.float64)
-    with pytest.raises(TypeError, match=r"float64 values cannot be stored in 4 bits.* HINT"):
+    with pytest.raises(TypeError, match="float64"):
         normalized(x, weight, bias, True, 4)
     huge = torch.empty(1, 8, requires_grad=True).expand(2**31, 8)
-    with pytest.raises(ValueError, match=r"2147483648 blocks, more than 2\^31 - 1.* HINT: .* than 8"):
+    with pytest.raises(ValueError, match="2147483648"):
         normalized(huge, None, None, True, 4)
 
 
@@ -268,61 +172,6 @@ def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
         torch.testing.assert_close(batched[1], expected)
 
 
-class LlamaRMSNorm(nn.Module):
-    """A stand-in for transformers' class, by its documented behaviour."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(hidden_size)), 1e-6
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-LlamaRMSNorm.__module__, LlamaRMSNorm.__qualname__ = LLAMA, "LlamaRMSNorm"
-
-
-@pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=str)
-def test_layers_whose_dense_output_lies_as_the_input_keep_that(device, order):
-    dense = LlamaRMSNorm(10).to(device)
-    layer = compressed(nn.Sequential(dense), "norm", bits=8)
-    x = torch.randn(3, 10, 4, 10, device=device).permute(order).requires_grad_()
-    y, right = layer(x), dense(x)
-    assert y.stride() == right.stride() == x.stride()
-    torch.testing.assert_close(y, right)
-    grad_y = torch.randn_like(right)
-    grads = (torch.autograd.grad(out, x, grad_y)[0] for out in (y, right))
-    assert oracle.relative_error(*grads) < 0.01
-
-
-@pytest.mark.parametrize("make", [nn.LayerNorm, pytest.param(nn.RMSNorm, marks=newer_norms)])
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_outputs_lie_as_torchs_whatever_the_strides(where, make):
-    draw = random.Random(0)
-    for _ in range(200):
-        x = torch.randn(5000, device=where).as_strided(*odd_strides(draw))
-        dense = make(x.shape[-1], device=where)
-        layer = compressed(nn.Sequential(make(x.shape[-1], device=where)), "norm", bits=8)
-        assert steps(layer(x)) == steps(dense(x)), (x.shape, x.stride())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("make", quick([nn.LayerNorm, nn.RMSNorm], nn.LayerNorm))
-def test_one_compiled_graph_keeps_as_many_bytes(make):
-    torch._dynamo.reset()
-    layer = compressed(nn.Sequential(make(96)), "norm", bits=4)
-    x, grad = torch.randn(40, 96, requires_grad=True), torch.randn(40, 96)
-    own, found = {p.data_ptr() for p in layer.parameters()}, []
-    for module in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
-        with saved_tensors() as saved:
-            y = module(x)
-        assert sum(t.nbytes for t in saved if t.data_ptr() not in own) == 40 * 3 * 18 + 4 * 40
-        found.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), grad)))
-    for eager, traced in zip(*found, strict=True):
-        assert torch.equal(eager, traced)
-
-
 def test_only_exact_classes_are_known():
     class Other(nn.LayerNorm):
         pass
@@ -343,11 +192,18 @@ def test_what_torch_refuses_it_refuses_still():
             layer(torch.randn(4, 96))
 
 
-def test_fast_norm_of_timm_is_left_alone():
-    norms = pytest.importorskip("timm.layers.norm")
-    layer, x = compressed(nn.Sequential(norms.LayerNorm(96)), "norm", bits=8)[0], torch.randn(4, 96, requires_grad=True)
-    assert isinstance(layer, CompressedTimmLayerNorm)
+@pytest.mark.foreign
+@pytest.mark.parametrize(
+    ("module", "name"), [("norm", "LayerNorm"), ("norm", "GroupNorm"), ("norm_act", "GroupNormAct")]
+)
+def test_fast_norm_of_timm_is_left_alone(module, name):
+    dense = getattr(importlib.import_module(f"timm.layers.{module}"), name)(
+        24, **({"num_groups": 4} if "G" in name else {})
+    )
+    layer = compressed(nn.Sequential(dense), "norm", bits=8)[0]
+    assert type(layer) is not type(dense)
     layer._fast_norm = True
+    x = torch.randn(4, 24, *([] if name == "LayerNorm" else [3, 2]), requires_grad=True)
     with saved_tensors() as saved:
         layer(x)
-    assert any(tensor.shape == x.shape for tensor in saved)
+    assert any(tensor.data_ptr() == x.data_ptr() for tensor in saved)

@@ -97,7 +97,7 @@ def run(rank: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_strategies_run_blocks_again(tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))

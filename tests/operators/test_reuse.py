@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.codec.dispatch import forced_backend
 from lightning_actprune.operators import reuse
 from tests.support import oracle
 from tests.support.compressed import compressed
+from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 from tests.support.reuse import (
     LENGTH,
@@ -55,9 +56,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize(("made", "read"), CASES)
-def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, made, read, autocast):
+@pytest.mark.parametrize(("case", "autocast"), [*in_turn(CASES, (False, True)), (CASES[0], True)], ids=str)
+def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, case, autocast):
+    made, read = case
     norm, x = norm_of(made, device=device), activation(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         y = norm(x)
@@ -83,52 +84,7 @@ def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, made
     torch.testing.assert_close(layer.bias.grad.double(), grad_y.sum(1), rtol=0, atol=most)
 
 
-@pytest.mark.parametrize("read", ["rows", "turned"])
-def test_an_output_that_lies_as_its_input_does(device, read):
-    """An affine layer keeps the layout of its input: of a map of patches, the tokens of a channel lie side by side."""
-    norm, x, grads = norm_of("affine", device=device), activation(device), []
-    layer = linear(READS[read](x).shape[-1], device=device)
-    for given in (x, x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
-        y = norm(given)
-        assert y.stride() == given.stride()
-        z = layer(READS[read](y))
-        assert reuses(z, y)
-        g = torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(device)
-        grads.append(torch.autograd.grad(z, [layer.weight, layer.bias, given], g))
-    for contiguous, turned in zip(*grads, strict=True):
-        torch.testing.assert_close(contiguous, turned, rtol=1e-5, atol=1e-5)
-
-
-def test_models_in_16_bits(device):
-    dtype = torch.bfloat16
-    norm, layer = norm_of(device=device, dtype=dtype), linear(device=device, dtype=dtype)
-    y = norm(activation(device, dtype))
-    z = layer(y)
-    assert reuses(z, y)
-    known, weight, bias = as_known(y, norm)
-    g = torch.randn_like(z)
-    z.backward(g)
-    grad_y = g.double().flatten(0, 1).t()
-    expected = grad_y @ (known * weight + bias).flatten(0, 1)
-    magnitude = grad_y.abs() @ ((known * weight).abs() + bias.abs()).flatten(0, 1)
-    assert layer.weight.grad.dtype == dtype
-    assert ((layer.weight.grad.double() - expected).abs() <= 3.1 * ROUNDED[dtype] * magnitude).all()
-
-
-def test_errors_have_no_mean():
-    norm, layer, errors = norm_of(bits=2), linear(), []
-    for _ in range(60):
-        x, g = activation(), torch.randn(SAMPLES, TOKENS, OUTPUTS)
-        y = norm(x)
-        (grad,) = torch.autograd.grad(layer(y), layer.weight, g)
-        errors.append(grad - g.flatten(0, 1).t() @ y.detach().flatten(0, 1))
-    mean, spread = torch.stack(errors).mean(0), torch.stack(errors).std(0) / 60**0.5
-    # 1728 values of standard deviation 1: their mean square is 1 to 6 sqrt(2 / 1728).
-    assert float((mean / spread).square().mean()) == pytest.approx(1, abs=6 * (2 / mean.numel()) ** 0.5)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(("read", "autocast"), [*in_turn(READS, (False, True)), ("rows", True)])
 def test_nothing_but_the_weight_gradient_depends_on_who_keeps_the_input(device, read, autocast):
     norm, x = norm_of("affine", device=device), activation(device)
     layer = linear(TOKENS if read == "turned" else LENGTH, device=device)
@@ -141,10 +97,7 @@ def test_nothing_but_the_weight_gradient_depends_on_who_keeps_the_input(device, 
         assert reuses(z, y) is not own
         wanted = x, layer.bias, *norm.parameters()
         results.append([z, *torch.autograd.grad(z, wanted, torch.ones_like(z))])
-    if autocast and device.type == "cpu" and forced_backend() == "triton":  # the interpreter cuts bf16 off
-        assert all(oracle.relative_error(a, b) < 2.0**-7 for a, b in zip(*results, strict=True))
-    else:
-        assert [torch.equal(a, b) for a, b in zip(*results, strict=True)] == [True] * 5
+    assert all(map(torch.equal, *results))
 
 
 def test_several_layers_read_what_one_keeps():
@@ -155,17 +108,6 @@ def test_several_layers_read_what_one_keeps():
     packs = [t.untyped_storage()._cdata for z in outputs for t in z.grad_fn.saved_tensors if t is not None]
     assert len(set(packs)) == 6  # three weights, and values, scale and shift once
     sum(z.sum() for z in outputs).backward()
-
-
-def test_a_layer_used_twice_adds_up_and_a_graph_gives_its_gradient_twice():
-    norm, layer, x = norm_of(), linear(), activation()
-    z = layer(norm(x))
-    z.sum().backward(retain_graph=True)
-    first = layer.weight.grad.clone()
-    z.sum().backward(retain_graph=True)
-    assert torch.equal(layer.weight.grad, 2 * first)
-    layer(norm(x)).sum().backward()
-    assert torch.equal(layer.weight.grad, 3 * first)
 
 
 def test_frozen_parameters():
@@ -195,7 +137,7 @@ def test_without_gradients_nothing_is_known():
     assert not layer.weight.grad.any()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_layers_pack_their_own_and_get_the_same_to_its_errors():
     norm, layer, x = norm_of(bits=8), linear(bits=8), activation()
     compiled = torch.compile(nn.Sequential(norm, layer), backend="aot_eager", fullgraph=True)
@@ -203,17 +145,6 @@ def test_compiled_layers_pack_their_own_and_get_the_same_to_its_errors():
     (found,) = torch.autograd.grad(compiled(x), layer.weight, g)
     (expected,) = torch.autograd.grad(layer(norm(x)), layer.weight, g)
     assert oracle.relative_error(found, expected) < 0.02  # two errors of 0.005
-
-
-def test_gradients_under_vmap():
-    norm, layer, x = norm_of(), linear(), activation()
-    for read in (READS["rows"], READS["turned"]):
-        layer = linear(read(x).shape[-1])
-        z = layer(read(norm(x)))
-        g = torch.randn(2, *z.shape)
-        (found,) = torch.autograd.grad(z, layer.weight, g, is_grads_batched=True, retain_graph=True)
-        expected = [torch.autograd.grad(z, layer.weight, one, retain_graph=True)[0] for one in g]
-        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-4)
 
 
 def held(out: Tensor) -> list[int]:
@@ -240,49 +171,38 @@ def test_projections_of_attention(batch_first):
     assert oracle.relative_error(grads[0], exact[0]) < 0.18  # 4 bits: 0.09 of normal values
 
 
-def other_tensor(norm, x):
-    return norm(x).clone()
-
-
-def some_rows(norm, x):
-    return norm(x)[:, 1:]
-
-
-def modified(norm, x):
-    return norm(x).mul_(2)
-
-
-def modified_through_a_view(norm, x):
+def modified_through_a_view(norm: nn.Module, x: Tensor) -> Tensor:
     y = norm(x)
     y[:, 0].zero_()
     return y
 
 
-def after_a_change_of_the_scale(norm, x):
-    y = norm(x)
-    with torch.no_grad():
-        norm.weight.mul_(2)
-    return y
+def after(change: Callable[[Tensor, nn.Module], object]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """Return what calls a norm, then changes its output or its parameters."""
+
+    def read(norm: nn.Module, x: Tensor) -> Tensor:
+        y = norm(x)
+        with torch.no_grad():
+            change(y, norm)
+        return y
+
+    return read
 
 
-def after_a_change_of_the_shift(norm, x):
-    y = norm(x)
-    with torch.no_grad():
-        norm.bias.add_(1)
-    return y
+READ_OTHERWISE = {
+    "other tensor": lambda norm, x: norm(x).clone(),
+    "some rows": lambda norm, x: norm(x)[:, 1:],
+    "modified": lambda norm, x: norm(x).mul_(2),
+    "modified through a view": modified_through_a_view,
+    "scale": after(lambda y, norm: norm.weight.mul_(2)),
+    "shift": after(lambda y, norm: norm.bias.add_(1)),
+    "data of the output": after(lambda y, norm: setattr(y, "data", torch.ones_like(y))),
+    "data of the scale": after(lambda y, norm: setattr(norm.weight, "data", torch.ones_like(norm.weight))),
+    "data of the shift": after(lambda y, norm: setattr(norm.bias, "data", torch.ones_like(norm.bias))),
+}
 
 
-READ_OTHERWISE = [
-    other_tensor,
-    some_rows,
-    modified,
-    modified_through_a_view,
-    after_a_change_of_the_scale,
-    after_a_change_of_the_shift,
-]
-
-
-@pytest.mark.parametrize("read", READ_OTHERWISE)
+@pytest.mark.parametrize("read", READ_OTHERWISE.values(), ids=READ_OTHERWISE)
 def test_other_tensors_are_packed(read):
     norm, layer, x = norm_of(bits=8), linear(bits=4), activation()
     y = read(norm, x)
@@ -319,15 +239,6 @@ def test_what_computes_in_fp16_packs_its_own():
     y = norm_of()(activation())
     with torch.autocast("cpu", torch.float16):
         assert own_pack(linear()(y))
-
-
-@pytest.mark.parametrize("changed", ["output", "weight", "bias"])
-def test_other_memory_by_way_of_data_is_noticed(changed):
-    norm, x = norm_of(), activation()
-    y = norm(x)
-    replaced = {"output": y, "weight": norm.weight, "bias": norm.bias}[changed]
-    replaced.data = torch.ones_like(replaced)
-    assert own_pack(linear()(y))
 
 
 def test_backward_finds_out_that_parameters_were_modified():

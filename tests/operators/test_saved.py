@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
@@ -36,12 +36,14 @@ from tests.support.compression import (
     read_back,
     typical,
 )
+from tests.support.marks import in_turn, only
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
 
 
 BLOCK = 32
 BITS = [8, 4, 3, 2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.transpose(0, 2),
@@ -57,27 +59,23 @@ def in_blocks(values: Tensor, x: Tensor) -> Tensor:
     return values.detach().permute(order).reshape(-1, BLOCK).double()
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lay_out", LAYOUTS.values(), ids=LAYOUTS)
-def test_backward_reads_values_within_half_a_step(lay_out, dtype: torch.dtype, bits: int):
-    x = lay_out(activation(dtype=dtype))
+@pytest.mark.parametrize(
+    ("lay_out", "dtype", "bits"),
+    only(
+        itertools.product(LAYOUTS, DTYPES, BITS),
+        *in_turn(LAYOUTS, DTYPES, BITS),
+        *in_turn(["contiguous"] * 4, DTYPES[::-1], BITS),
+    ),
+    ids=str,
+)
+def test_backward_reads_values_within_half_a_step(lay_out: str, dtype: torch.dtype, bits: int, device: torch.device):
+    x = LAYOUTS[lay_out](activation(dtype=dtype, device=device))
     blocks = in_blocks(x, x)
     most = bound(blocks, bits)
     rounding = torch.finfo(dtype).eps * (blocks.abs() + most)
     error = in_blocks(read_back(x, bits), x) - blocks
     assert (error.abs() <= most + rounding).all()
     assert error.abs().max() > most.min() / 2  # it was not exact either
-
-
-@pytest.mark.parametrize("lay_out", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("bits", [8, 3])
-def test_kernels_read_every_layout(lay_out, bits: int, device: torch.device):
-    x = lay_out(activation(dtype=torch.bfloat16, device=device))
-    blocks = in_blocks(x, x)
-    error = in_blocks(read_back(x, bits), x) - blocks
-    most = bound(blocks, bits)
-    assert (error.abs() <= most + torch.finfo(x.dtype).eps * (blocks.abs() + most)).all()
 
 
 def test_errors_are_without_bias():
@@ -101,11 +99,10 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-@pytest.mark.parametrize("math", [False, True], ids=["fused", "math"])
-def test_gradients_are_close_and_the_output_exact(operation, math: bool):
+@pytest.mark.parametrize(("name", "math"), [*((name, False) for name in OPERATIONS), ("attention", True)])
+def test_gradients_are_close_and_the_output_exact(name: str, math: bool):
     """Of the size of the step: no gradient depends on more than three quantized tensors."""
-    model, x = Runs(*operation), activation()
+    model, x = Runs(*OPERATIONS[name]), activation()
     backend = torch.nn.attention.SDPBackend.MATH if math else torch.nn.attention.SDPBackend.FLASH_ATTENTION
     with torch.nn.attention.sdpa_kernel([backend, torch.nn.attention.SDPBackend.MATH]):
         expected, y = gradients(model, x, lambda y: y.square().sum()), model(x)
@@ -114,6 +111,8 @@ def test_gradients_are_close_and_the_output_exact(operation, math: bool):
                 made = gradients(model, x, lambda y: y.square().sum())
                 torch.testing.assert_close(model(x), y, rtol=0, atol=0)
             assert saving.rows
+            if name == "attention" and not math:  # keeps q, k, v and its result
+                assert sum(row.count for row in saving.rows if row.shape == (4, 4, 20, 16)) == 8
             for gradient, exact in zip(made, expected, strict=True):
                 assert (gradient - exact).norm() <= 3 * typical(bits) * exact.norm()
 
@@ -157,24 +156,15 @@ LEFT: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize("operation", LEFT.values(), ids=LEFT)
-def test_what_does_not_qualify_is_left_alone(operation):
-    saved = []
-    model = Runs(operation)
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.dtype), lambda tensor: tensor)
-    with SavedTensorCompression(model, min_values=1) as saving, hooks:
-        model(activation())
-    assert saving.rows == []
-    assert torch.uint8 not in saved
-
-
-def test_an_input_flattened_to_the_shape_of_a_weight_is_packed_and_a_flattened_weight_is_not():
-    model, x = Runs(lambda x, w, conv: F.linear(x, w) @ (conv * 2).view(80, 24), (80, 64), (20, 4, 2, 12)), activation()
-    expected = gradients(model, x)
-    with SavedTensorCompression(model, min_values=256) as saving:
-        made = gradients(model, x)
-    assert [(row.shape, row.count) for row in saving.rows] == [((80, 64), 1), ((80, 80), 1)]
-    torch.testing.assert_close(made[0], expected[0], rtol=0, atol=0)
+def test_what_does_not_qualify_is_left_alone():
+    for name, operation in LEFT.items():
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.dtype), lambda t: t)  # noqa: B023
+        model = Runs(operation)
+        with SavedTensorCompression(model, min_values=1) as saving, hooks:
+            model(activation())
+        assert saving.rows == [], name
+        assert torch.uint8 not in saved, name
 
 
 def test_few_values_and_no_gradient():
@@ -259,8 +249,7 @@ def test_what_is_retained_as_it_is_only_later_is_counted():
     assert saving.retained_twice_bytes == x.numel() // BLOCK * (BLOCK + 2) == saving.rows[0].stored_bytes
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("decided", [True, False])
+@pytest.mark.parametrize(("packed", "decided"), [(True, True), (True, False), (False, True)])
 def test_a_tensor_written_to_after_it_was_saved_is_right_or_an_error(packed: bool, decided: bool):
     """An error in the first forward, in which it waits until its operation is known."""
     probe, before, writes = torch.ones(SHAPE, requires_grad=True), [], []
@@ -285,9 +274,7 @@ def test_a_tensor_written_to_after_it_was_saved_is_right_or_an_error(packed: boo
         loss.backward()
         torch.testing.assert_close(probe.grad, before[0], rtol=0, atol=0.05)
     else:
-        with pytest.raises(
-            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
-        ):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
@@ -316,21 +303,6 @@ def test_a_forward_that_fails_keeps_nothing():
             model(activation())
         gc.collect()
         assert saved[0].expired()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"keep": Keep(sparsity=0.5)}, ValueError, r"`keep` must have `bits`.*HINT"),
-        ({"keep": "int8"}, TypeError, r"`keep` must be a Keep, got 'int8'. HINT"),
-        ({"parameter_bits": 5}, ValueError, r"`parameter_bits` must be 2, 3, 4, 8 or None, got 5"),
-        ({"min_values": 0}, ValueError, r"`min_values` must be an int >= 1, got 0. HINT"),
-        ({"min_values": 1.5}, TypeError, r"`min_values` must be an int >= 1, got 1.5. HINT"),
-    ],
-)
-def test_wrong_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        SavedTensorCompression(nn.Linear(8, 8), **arguments)
 
 
 def gamma_first(x: Tensor, gamma: Tensor) -> Tensor:
@@ -383,25 +355,16 @@ def test_what_needs_more_bits_too_is_stored_again_and_what_needs_fewer_is_not():
         assert sum(row.count for row in saving.rows) == stored
 
 
-def test_fused_attention_keeps_its_result_quantized():
-    model, x = Runs(attention, (64, 192)), activation()
-    expected = gradients(model, x, lambda y: y.square().sum())
-    with SavedTensorCompression(model, Keep(bits=8), min_values=256) as saving:
-        actual = gradients(model, x, lambda y: y.square().sum())
-    assert sum(row.count for row in saving.rows if row.shape == (4, 4, 20, 16)) == 4
-    for gradient, exact in zip(actual, expected, strict=True):
-        assert (gradient - exact).norm() <= 3 * typical(8) * exact.norm()
-
-
-def test_a_learned_bias_of_attention_stays_as_it_is():
-    def run(x: Tensor, qkv: Tensor) -> Tensor:
-        q, k, v = (x @ qkv).reshape(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
-        bias = (q @ k.mT).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-    model, x = Runs(run, (64, 192)), activation()
-    with SavedTensorCompression(model, Keep(bits=8), min_values=256):
-        assert all(gradient.isfinite().all() for gradient in gradients(model, x))
+def test_wrong_arguments():
+    for arguments, error, message in (
+        ({"keep": Keep(sparsity=0.5)}, ValueError, "`keep`"),
+        ({"keep": "int8"}, TypeError, "`keep` .*'int8'"),
+        ({"parameter_bits": 5}, ValueError, "`parameter_bits` .*5"),
+        ({"min_values": 0}, ValueError, "`min_values` .*0"),
+        ({"min_values": 1.5}, TypeError, "`min_values` .*1.5"),
+    ):
+        with pytest.raises(error, match=message):
+            SavedTensorCompression(nn.Linear(8, 8), **arguments)
 
 
 def test_a_meter_counts_what_is_kept():
@@ -472,14 +435,6 @@ def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
     ]
 
 
-def test_what_compressed_layers_return_is_packed():
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
-    convert(model, sparsity=0.5)
-    with SavedTensorCompression(model, min_values=256) as saving:
-        model(activation())
-    assert [(row.fqn, row.shape) for row in saving.rows] == [("1", SHAPE)]
-
-
 def test_compressed_layers_share_their_input_in_a_scope_too():
     model = Runs(lambda x: sum(layer(x) for layer in layers))
     layers = model.layers = nn.ModuleList(nn.Linear(64, 48) for _ in range(3))
@@ -491,15 +446,6 @@ def test_compressed_layers_share_their_input_in_a_scope_too():
         totals.append(meter.report().stored_bytes)
         assert saving.rows == []
     assert totals[0] == totals[1] < DENSE
-
-
-def test_save_on_cpu_gets_the_packed_values():
-    model, x = made(), activation()
-    with SavedTensorCompression(model, min_values=256):
-        expected = gradients(model, x)
-        with save_on_cpu():
-            made_gradients = gradients(model, x)
-    torch.testing.assert_close(made_gradients, expected, rtol=0, atol=0)
 
 
 def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():
@@ -521,7 +467,7 @@ def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():
     assert sorted(sizes) == [256, 256, STORED, DENSE]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weights_are_not(dtype: torch.dtype):
     model, x = made(), activation()
     with torch.autocast("cpu", dtype):
@@ -533,21 +479,6 @@ def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weig
     for gradient, exact in zip(made_gradients, expected, strict=True):
         most = 3 * typical(8) + 4 * torch.finfo(dtype).eps
         assert (gradient - exact).norm() <= most * exact.norm()
-
-
-def test_a_second_derivative_is_that_of_the_values_kept():
-    model = Runs(lambda x: (x.sin() * x.cos()).sum())
-    x = torch.randn(SHAPE, requires_grad=True)
-
-    def second() -> Tensor:
-        (first,) = torch.autograd.grad(model(x * 1), x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), x)[0]
-
-    expected = second()
-    with SavedTensorCompression(model, min_values=256) as saving:
-        made_gradient = second()
-    assert saving.rows
-    assert (made_gradient - expected).norm() <= 6 * typical(8) * expected.norm()
 
 
 class Weights(nn.Module):
@@ -565,8 +496,31 @@ class Weights(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class Views(torch.autograd.Function):
+    """Returns a view of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x * 2).flatten().view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_what_is_no_weight():
+    view = Views.apply(torch.randn(5, WIDTH, requires_grad=True))
+    assert view._base.is_leaf
+    assert not is_weight(view, set())
+    assert not is_weight(view.view(-1, 8), set())
+    assert not is_weight(torch.ones(3, 4), {(3, 4)})
+    assert is_weight(torch.ones(3, 4, requires_grad=True), set())
+    assert not is_weight(nn.Embedding(9, 4)(torch.zeros(5, dtype=torch.long)), {(4, 9)})
+
+
+@pytest.mark.parametrize(
+    ("autocast", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
+)
 def test_weights_and_what_is_made_of_them_are_known(autocast: bool, dtype: torch.dtype):
     model, x = Weights(), torch.randn(5, 7, WIDTH, requires_grad=True).to(dtype) * 1
     model.to(dtype)
@@ -584,28 +538,3 @@ def test_weights_and_what_is_made_of_them_are_known(autocast: bool, dtype: torch
             assert answer == (tensor.numel() != x.numel()), tensor.shape
     assert True in answers
     assert False in answers
-
-
-class Views(torch.autograd.Function):
-    """Returns a view of what it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 2).flatten().view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-def test_a_view_that_a_function_returns_is_no_weight():
-    made = Views.apply(torch.randn(5, WIDTH, requires_grad=True))
-    assert made._base.is_leaf
-    assert not is_weight(made, set())
-    assert not is_weight(made.view(-1, 8), set())
-
-
-def test_what_needs_no_gradient_is_no_weight():
-    assert not is_weight(torch.ones(3, 4), {(3, 4)})
-    assert is_weight(torch.ones(3, 4, requires_grad=True), set())
-    assert not is_weight(nn.Embedding(9, 4)(torch.zeros(5, dtype=torch.long)), {(4, 9)})

@@ -2,8 +2,7 @@
 
 The contract suite (``tests/contract``) runs over it, so that a property that holds for all operators is tested once. A
 case names the classes that it covers, as they stand in the tables ``CLASSES`` and ``FOREIGN`` of ``operators/*.py``.
-Classes that are a copy of another one (transformers has a hundred of the same MLP) have a case of their own with
-``copy_of``: it runs the comparison with the dense module, and nothing else.
+Classes that are a copy of another one (transformers has a hundred of the same MLP) are in ``COPIES``.
 
 Bytes are written out here from the definition of the formats, independently of the package: blocks of 32 values with a
 header of two bytes, codes of ``bits`` bits, and the positions of kept blocks where blocks are dropped.
@@ -98,40 +97,22 @@ class Holder(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module that can be compressed.
+    """A module that can be compressed."""
 
-    Args:
-        covers: The registered classes that this module is made of.
-        make: Builds the dense module.
-        shape: Of the input.
-        operator: What rules call it.
-        announced: ``(keep, dense)``: bytes that are kept of an input of ``shape`` in fp32 where the dense module keeps
-            ``dense`` bytes. Parameters and buffers are not counted.
-        exact: Names of gradients that stay exact; ``"input"`` is that of the input, ``"*"`` are all.
-        call: How the module is called.
-        rounds: Whether the output may differ from that of the dense module by rounding.
-        slack: By how much more than the bound for one stored tensor the gradients may be off, where several are.
-        inside: Whether layers inside, which stay dense, keep tensors of their own.
-        seeded: Whether the forward draws random numbers.
-        wide: Whether inputs in fp64 are taken, since what is kept is exact.
-        dropped: Returns the input without the dropped blocks, for modules that drop blocks of their input.
-        copy_of: The class whose forward this one has word for word.
-    """
-
-    covers: tuple[Key, ...]
+    covers: tuple[Key, ...]  # registered classes that this module is made of
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     operator: str
+    # Given what the dense module keeps: bytes kept of an input of ``shape`` in fp32, without parameters and buffers.
     announced: Callable[[Keep, int], int]
-    exact: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()  # gradients that stay exact, "input" among them, or "*"
     call: Callable[[nn.Module, Tensor], Tensor] = call_layer
-    rounds: bool = False
-    slack: float = 1.0
-    inside: bool = False
-    seeded: bool = False
-    wide: bool = False
-    dropped: Callable[[Tensor, Keep], Tensor] | None = None
-    copy_of: str | None = None
+    rounds: bool = False  # whether the output may differ from that of the dense module by rounding
+    slack: float = 1.0  # by how much more than one stored tensor several may put gradients off
+    inside: bool = False  # whether layers inside, which stay dense, keep tensors of their own
+    seeded: bool = False  # whether the forward draws random numbers
+    wide: bool = False  # whether inputs in fp64 are taken, since what is kept is exact
+    dropped: Callable[[Tensor, Keep], Tensor] | None = None  # the input without its dropped blocks
 
     @property
     def drops(self) -> bool:
@@ -270,10 +251,10 @@ ACTIVATIONS = {
 # Norms and scales.
 
 
-def rows_norm(make: Callable[[], nn.Module], *covers: Key, length: int = 72, copy_of: str | None = None) -> Case:
+def rows_norm(make: Callable[[], nn.Module], *covers: Key, length: int = 72) -> Case:
     count = _size(FEATURES) // length
     announced: Callable[[Keep, int], int] = lambda keep, dense: stored(rows(count, length), keep) + 4 * count  # noqa: E731
-    return Case(covers, make, FEATURES, "norm", announced, ("layer.bias",), rounds=True, copy_of=copy_of)
+    return Case(covers, make, FEATURES, "norm", announced, ("layer.bias",), rounds=True)
 
 
 def channel_norm(
@@ -309,10 +290,10 @@ NORMS = {
 
 
 def of(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], nn.Module]:
-    """Return what builds a module of another package, or skips the test where that is not installed."""
+    """Return what builds a module of another package, or skips the test where its version has none."""
 
     def make() -> nn.Module:
-        found = getattr(pytest.importorskip(module), name, None)
+        found = getattr(importlib.import_module(module), name, None)
         if found is None:
             pytest.skip(f"this version of the package has no {name}")
         made: nn.Module = found(*arguments, **options)
@@ -347,7 +328,7 @@ def config(**changed: Any) -> Config:
     return Config(**{**sizes, **names, "pretraining_tp": 1, **changed})
 
 
-def gated(make: Callable[[], nn.Module], *covers: Key, copy_of: str | None = None, out: str = "down_proj") -> Case:
+def gated(make: Callable[[], nn.Module], *covers: Key, out: str = "down_proj") -> Case:
     """Return an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
 
     def announced(keep: Keep, dense: int) -> int:
@@ -355,7 +336,7 @@ def gated(make: Callable[[], nn.Module], *covers: Key, copy_of: str | None = Non
 
     exact = f"layer.{out}.weight", f"layer.{out}.bias"
     return Case(
-        covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True, copy_of=copy_of
+        covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True
     )  # fmt: skip
 
 
@@ -480,10 +461,12 @@ def copies() -> dict[str, Case]:
     ):
         for model, _, name in (copied.partition(".") for copied in COPIES[original].split()):
             module = f"transformers.models.{model}.modeling_{model}"
-            made[f"{model}-{name}"] = foreign(build, module, name, argument, copy_of=original)
+            made[f"{model}-{name}"] = foreign(build, module, name, argument)
     return made
 
 
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}
 """Cases of torch and of this package."""
 CASES = OWN | CASES_OF_PACKAGES
+FUNCTIONS = ["linear", "attention", "conv2d", "gelu", "relu", "glu", "layer-norm", "batch-norm-2d", "affine"]
+"""A case of each autograd function, and attention, whose projections are one."""

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +22,20 @@ from lightning_actprune.operators.weight_grad import force_method
 from tests.support import oracle
 from tests.support.workload import launches
 
-STEPS = 3
-FEATURES = 96
+STEPS, FEATURES = 3, 96
 SAMPLES = {"cpu": (2, 37), "cuda": (16, 130)}
 """Batch and tokens; on a GPU, enough rows that the reduction of the weight gradient is cut into parts."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cases(device: str) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield (backend, method, value type, whether under autocast)."""
-    for backend, method in (("triton", "gather"), ("triton", "unpack"), ("reference", "unpack")):
-        if device == "cuda" or backend == "reference":
-            yield from ((backend, method, name, False) for name in DTYPES)
-            yield backend, method, "bf16", True
-        elif method == "gather":  # the interpreter takes long, and 16-bit values are widened before it computes
-            yield backend, method, "fp32", False
+CASES = {
+    "cuda": [
+        (backend, method, name, autocast)
+        for backend, method in (("triton", "gather"), ("triton", "unpack"), ("reference", "unpack"))
+        for name, autocast in (("float32", False), ("bfloat16", False), ("float16", False), ("bfloat16", True))
+    ],
+    "cpu": [("triton", "gather", "float32", False), ("reference", "unpack", "bfloat16", False)],
+}
+"""Backend, method, type, and whether under autocast; the interpreter takes long."""
 
 
 def model(tokens: int) -> nn.Module:
@@ -76,28 +74,13 @@ def train(device: str, dtype: torch.dtype, autocast: bool) -> list[str]:
     return [*steps, digest(list(network.parameters()))]
 
 
-def two_runs(device: str, case: tuple[str, str, str, bool]) -> tuple[list[list[str]], int]:
-    """Return the digests of two runs and how often the gather kernel ran.
-
-    Torch fills the empty tensors of the first run with NaN, not those of the second, which finds in them what others
-    left: a result that depended on memory nobody wrote would differ.
-    """
-    backend, method, name, autocast = case
-    runs = []
-    with force_backend(backend), force_method(method), launches() as names:
-        for fill in (True, False):
-            torch.utils.deterministic.fill_uninitialized_memory = fill
-            runs.append(train(device, DTYPES[name], autocast))
-    return runs, names.count("weight_grad_kernel")
-
-
-def main(device: str) -> None:
-    """Print a JSON record per case."""
-    torch.use_deterministic_algorithms(True)
-    for case in cases(device):
-        runs, gathers = two_runs(device, case)
-        print(json.dumps({"case": case, "runs": runs, "gathers": gathers}), flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.use_deterministic_algorithms(True)
+    for case in CASES[sys.argv[1]]:
+        backend, method, name, autocast = case
+        runs = []
+        with force_backend(backend), force_method(method), launches() as names:
+            # What depends on memory that nobody wrote differs if it is full of NaN.
+            for torch.utils.deterministic.fill_uninitialized_memory in (True, False):
+                runs.append(train(sys.argv[1], getattr(torch, name), autocast))
+        print(json.dumps({"case": case, "runs": runs, "gathers": names.count("weight_grad_kernel")}), flush=True)

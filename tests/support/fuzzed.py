@@ -37,23 +37,14 @@ WIDTHS = st.sampled_from([1, 2, 3, 8, 31, 32, 33, 64, 72])
 
 @dataclass(frozen=True)
 class Drawn:
-    """A layer and the shape of its input.
-
-    Args:
-        make: Builds the dense layer.
-        shape: Of the input.
-        operator: What rules call it.
-        bounds: Returns by how much each gradient may be off, see ``Step``.
-        equal: Whether the output is that of the dense layer bit for bit.
-        cut: Returns the input without the blocks that are dropped, for layers that drop some.
-    """
+    """A layer and the shape of its input."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     operator: str
-    bounds: Callable[[Step], Named]
-    equal: bool = True
-    cut: Callable[[Tensor, Keep], Tensor] | None = None
+    bounds: Callable[[Step], Named]  # by how much each gradient may be off
+    equal: bool = True  # whether the output is that of the dense layer bit for bit
+    cut: Callable[[Tensor, Keep], Tensor] | None = None  # the input without the blocks that are dropped
 
 
 @dataclass(frozen=True)
@@ -297,32 +288,17 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Circumstances:
-    """How a layer is called.
-
-    Args:
-        dtype: Of the layer and its input.
-        autocast: To bfloat16.
-        layout: How the input lies in memory, a name in ``FORMS``.
-        values: What the input holds, a name in ``VALUES``.
-        leaf: Whether the input is a leaf, to which nothing may be written.
-        trained: Whether the layer is in training mode.
-        frozen: Parameters that need no gradient; ``"input"`` is the input.
-        shared: How many layers read the input, or 0 for one layer that is called twice.
-        hook: A name in ``HOOKS``.
-        recorded: Whether gradients are recorded at all.
-        keep: How the layer keeps its tensor.
-        seed: Of values and parameters.
-    """
+    """How a layer is called."""
 
     dtype: torch.dtype
-    autocast: bool
-    layout: str
-    values: str
-    leaf: bool
+    autocast: bool  # to bfloat16
+    layout: str  # in FORMS
+    values: str  # in VALUES
+    leaf: bool  # to which nothing may be written
     trained: bool
-    frozen: frozenset[str]
-    shared: int
-    hook: str
+    frozen: frozenset[str]  # parameters that need no gradient, and "input"
+    shared: int  # how many layers read the input, or 0 for one layer that is called twice
+    hook: str  # in HOOKS
     recorded: bool
     keep: Keep
     seed: int

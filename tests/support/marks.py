@@ -61,5 +61,10 @@ def pairs(*axes: Sequence[Any], rest: str = "nightly") -> list[Any]:
     return [values if case in chosen else _marked(values, rest) for case, values in cases]
 
 
+def in_turn(values: Iterable[Any], *others: Sequence[Any]) -> list[Any]:
+    """Return each value with one of each of ``others`` for ``parametrize``, which take turns."""
+    return [(value, *(other[place % len(other)] for other in others)) for place, value in enumerate(values)]
+
+
 def _marked(value: Any, mark: str) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
