@@ -53,7 +53,7 @@ def main(epochs: int = 3, accelerator: str = "auto", precision: str = "bf16-mixe
     fabric.seed_everything(0, verbose=False)
     data = ImageData()
     data.setup("fit")
-    net = build_model("resmlp_tiny", image_size=8, patch_size=2, in_channels=1, num_classes=10)
+    net = build_model("resmlp_tiny", dim=64, depth=2, image_size=8, patch_size=2, in_channels=1, num_classes=10)
     return net, train(fabric, net, data, epochs)
 
 

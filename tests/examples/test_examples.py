@@ -59,11 +59,11 @@ def test_augmentation_varies_training_images_only(tmp_path):
 
 
 def test_unknown_data_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`dataset`.*'mnist'"):
+    with pytest.raises(ValueError, match=r"`dataset`.*'mnist'"):
         ImageData("mnist")
-    with pytest.raises(ValueError, match="`augmentation`.*'mixup'"):
+    with pytest.raises(ValueError, match=r"`augmentation`.*'mixup'"):
         ImageData(augmentation="mixup")
-    with pytest.raises(FileNotFoundError, match="`root`.*train/"):
+    with pytest.raises(FileNotFoundError, match=r"`root`.*train/"):
         ImageData("folder", str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""`examples/train.py`: its trainings are comparable, its table holds what they measured, and wrong arguments are refused."""
+"""`examples/train.py`: comparable trainings, what they keep, the table, and wrong arguments."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_trainings_start_alike(results, starts):
 def test_memory_of_each_method(results):
     kept = {method: result["activation_bytes"] for method, result in results.items()}
     peak = {method: result["peak_bytes"] for method, result in results.items()}
-    # Checkpointed blocks keep their inputs, 64 images of 16 tokens of 64 floats, and what stands around the blocks is small.
+    # Checkpointed blocks keep their inputs, 64 images of 16 tokens of 64 floats.
     assert 2 * 64 * 16 * 64 * 4 < kept["checkpoint"] < 0.2 * kept["dense"]
     assert kept["max"] < 0.12 * kept["dense"]
     assert kept["recompute"] < 0.5 * kept["checkpoint"]
