@@ -28,7 +28,7 @@ def train(fabric: Fabric, net: nn.Module, data: ImageData, epochs: int) -> list[
     """Train `net` with compressed activations and return its losses; afterwards it is the plain model again."""
     report, losses = convert(net, "max"), []
     try:
-        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=3e-3))
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
         loader = fabric.setup_dataloaders(data.train_dataloader())
         for epoch in range(1, epochs + 1):
             for images, labels in loader:

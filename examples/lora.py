@@ -44,7 +44,8 @@ class LanguageModel(L.LightningModule):
 
 def make_model() -> nn.Module:
     """Return a model with frozen weights and trained updates of low rank."""
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=3, n_head=2))
+    tokens = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
+    base = GPT2LMHeadModel(GPT2Config(n_positions=LENGTH, n_embd=64, n_layer=3, n_head=2, **tokens))
     lora = LoraConfig(r=8, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     return get_peft_model(base, lora)
 

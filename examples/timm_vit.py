@@ -41,7 +41,7 @@ class Classifier(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def main(epochs: int = 3, max_steps: int = -1) -> L.Trainer:
+def main(epochs: int = 3, limit_train_batches: int | None = None) -> L.Trainer:
     """Train on scikit-learn's digits and return the Trainer."""
     L.seed_everything(0, verbose=False)
     digits = load_digits()
@@ -50,7 +50,7 @@ def main(epochs: int = 3, max_steps: int = -1) -> L.Trainer:
     train_set, val_set = torch.utils.data.random_split(data, [0.8, 0.2])
     trainer = L.Trainer(
         max_epochs=epochs,
-        max_steps=max_steps,
+        limit_train_batches=limit_train_batches,
         callbacks=[ActivationPruning("max"), ActivationMemoryMonitor()],
         logger=False,
         enable_checkpointing=False,
