@@ -1,1 +1,1 @@
-"""Runnable examples: training scripts, YAML configurations, models and benchmarks."""
+"""Runnable examples: training scripts, YAML configurations and models."""

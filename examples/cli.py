@@ -7,11 +7,9 @@
     python examples/cli.py fit --config examples/configs/imagenet.yaml --data.root PATH
     python examples/cli.py test --config examples/configs/digits.yaml --ckpt_path PATH
 
-All but one configuration train with the preset that saves most, `max`; `digits_paper.yaml` has the method of the paper.
-The callbacks are listed in the YAML file by class path. On the command line `--trainer.callbacks.NAME` changes an
-argument of the last of them, which is therefore `ActivationPruning`; their order does not matter otherwise. Image
-size, channels and number of classes of the model follow the data set. Each run writes its whole configuration to
-`config.yaml` beside its logs, and `--config` takes that again.
+The YAML file lists the callbacks by class path. On the command line `--trainer.callbacks.NAME` changes an argument of
+the last one, so `ActivationPruning` comes last. Image size, channels and number of classes of the model follow the data
+set. Each run writes its whole configuration to `config.yaml` beside its logs, and `--config` reads it again.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class ExampleCLI(LightningCLI):
 
 
 def main(args: ArgsType = None) -> None:
-    """Run the command line, or `args` in its place."""
+    """Run the command line, or `args` instead."""
     ExampleCLI(ImageClassifier, ImageData, seed_everything_default=0, args=args)
 
 

@@ -1,7 +1,7 @@
 """Image data sets for the examples: scikit-learn's digits, CIFAR, or any folder of images, as one data module.
 
-What happens to an image on its way into a batch is in `transforms`. Every data set has one held-out part: nothing is
-selected on it, so it serves validation and test alike, except for a folder that has both `val/` and `test/`.
+`transforms` turns an image into a sample of a batch. Every data set has one held-out part for both validation and test,
+since nothing is selected on it; a folder may have both `val/` and `test/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POOL_ABOVE = 2000
 
 
 class TensorImages(Dataset):
-    """Images that lie in memory as one tensor.
+    """Images in one tensor.
 
     Args:
         images: Images `[n, channels, height, width]`.
@@ -58,12 +58,11 @@ class ImageData(L.LightningDataModule):
         dataset: `digits` (1797 real 8x8 grey images that come with scikit-learn), `cifar10`, `cifar100`, or `folder`.
         root: Folder of the data. With `train/` and `test/` or `val/` subfolders of one folder per class, the images are
             read from there for any data set but digits; otherwise CIFAR is downloaded to it.
-        image_size: Height and width the images are given; by default 8 for digits, 32 for CIFAR, 224 for a folder.
+        image_size: Height and width of the samples; by default 8 for digits, 32 for CIFAR, 224 for a folder.
         batch_size: Images per batch.
         num_workers: Loader processes.
-        download: Whether CIFAR may be downloaded.
-        augmentation: `crop`, `resized_crop` or `none`: how training images are varied (see `transforms`); never digits.
-        images_per_class: Of a folder, only so many of the first images of each class in each part; by default all.
+        augmentation: `crop`, `resized_crop` or `none` (see `transforms`); digits are never augmented.
+        images_per_class: Of a folder, only the first images of each class in each part; by default all.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class ImageData(L.LightningDataModule):
         image_size: int | None = None,
         batch_size: int = 64,
         num_workers: int = 0,
-        download: bool = True,
         augmentation: Augmentation = "crop",
         images_per_class: int | None = None,
     ) -> None:
@@ -85,7 +83,7 @@ class ImageData(L.LightningDataModule):
                 f"`augmentation` must be one of {AUGMENTATIONS}, got {augmentation!r}. HINT: pass one of these names."
             )
         self.augmentation, self.images_per_class = augmentation, images_per_class
-        self.dataset, self.root, self.download = dataset, Path(root).expanduser(), download
+        self.dataset, self.root = dataset, Path(root).expanduser()
         self.image_size = image_size or IMAGE_SIZES[dataset]
         self.batch_size, self.num_workers = batch_size, num_workers
         self.channels = 1 if dataset == "digits" else 3
@@ -98,8 +96,8 @@ class ImageData(L.LightningDataModule):
         return 100 if self.dataset == "cifar100" else 10
 
     def prepare_data(self) -> None:
-        """Download CIFAR if that is asked for, allowed and not done yet."""
-        if self.dataset.startswith("cifar") and not self.from_folder and self.download:
+        """Download CIFAR unless it is there."""
+        if self.dataset.startswith("cifar") and not self.from_folder:
             source = CIFAR10 if self.dataset == "cifar10" else CIFAR100
             source(str(self.root), train=True, download=True)
 
@@ -161,7 +159,7 @@ class ImageData(L.LightningDataModule):
 
 
 def split_folder(root: Path, part: str) -> Path:
-    """Return the folder of the part `train`, `val` or `test`; of `val` and `test` one stands in for the other."""
+    """Return the folder of `train`, `val` or `test`; `val` and `test` replace each other if one is missing."""
     names = {"train": ["train"], "val": ["val", "test"], "test": ["test", "val"]}[part]
     for name in names:
         if (root / name).is_dir():
@@ -186,7 +184,7 @@ def first_of_each_class(images: ImageFolder, count: int) -> Subset:
 def load_image_folder_tensors(root: str | Path, workers: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Decode the folder of images at `root` once and return it as tensors.
 
-    The result is kept beside `root` in `<root>.tensors.pt` and read from there as long as no file changed.
+    The result is cached beside `root` in `<root>.tensors.pt` until a file changes.
 
     Args:
         root: Folder with `train/` and `test/` or `val/`, each with one folder per class; all images of one size.

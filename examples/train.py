@@ -1,20 +1,21 @@
-"""Train an image classifier densely, with pruned activations and with activation checkpointing, and compare them.
+"""Train an image classifier densely, with activation checkpointing and with compressed activations, and compare them.
 
     python examples/train.py                                            # digits, about a minute on two CPU cores
-    python examples/train.py --preset balanced max                      # dense, and what these presets make of it
-    python examples/train.py --preset max --rules '{"*head": dense}'    # max, but the head stays dense
     python examples/train.py --preset paper --sparsity 0.8 --block-size 16
+    python examples/train.py --preset max --rules '{"*head": dense}'    # max, but the head stays dense
     python examples/train.py --dataset cifar10 --root data/cifar10      # ResMLP-S12 on a GPU
 
-Without `--methods` and `--preset` there are four trainings: `dense`, `paper` (the method of the paper: linear layers
-alone, 60 % of the blocks dropped), `max` (the preset that saves most, every operator) and `checkpoint` (every block is
-run again in backward). All start from the same seed: the same weights, and the same batches in the same order. To prune
-takes one more callback.
+By default there are four trainings: `dense`, `checkpoint` (every block runs again in backward), and the presets `max`
+and `recompute`. `--preset` names other presets. All start from the same seed, so they see the same weights and the same
+batches. Compression takes one more callback.
 
-The table in the end has for each of them the accuracy on the test images; the activations, which are all that one
-training forward of the whole model keeps for backward, counted in the last epoch; the peak of memory over a step, which
-only a GPU can tell; and the seconds of the whole fit, validation included. Of the digits there are 360 test images:
-another seed moves the accuracy by a point or two, so it takes larger data to compare methods by it.
+The table shows for each training:
+
+- the accuracy on the test images. Digits has 360 of them, so another seed moves it by a point or two;
+- the activations that one training forward keeps for backward, counted in the last epoch;
+- the peak of a step, beyond parameters and optimizer state: it holds the activations, what a checkpointed block keeps
+  while it runs again, gradients and temporary tensors. A GPU measures it, elsewhere the step of a GPU is simulated;
+- on a GPU also the seconds of the fit, validation included. No kernels run on a CPU, so its times would mislead.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,37 +44,35 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.classifier import ImageClassifier
 from examples.data import DATASETS, ImageData
 from examples.models import MODELS
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert, revert
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
+from lightning_actprune.analysis.simulated import simulate
 from lightning_actprune.config import PresetName
 
 PRESETS = get_args(PresetName)
-METHODS = ("dense", *PRESETS, "checkpoint")
-COMPARED = ["dense", "paper", "max", "checkpoint"]
-PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
-"""Of those of Lightning, the ones whose activations every preset can keep: in float64 only `paper` works."""
+MIB = 2**20
 
+LARGE_IMAGES = {"model": "resmlp_s12", "epochs": 20, "lr": 1e-3}
 RECIPES: dict[str, dict[str, Any]] = {
-    "digits": {"model": "resmlp_tiny", "patch_size": 2, "epochs": 5, "batch_size": 64, "lr": 2e-2, "threads": 1},
-    "cifar10": {"model": "resmlp_s12", "patch_size": 4, "epochs": 20, "batch_size": 256, "lr": 1e-3},
-    "cifar100": {"model": "resmlp_s12", "patch_size": 4, "epochs": 20, "batch_size": 256, "lr": 1e-3},
-    "folder": {"model": "resmlp_s12", "patch_size": 16, "epochs": 20, "batch_size": 64, "lr": 1e-3},
+    "digits": {
+        **{"model": "resmlp_tiny", "dim": 64, "depth": 6, "patch_size": 2},
+        **{"epochs": 4, "batch_size": 64, "lr": 2e-2, "threads": 1},
+    },
+    "cifar10": {**LARGE_IMAGES, "patch_size": 4, "batch_size": 256},
+    "cifar100": {**LARGE_IMAGES, "patch_size": 4, "batch_size": 256},
+    "folder": {**LARGE_IMAGES, "patch_size": 16, "batch_size": 64},
 }
-"""Defaults of the options that depend on the data set.
-
-The model for digits is too small to gain from a second thread, and loses much by waiting for it where cores are shared.
-Its epochs are so few that four trainings take about a minute; its learning rate is the best of three for the dense one.
-"""
+"""Defaults for each data set. The model for digits is too small to gain from a second thread."""
 
 
 def train(method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train and test one model by `method`, one of `METHODS`, and return what came out."""
+    """Train and test one model by `method`: `"dense"`, `"checkpoint"` or a preset."""
     L.seed_everything(args.seed, verbose=False)
-    data = make_data(args)
-    model = make_model(args, data)
-    monitor = ActivationMemoryMonitor(verbose=False)  # the table in the end shows what it measured
+    data, model = make_data(args), make_model(args)
+    peak_bytes = simulate_peak(method, model.model, args) if args.on_cpu else None
+    monitor = ActivationMemoryMonitor(verbose=False)
     callbacks: list[L.Callback] = [monitor]
     if method in PRESETS:
-        callbacks.append(ActivationPruning(method, **changes(args), verbose=0))
+        callbacks.append(ActivationPruning(method, **preset_changes(args), verbose=0))
     elif method == "checkpoint":
         checkpoint_blocks(model.model)
     trainer = make_trainer(args, callbacks)
@@ -81,229 +80,147 @@ def train(method: str, args: argparse.Namespace) -> dict[str, Any]:
     trainer.fit(model, data)
     seconds = time.perf_counter() - start
     (test,) = trainer.test(model, data, verbose=False)
-    report = monitor.report
-    assert report is not None, "no training step has run"
     return {
         "method": method,
         "test_acc": test["test_acc"],
-        "activation_bytes": report.stored_bytes,
-        "peak_bytes": report.measured_peak_bytes,
-        "seconds": seconds,
+        "activation_bytes": monitor.report.stored_bytes,
+        "peak_bytes": step_peak(monitor.report.step) if peak_bytes is None else peak_bytes,
+        "seconds": None if args.on_cpu else seconds,
     }
 
 
-def checkpoint_blocks(model: torch.nn.Module) -> None:
-    """Let every block of `model` keep its input alone, and run again in backward.
-
-    A batch norm sees each batch twice then, so the statistics that a `resnet_9x64` tests with follow faster.
-    """
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Keep only the input of every block, and run the block again in backward."""
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the command line changes in the presets."""
-    given = {name: getattr(args, name) for name in ("sparsity", "block_size", "rules")}
-    return {name: value for name, value in given.items() if value is not None}
+def simulate_peak(method: str, model: nn.Module, args: argparse.Namespace) -> int:
+    """Return the peak that a step would have on a GPU; `model` does not change."""
+    prepare = None
+    if method in PRESETS:
+        prepare = functools.partial(convert, preset=method, **preset_changes(args))
+    elif method == "checkpoint":
+        prepare = checkpoint_blocks
+    images = torch.empty(args.batch_size, args.channels, args.image_size, args.image_size)
+    labels = torch.empty(args.batch_size, dtype=torch.long)
+    return step_peak(simulate(model, (images, labels), prepare, precision=args.precision))
+
+
+def step_peak(step: Any) -> int:
+    """Return the most that a step has in use beyond what was there when it began: parameters and optimizer state."""
+    return step.peak_bytes - step.moments[0].used_bytes
+
+
+def preset_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that change presets."""
+    changes = {"sparsity": args.sparsity, "block_size": args.block_size, "rules": args.rules}
+    return {name: value for name, value in changes.items() if value is not None}
 
 
 def make_data(args: argparse.Namespace) -> ImageData:
-    """Return the data set of the command line."""
-    return ImageData(args.dataset, args.root, args.image_size, args.batch_size, args.num_workers, not args.no_download)
+    """Return the data set."""
+    return ImageData(args.dataset, args.root, args.image_size, args.batch_size, args.num_workers)
 
 
-def make_model(args: argparse.Namespace, data: ImageData) -> ImageClassifier:
-    """Return an untrained model for `data`."""
-    shape = {"image_size": data.image_size, "channels": data.channels, "num_classes": data.num_classes}
-    return ImageClassifier(args.model, patch_size=args.patch_size, lr=args.lr, **shape)
+def make_model(args: argparse.Namespace) -> ImageClassifier:
+    """Return an untrained model."""
+    names = "model", "image_size", "patch_size", "dim", "depth", "num_classes", "channels", "lr"
+    return ImageClassifier(**{name: getattr(args, name) for name in names})
 
 
 def make_trainer(args: argparse.Namespace, callbacks: list[L.Callback]) -> L.Trainer:
-    """Return the Trainer of the command line; it draws a progress bar where somebody can watch it."""
+    """Return the Trainer; it draws a progress bar in a terminal."""
+    limits = dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches"), args.limit_batches)
     return L.Trainer(
         accelerator=args.accelerator,
         devices=1,
         precision=args.precision,
         max_epochs=args.epochs,
-        limit_train_batches=args.limit_batches,
-        limit_val_batches=args.limit_batches,
-        limit_test_batches=args.limit_batches,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=Console().is_terminal,
         num_sanity_val_steps=0,
+        **limits,
     )
 
 
-def tabulate(results: list[dict[str, Any]], args: argparse.Namespace) -> Table:
-    """Return the results as one table; activations also as a share of those of the dense training, if there is one."""
-    notes = [f"{name.replace('_', ' ')} of the presets: {value}" for name, value in changes(args).items()]
-    if args.on_cpu and any(result["method"] in PRESETS for result in results):
-        notes.append("No kernels run on the CPU: seconds of presets are those of slow stand-ins, not of a GPU.")
-    table = Table(title="Dense and compressed training", caption="\n".join(notes) or None)
+def make_table(results: list[dict[str, Any]], args: argparse.Namespace) -> Table:
+    """Return the results as a table, memory also as a share of the dense training's."""
+    notes = [f"{name.replace('_', ' ')} of the presets: {value}" for name, value in preset_changes(args).items()]
+    if args.on_cpu:
+        notes.append("No kernels run on a CPU: peaks are those of a simulated step on a GPU, seconds are left out.")
+    table = Table(title="Dense, checkpointed and compressed training", caption="\n".join(notes))
     table.add_column("method", no_wrap=True)
-    for title in ("accuracy", "activations MiB", "peak MiB", "seconds"):
-        table.add_column(title, justify="right")
-    dense = next((result["activation_bytes"] for result in results if result["method"] == "dense"), None)
+    columns = ["accuracy", "kept for backward, MiB", "peak of a step, MiB", *([] if args.on_cpu else ["seconds"])]
+    for column in columns:
+        table.add_column(column, justify="right")
+    dense = results[0]
     for result in results:
-        share = f" ({result['activation_bytes'] / dense:.0%})" if dense else ""
-        peak = result["peak_bytes"]
-        table.add_row(
-            result["method"],
-            f"{result['test_acc']:.2%}",
-            f"{result['activation_bytes'] / 2**20:.2f}{share}",
-            "-" if peak is None else f"{peak / 2**20:.2f}",
-            f"{result['seconds']:.1f}",
+        sizes = (
+            f"{result[key] / MIB:.2f} ({result[key] / dense[key]:.0%})" for key in ("activation_bytes", "peak_bytes")
         )
+        seconds = [] if args.on_cpu else [f"{result['seconds']:.1f}"]
+        table.add_row(result["method"], f"{result['test_acc']:.2%}", *sizes, *seconds)
     return table
 
 
-def whole(least: int, hint: str) -> Callable[[str], int]:
-    """Return what makes a whole number of at least `least` of an option; `hint` says what to do about an error."""
-
-    def convert_text(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}. HINT: {hint}")
-        return value
-
-    return convert_text
-
-
-def number(text: str) -> float:
-    """Return an option as a float; what is allowed is checked by what takes it."""
-    try:
-        return float(text)
-    except ValueError:
-        hint = "HINT: write it with a point, such as 0.6."
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}. {hint}") from None
-
-
-def positive(text: str) -> float:
-    """Return an option as a float above zero."""
-    value = number(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}. HINT: 0.001 is a good start.")
+def positive_int(text: str) -> int:
+    """Return a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
     return value
 
 
 def mapping(text: str) -> dict[str, Any]:
-    """Return an option as a mapping, written in YAML, of which JSON is a part."""
-    hint = """HINT: such as '{"*head": dense, "*.fc1": {bits: 4}}', patterns in quotes."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = None
+    """Return a mapping written in YAML or JSON."""
+    value = yaml.safe_load(text)
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a mapping in YAML or JSON, got {text!r}. {hint}")
+        raise argparse.ArgumentTypeError(f"""must be a mapping such as '{{"*head": dense}}', got {text!r}""")
     return value
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]",  # short, since it stands above every error
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    of_data = "; by default the data set's"
-    parser.add_argument("--dataset", choices=DATASETS, default="digits")
-    parser.add_argument("--root", default="data", help="folder of the images, or where CIFAR is downloaded to")
-    parser.add_argument("--no-download", action="store_true", help="never download CIFAR")
-    size = whole(1, "it is the height and width of the images, such as 32.")
-    parser.add_argument("--image-size", type=size, help=f"height and width{of_data}")
-    workers = whole(0, "0 loads the images in the training's own process.")
-    parser.add_argument("--num-workers", type=workers, default=0, help="loader processes")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--methods", nargs="+", choices=METHODS, help=f"what to train; by default {' '.join(COMPARED)}")
-    chosen.add_argument("--preset", nargs="+", choices=PRESETS, help="train densely, and by these presets")
-    parser.add_argument("--sparsity", type=number, help="fraction of blocks dropped, in place of the preset's")
-    block = whole(1, "32 is a good start.")
-    parser.add_argument("--block-size", type=block, help="consecutive values per block, in place of the preset's")
-    parser.add_argument("--rules", type=mapping, help="how single layers are kept: the mapping ActivationPruning takes")
-    parser.add_argument("--model", choices=list(MODELS), help=f"what is trained{of_data}")
-    patch = whole(1, "it must divide the image size, such as 4.")
-    parser.add_argument("--patch-size", type=patch, help=f"height and width of a patch{of_data}")
-    epochs = whole(1, "one epoch is the least that trains anything; --limit-batches makes it shorter.")
-    parser.add_argument("--epochs", type=epochs, help=f"passes over the training images{of_data}")
-    batch = whole(1, "64 is a good start.")
-    parser.add_argument("--batch-size", type=batch, help=f"images per step{of_data}")
-    parser.add_argument("--lr", type=positive, help=f"highest learning rate{of_data}")
-    seed = whole(0, "the same number gives the same training.")
-    parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--accelerator", default="auto", help="auto, cpu, gpu, or another one of Lightning's")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16-mixed" if gpu else "32-true")
-    threads = whole(1, "leave it out for PyTorch's own choice.")
-    parser.add_argument("--threads", type=threads, help="CPU threads; by default 1 for digits, else PyTorch's choice")
-    limit = whole(1, "leave it out for all batches.")
-    parser.add_argument("--limit-batches", type=limit, help="batches per epoch, to try something quickly")
-    return parser
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the command line, with what depends on the data set filled in, when all of it was found to be in order.
-
-    Whatever is wrong ends the program here, before the first training, with a line that names the argument.
-    """
-    parser = make_parser()
+    """Return the arguments with the data set's defaults filled in; a wrong one ends the program before any training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--dataset", choices=DATASETS, default="digits")
+    add("--root", default="data", help="folder of the images, or where CIFAR is downloaded to")
+    add("--preset", nargs="+", choices=PRESETS, help="compare dense with these; default: checkpoint, max, recompute")
+    add("--sparsity", type=float, help="fraction of blocks to drop, in place of the preset's")
+    add("--block-size", type=int, help="consecutive values in a block, in place of the preset's")
+    add("--rules", type=mapping, help="rules of ActivationPruning, in YAML or JSON")
+    add("--model", choices=list(MODELS))
+    add("--dim", type=positive_int, help="channels of the model")
+    add("--depth", type=positive_int, help="blocks of the model")
+    add("--image-size", type=positive_int)
+    add("--patch-size", type=positive_int)
+    add("--epochs", type=positive_int)
+    add("--batch-size", type=positive_int)
+    add("--lr", type=float, help="highest learning rate")
+    add("--seed", type=int, default=0)
+    add("--num-workers", type=int, default=0, help="processes that load images")
+    add("--accelerator", default="auto", help="auto, cpu, gpu, or another of Lightning's")
+    add("--precision", default="bf16-mixed" if torch.cuda.is_available() else "32-true", help="one of Lightning's")
+    add("--threads", type=positive_int, help="CPU threads")
+    add("--limit-batches", type=positive_int, help="batches in an epoch, for a quick look")
     args = parser.parse_args(argv)
     for name, value in RECIPES[args.dataset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.methods = list(dict.fromkeys(["dense", *args.preset] if args.preset else args.methods or COMPARED))
-    if args.seed >= 2**32:
-        parser.error(f"argument --seed: must be below 2**32, got {args.seed}. HINT: 0 will do.")
-    check_presets(parser, args)
-    got = f"Got {args.accelerator!r} and {args.precision!r}. HINT: --accelerator cpu --precision 32-true runs anywhere."
-    trainer = refused(parser, "--accelerator, --precision", lambda: make_trainer(args, []), got)
-    args.on_cpu = trainer.strategy.root_device.type == "cpu"
-    found = f"Looked in {args.root!r}. HINT: CIFAR is downloaded there, unless --no-download forbids it."
-    data = refused(parser, "--root", lambda: open_data(args), found)
-    model = refused(parser, "--image-size, --patch-size", lambda: make_model(args, data))
-    for preset in (method for method in args.methods if method in PRESETS):  # on the layers that there are
-        refused(parser, "--rules, --preset", lambda preset=preset: convert(model, preset, **changes(args)))
-        revert(model)
-    return args
-
-
-def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End the program if what is changed in the presets is not allowed, or there is no preset to change."""
-    presets = [method for method in args.methods if method in PRESETS]
-    for name, value in changes(args).items():
-        option = f"--{name.replace('_', '-')}"
-        if not presets:
-            parser.error(
-                f"argument {option}: changes presets, but only {', '.join(args.methods)} would be trained, got "
-                f"{value!r}. HINT: add --preset max, or leave {option} out."
-            )
-        for preset in presets:
-            refused(parser, option, lambda change={name: value}, preset=preset: ActivationPruning(preset, **change))
-
-
-def open_data(args: argparse.Namespace) -> ImageData:
-    """Return the data set of the command line when its training images could be opened."""
-    data = make_data(args)
-    data.prepare_data()
-    data.setup("fit")
-    return data
-
-
-def refused(parser: argparse.ArgumentParser, option: str, action: Callable[[], Any], advice: str = "") -> Any:
-    """Return what `action` returns; if it refuses what `option` was given, end the program with its reason.
-
-    The package says what to do about its errors; `advice` is for those of others, who do not.
-    """
+    args.methods = ["dense", *dict.fromkeys(args.preset or ("checkpoint", "max", "recompute"))]
     try:
-        return action()
-    except (MisconfigurationException, ValueError, TypeError, RuntimeError, OSError) as error:
-        reason = str(error) if "HINT" in str(error) else f"{str(error).rstrip('.')}. {advice}"
-        return parser.error(f"argument {option}: {reason}")
+        args.on_cpu = make_trainer(args, []).strategy.root_device.type == "cpu"
+        data = make_data(args)
+        args.image_size, args.channels, args.num_classes = data.image_size, data.channels, data.num_classes
+        for preset in (method for method in args.methods if method in PRESETS):
+            convert(make_model(args), preset, **preset_changes(args))
+    except (MisconfigurationException, ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -312,15 +229,15 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     if args.threads:
         torch.set_num_threads(args.threads)
     results = []
-    for i, method in enumerate(args.methods, 1):
-        epochs = "1 epoch" if args.epochs == 1 else f"{args.epochs} epochs"
-        console.print(f"Training {i} of {len(args.methods)}: {method}, {epochs}.", highlight=False)
+    for number, method in enumerate(args.methods, 1):
+        console.print(f"Training {number} of {len(args.methods)}: {method}, {args.epochs} epochs", highlight=False)
         results.append(train(method, args))
-    console.print(tabulate(results, args))
+    console.print(make_table(results, args))
     return results
 
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*|.*LeafSpec.*is deprecated.*")
+    noise = "does not have many workers", "LeafSpec.*is deprecated", "The kernels of ActivationPruning do not run here"
+    warnings.filterwarnings("ignore", message="|".join(f".*{text}" for text in noise))
     main()

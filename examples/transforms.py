@@ -1,10 +1,10 @@
-"""What happens to an image on its way into a batch, by torchvision.
+"""Torchvision transforms that turn an image into a sample.
 
 Pixels become floats in [0, 1] and are normalised per channel, `(pixel - mean) / std`. Training images of CIFAR and of
-folders are varied before:
+folders are augmented first:
 
 - `crop`: resized to `s x s`, padded by `s / 8` (4 pixels of 32), cropped to `s x s` at random and mirrored at random;
-- `resized_crop`, as is usual on ImageNet: a random part of 8 to 100 % of the image, of an aspect ratio between 3/4
+- `resized_crop`, usual on ImageNet: a random part of 8 to 100 % of the image, of an aspect ratio between 3/4
   and 4/3, is resized to `s x s`, mirrored at random and changed by one random operation of `TrivialAugmentWide`; test
   images are resized until their shorter side is `8/7 s` (256 pixels of 224), and cropped in the middle;
 - `none`: resized to `s x s`.
@@ -25,7 +25,7 @@ NORMALISATION = {
     "cifar100": ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
     "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
-"""Means and deviations of the channels; those of a folder are ImageNet's."""
+"""Means and standard deviations of the channels; a folder has ImageNet's."""
 
 
 def train_transform(dataset: str, size: int, augmentation: Augmentation) -> v2.Transform:
@@ -43,7 +43,7 @@ def train_transform(dataset: str, size: int, augmentation: Augmentation) -> v2.T
 
 
 def plain_transform(dataset: str, size: int, augmentation: Augmentation) -> v2.Transform:
-    """Return the transform of the test images that belongs to the `augmentation` of the training images."""
+    """Return the transform of the test images that goes with an `augmentation` of the training images."""
     if augmentation == "resized_crop":
         return _to_tensor([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size)], dataset)
     return _to_tensor(_resize(size) if dataset != "digits" or size != 8 else [], dataset)

@@ -1,4 +1,4 @@
-"""A GPT over bytes: of every byte of a text, the scores of the byte that follows it."""
+"""A GPT over bytes: for every byte of a text it scores the next one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class GPT(nn.Module):
     Args:
         dim: Number of channels.
         depth: Number of blocks.
-        context: Largest number of bytes it is given at a time.
+        context: Largest number of bytes in a sample.
     """
 
     def __init__(self, dim: int = 384, depth: int = 6, context: int = 256) -> None:

@@ -1,4 +1,4 @@
-"""Image classifiers whose tokens are the patches of an image, whatever their blocks do.
+"""Image classifiers whose tokens are the patches of an image.
 
 The image is cut into square patches, each embedded into the channels of a token; the blocks follow one after the other,
 and the class scores are a Linear layer of the mean over the normed tokens.
@@ -15,7 +15,7 @@ class PatchClassifier(nn.Module):
     Args:
         patch_embed: Convolution from the pixels of a patch to the channels of its token.
         blocks: Each maps `[batch, tokens, dim]` to the same shape.
-        norm: Stands between the last block and the mean.
+        norm: Between the last block and the mean.
         head: From the mean to the class scores; it starts at zero.
     """
 

@@ -1,14 +1,14 @@
-"""ResMLP, an image classifier made of Linear layers alone (Touvron et al. 2021, arXiv 2105.03404).
+"""ResMLP, an image classifier of Linear layers only (Touvron et al. 2021, arXiv 2105.03404).
 
 The image is cut into `T` square patches, each embedded into `D` channels: `X` is `[T, D]` per sample. A block mixes the
 tokens of every channel, then the channels of every token::
 
-    Aff(X) = w * X + b                                           per channel, takes the place of LayerNorm
+    Aff(X) = w * X + b                                           per channel, in place of LayerNorm
     Y = X + gamma1 * (W_t Aff1(X) + b_t)                         W_t is [T, T] and acts on the columns of Aff1(X)
     Z = Y + gamma2 * fc2(GELU(fc1(Aff2(Y))))                     fc1: D -> 4D, fc2: 4D -> D
 
-The class scores are a Linear layer of the token mean of `Aff(Z)`. The layer scales gamma start small, the smaller the
-deeper the network, so that a block starts close to the identity.
+The class scores are a Linear layer of the token mean of `Aff(Z)`. The layer scales gamma start small, smaller in deeper
+networks, so that a block starts close to the identity.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ResMLPBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[batch, tokens, dim]` to the same shape."""
-        # token_mix gets a transposed view on purpose: what backward needs is stored as it lies in memory, along dim.
+        # token_mix reads a transposed view on purpose: its input is stored in memory order, along dim.
         mixed = self.token_mix(self.affine1(x).transpose(1, 2)).transpose(1, 2)
         x = x + self.scale1(mixed)
         return x + self.scale2(self.fc2(self.act(self.fc1(self.affine2(x)))))
@@ -91,14 +91,14 @@ class ResMLP(PatchClassifier):
 
 
 def default_layer_scale(depth: int) -> float:
-    """Return the paper's first value of the layer scales: the deeper the network, the smaller."""
+    """Return the paper's first value of the layer scales."""
     if depth <= 18:
         return 0.1
     return 1e-5 if depth <= 24 else 1e-6
 
 
 def resmlp_tiny(dim: int = 128, depth: int = 3, **options: object) -> ResMLP:
-    """Return a ResMLP for tiny images that trains in seconds on a CPU; not one of the paper's."""
+    """Return a ResMLP for tiny images that trains in seconds on a CPU; it is not from the paper."""
     return ResMLP(dim, depth, **options)
 
 

@@ -4,9 +4,8 @@
     Z = X + conv2(ReLU(BN2(conv1(Y))))                    3x3 each; where a stage begins, conv1 has a stride of 2, Z
                                                           twice the channels, and X is shortcut(Y), 1x1, that stride
 
-Three stages of equal depth. Every convolution of the blocks reads the output of a ReLU, which autograd keeps for both
-unless the ReLU keeps one bit a value. Images and weights lie channels last, as convolutions on a GPU want them in
-16 bits, so that blocks of values are channels of a pixel.
+Three stages of equal depth. Every convolution of the blocks reads the output of a ReLU. Images and weights are in
+channels-last format, the fast one for 16-bit convolutions on a GPU, so a block of values holds channels of one pixel.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class ResNetBlock(nn.Module):
     Args:
         inputs: Number of channels of the input.
         outputs: Number of channels of the output.
-        stride: That of the first convolution; the residual is convolved too if it is not 1.
+        stride: Of the first convolution; above 1 the residual is convolved too.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -41,7 +40,7 @@ class ResNetBlock(nn.Module):
         y = self.act1(self.norm1(x))
         if self.shortcut is not None:
             x = self.shortcut(y)
-        y = self.conv1(y)  # what it read is let go of here, if backward does not keep it
+        y = self.conv1(y)  # frees its input unless backward keeps it
         return x + self.conv2(self.act2(self.norm2(y)))
 
 
@@ -51,7 +50,7 @@ class ResNet(nn.Module):
     Args:
         dim: Number of channels of the first stage; each further one has twice as many.
         depth: Number of blocks.
-        image_size: Height and width of the images; any will do.
+        image_size: Not used; any size works.
         patch_size: Stride of the first convolution.
         in_channels: Channels of the images.
         num_classes: Number of classes.

@@ -3,8 +3,8 @@
     Y = X + proj(SDPA(qkv(LN1(X))))                       qkv: D -> 3D, proj: D -> D, heads of 64 channels
     Z = Y + fc2(GELU(fc1(LN2(Y))))                        fc1: D -> 4D, fc2: 4D -> D
 
-Autograd keeps the output of the attention for its backward, where the kernel lays it out as its input. That output is
-the input of `proj`, so pruning `proj` then frees nothing.
+Autograd keeps the output of the attention for its backward. That output is the input of `proj`, so pruning `proj` alone
+frees nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     Args:
         dim: Number of channels; as many heads as 64 go into it, at least one.
-        causal: Whether a token sees only itself and the tokens before it.
+        causal: Whether a token sees only itself and earlier tokens.
     """
 
     def __init__(self, dim: int, causal: bool) -> None:
@@ -45,7 +45,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         dim: Number of channels.
-        causal: Whether a token sees only itself and the tokens before it.
+        causal: Whether a token sees only itself and earlier tokens.
         mlp_ratio: Width of the hidden layer of the MLP, in units of `dim`.
     """
 
@@ -65,7 +65,7 @@ class TransformerBlock(nn.Module):
 
 
 def reset_blocks(blocks: nn.ModuleList, std: float = 0.02) -> None:
-    """Draw the weights as GPT-2 does: those that write to the residual stream are the smaller, the more blocks."""
+    """Draw the weights as GPT-2 does: layers that write to the residual stream start smaller in deeper models."""
     for name, layer in blocks.named_modules():
         if isinstance(layer, nn.Linear):
             writes = name.endswith(("attn.proj", "fc2"))

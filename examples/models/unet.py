@@ -1,11 +1,11 @@
-"""A U-Net with attention, as diffusion models are made of: it maps a noisy image and a time to the noise in it.
+"""A U-Net with attention, as in diffusion models: it maps a noisy image and a time to the noise in it.
 
-Down and up again through levels of half the resolution each, with what a level has computed on the way down given to it
-on the way up (Ronneberger et al. 2015, arXiv 1505.04597). A block, of which every level has some, adds to its input
+It goes down and up again through levels, each of half the resolution of the one before. On the way up a level also
+reads what it computed on the way down (Ronneberger et al. 2015, arXiv 1505.04597). Each level has residual blocks,
 
-    conv(SiLU(norm(conv(SiLU(norm(x))) + linear(SiLU(t)))))                 norm: GroupNorm, t: the time as features
+    X + conv(SiLU(norm(conv(SiLU(norm(X))) + linear(SiLU(t)))))             norm: GroupNorm, t: the time as features
 
-and attention over all places of the image behind it, where the image is small (Ho et al. 2020, arXiv 2006.11239).
+with attention over all places of the image after them where the image is small (Ho et al. 2020, arXiv 2006.11239).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Attention(nn.Module):
 
 
 class Level(nn.Module):
-    """A block, and attention behind it if it is asked for."""
+    """A block, with attention after it if `attends`."""
 
     def __init__(self, inputs: int, channels: int, times: int, attends: bool) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class UNet(nn.Module):
 
     Args:
         channels: Channels of the first level, a multiple of 32.
-        factors: By how much more channels each level has.
+        factors: Channels of each level, in units of `channels`.
         depth: Blocks of a level on the way down; on the way up there is one more.
-        attending: Levels with attention, counted from 0.
+        attending: Indices of the levels with attention.
         in_channels: Channels of the images.
     """
 
@@ -101,20 +101,20 @@ class UNet(nn.Module):
         self.channels, self.depth = channels, depth
         self.time = nn.Sequential(nn.Linear(channels, times), nn.SiLU(), nn.Linear(times, times), nn.SiLU())
         self.stem = nn.Conv2d(in_channels, channels, 3, padding=1)
-        self.down, self.shrink, given, width = nn.ModuleList(), nn.ModuleList(), [channels], channels
+        self.down, self.shrink, skips, width = nn.ModuleList(), nn.ModuleList(), [channels], channels
         for number, wider in enumerate(widths):
             for _ in range(depth):
                 self.down.append(Level(width, wider, times, number in attending))
                 width = wider
-                given.append(width)
+                skips.append(width)
             if number < len(widths) - 1:
                 self.shrink.append(nn.Conv2d(width, width, 3, 2, 1))
-                given.append(width)
+                skips.append(width)
         self.middle = Level(width, width, times, True)
         self.up, self.grow = nn.ModuleList(), nn.ModuleList()
         for number, wider in reversed(list(enumerate(widths))):
             for _ in range(depth + 1):
-                self.up.append(Level(width + given.pop(), wider, times, number in attending))
+                self.up.append(Level(width + skips.pop(), wider, times, number in attending))
                 width = wider
             if number:
                 self.grow.append(nn.Conv2d(width, width, 3, padding=1))
@@ -128,16 +128,16 @@ class UNet(nn.Module):
         angles = 1e3 * times[:, None] * frequencies
         time = self.time(torch.cat([angles.sin(), angles.cos()], -1))
         x = self.stem(images)
-        given = [x]
+        skips = [x]
         for number, level in enumerate(self.down, 1):
             x = level(x, time)
-            given.append(x)
+            skips.append(x)
             if number % self.depth == 0 and number < len(self.down):
                 x = self.shrink[number // self.depth - 1](x)
-                given.append(x)
+                skips.append(x)
         x = self.middle(x, time)
         for number, level in enumerate(self.up, 1):
-            x = level(torch.cat([x, given.pop()], 1), time)
+            x = level(torch.cat([x, skips.pop()], 1), time)
             if number % (self.depth + 1) == 0 and number < len(self.up):
                 x = self.grow[number // (self.depth + 1) - 1](F.interpolate(x, scale_factor=2.0))
         return self.head(self.act(self.norm(x)))
