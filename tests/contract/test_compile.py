@@ -1,8 +1,6 @@
-"""Under the compiler: one graph, two compilations over a schedule at most, bytes and gradients as in eager mode."""
+"""Compiled layers: one graph, at most two compilations over a schedule, bytes and gradients as in eager mode."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.registry import layers
 from lightning_actprune.operators.scale import Affine
-from tests.support.cases import CASES, FUNCTIONS, OWN, Case, Holder
-from tests.support.marks import only
+from tests.support.cases import CASES, FUNCTIONS, Case, Holder
 from tests.support.measured import gradients, kept_bytes, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -42,49 +39,16 @@ def check(case: Case, model: Holder, backend: str, tolerance: float, device: tor
     assert counter.frame_count <= (2 if case.drops else 1)
 
 
-ALIKE = {
-    "conv1d": "conv2d conv3d",
-    "gelu": "gelu-tanh silu mish tanh elu hardswish",
-    "relu": "relu6 hardtanh leaky-relu hardsigmoid",
-    "layer-norm": "layer-norm-two",
-    "rms-norm": "rms-norm-plain",
-    "batch-norm-1d": "batch-norm-2d batch-norm-3d",
-    "timm-group-norm": "timm-group-norm-1",
-    "transformers-GELUActivation": "timm-GELU",
-    "transformers-NewGELUActivation": "transformers-AccurateGELUActivation",
-    "transformers-GELUTanh": "transformers-PytorchGELUTanh",
-    "transformers-FastGELUActivation": "timm-GELUTanh",
-    "transformers-QuickGELUActivation": "timm-QuickGELU",
-}
-"""Cases whose code the compiler sees in another one too."""
-
-
-def code_of(name: str) -> list[Any]:
-    """Return what the compiler traces of the layers of a case, which is all but what their settings choose."""
-    _, model = CASES[name].pair()
-    return [(type(layer).forward.compressed, type(layer).__mro__[1]) for _, layer in layers(model)]
-
-
-COMPILED = [name for name in CASES if name not in " ".join(ALIKE.values()).split()]
-each_function = pytest.mark.parametrize("name", FUNCTIONS)
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend", "tolerance"),
     [
-        pytest.param(name, marks=pytest.mark.integration if name in FUNCTIONS else pytest.mark.nightly)
-        for name in dict.fromkeys([*FUNCTIONS, *COMPILED])
+        *(pytest.param(name, "aot_eager", 1e-6, marks=pytest.mark.integration) for name in FUNCTIONS),
+        *(pytest.param(name, "aot_eager", 1e-6, marks=pytest.mark.nightly) for name in CASES if name not in FUNCTIONS),
+        *(pytest.param(name, "inductor", 1e-5, marks=pytest.mark.nightly) for name in FUNCTIONS if name != "attention"),
     ],
 )
-def test_one_graph(name: str):
-    case = CASES[name]
-    _, model = case.pair()
-    check(case, model, "aot_eager", 1e-6)
-
-
-@pytest.mark.parametrize("name", only(ALIKE, *(name for name in ALIKE if name in OWN), rest="foreign"))
-def test_what_is_not_compiled_has_the_code_of_what_is(name: str):
-    assert all(code_of(other) == code_of(name) for other in ALIKE[name].split())
+def test_one_graph(name: str, backend: str, tolerance: float):
+    check(CASES[name], CASES[name].pair()[1], backend, tolerance)
 
 
 def written(y: Tensor) -> Tensor:
@@ -92,20 +56,16 @@ def written(y: Tensor) -> Tensor:
     return y.relu_()
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["after", "inside"])
-@each_function
+@pytest.mark.parametrize("inside", [False, True], ids=["after the graph", "inside"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.nightly
 def test_the_output_may_be_written_to(name: str, inside: bool):
-    """In the graph and after it."""
-    case = CASES[name]
-    _, model = case.pair()
-    x = case.input()
-    net = (lambda x: written(model(x))) if inside else model
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    _, model = CASES[name].pair()
+    x = CASES[name].input()
+    compiled = torch.compile(lambda x: written(model(x)) if inside else model(x), backend="aot_eager", fullgraph=True)
     found = gradients(model, x, compiled if inside else lambda x: written(compiled(x)))
     right = gradients(model, x, lambda x: written(model(x)))
-    for parameter, grad in found.items():
-        assert relative_error(grad, right[parameter]) < 1e-6, parameter
+    assert all(relative_error(grad, right[parameter]) < 1e-6 for parameter, grad in found.items())
 
 
 @pytest.mark.nightly
@@ -121,15 +81,6 @@ def test_each_class_may_compile_as_often_as_torch_allows():
     assert counter.frame_count == len(model) > torch._dynamo.config.recompile_limit
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "attention"])
-def test_generated_code(name: str):
-    case = CASES[name]
-    _, model = case.pair()
-    check(case, model, "inductor", 1e-5)
-
-
 @pytest.mark.gpu
 def test_generated_code_on_the_gpu(case: Case):
-    _, model = case.pair(device="cuda")
-    check(case, model, "inductor", 2e-2, "cuda")  # near ties of codes, and sums in another order
+    check(case, case.pair(device="cuda")[1], "inductor", 2e-2, "cuda")  # near ties of codes, and sums in another order

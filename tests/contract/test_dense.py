@@ -1,7 +1,4 @@
-"""Where a compressed module is the dense one in every respect, although gradients are recorded.
-
-That is in transforms, in what is traced or exported, and of inputs that are sparse or nested.
-"""
+"""In transforms, when traced or exported, and on sparse or nested inputs, compressed modules do what dense ones do."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch.func import functional_call
 
 from lightning_actprune import functional
 from tests.support.cases import Case, Holder
-from tests.support.marks import only
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
@@ -28,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def check(case: Case, compute: Callable[[Holder], Any]) -> None:
-    """Assert that ``compute`` finds the same of a compressed module as of the dense one, or raises as there."""
+    """Assert that ``compute`` returns the same for a compressed module as for the dense one, or raises the same."""
     found = []
     for model in case.pair():
         torch.manual_seed(3)
@@ -103,10 +99,9 @@ def test_traced(case: Case):
     check(case, kinds)
 
 
-@pytest.mark.parametrize("strict", only([False, True], False))
-def test_exported(case: Case, strict: bool):
+def test_exported(case: Case):
     def targets(model: Holder) -> tuple[str, ...]:
-        graph = torch.export.export(model, (case.input(),), strict=strict).graph
+        graph = torch.export.export(model, (case.input(),), strict=False).graph
         graph.eliminate_dead_code()  # a view at which was only looked
         return tuple(str(node.target) for node in graph.nodes if node.op == "call_function")
 
@@ -125,9 +120,7 @@ LAYOUTS = {
 
 
 def values(x: Tensor) -> tuple[Tensor, ...]:
-    if x.is_nested:
-        return x.unbind()
-    return (x.to_dense(),)
+    return x.unbind() if x.is_nested else (x.to_dense(),)
 
 
 def test_of_what_is_sparse_or_nested(case: Case):

@@ -1,4 +1,4 @@
-"""A compressed module is the same object: names, parameters, hooks, copies, pickles, and the way back."""
+"""A compressed module is the same object (names, parameters, hooks, copies, pickles), and every class has a case."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
-from tests.support.cases import Case, Holder
+from tests.support.cases import CASES, Case, Holder, tables
 from tests.support.compressed import compressed
 from tests.support.measured import gradients, run
 
 
 def saved_and_loaded(model: Holder) -> Holder:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
+    torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
-    loaded: Holder = torch.load(buffer, weights_only=False)
-    return loaded
+    return torch.load(buffer, weights_only=False)
 
 
 def traces(model: nn.Module) -> dict[str, tuple[type, list[str], int]]:
@@ -87,9 +85,8 @@ def test_hooks_run(case: Case):
         model, seen = case.dense(), []
         model.layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.append("before"))
         model.layer.register_forward_hook(lambda module, args, y, seen=seen: seen.append("after"))
-        model.layer.register_full_backward_hook(
-            lambda module, grad_x, grad_y, seen=seen: seen.append([None if g is None else g.shape for g in grad_y])
-        )
+        shapes = lambda module, grad_x, grad_y, seen=seen: seen.append([getattr(g, "shape", None) for g in grad_y])  # noqa: E731
+        model.layer.register_full_backward_hook(shapes)
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, seen=seen, name=name: seen.append(name))
         if converts:
@@ -106,7 +103,7 @@ def test_hooks_run(case: Case):
 
 
 def test_a_forward_that_was_wrapped_survives_reverting(case: Case):
-    """Whoever wraps it, to move weights about say, holds the method of the converted layer, and goes on calling it."""
+    """Whoever wraps it, for example to move weights, holds the method of the converted layer and goes on calling it."""
     dense, model = case.pair()
     x, called = case.input(), []
     for module in filter(lambda module: isinstance(module, CompressedLayer), model.modules()):
@@ -168,10 +165,11 @@ def test_a_weight_that_is_still_split_is_refused_with_the_way_out(mesh: DeviceMe
         layer(torch.randn(8, 64))
 
 
-def test_what_is_printed(case: Case):
-    """A printed model shows the settings of what has any."""
+def test_a_printed_model_shows_the_settings_of_layers_that_have_any(case: Case):
     dense, model = case.pair()
     assert repr(dense) != repr(model)
-    exact = case.exact == ("*",)
-    shows = any(f"bits={case.keep.bits}" in line for line in repr(model).splitlines())
-    assert shows != exact
+    assert (f"bits={case.keep.bits}" in repr(model)) != (case.exact == ("*",))
+
+
+def test_every_registered_class_has_a_case():
+    assert {key for case in CASES.values() for key in case.covers} == {*tables("CLASSES"), *tables("FOREIGN")}

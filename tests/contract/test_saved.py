@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -94,29 +93,19 @@ def test_evaluation_mode_with_gradients(case: Case, device: torch.device):
 def test_the_input_may_be_changed_after_the_call(case: Case, device: torch.device):
     """Its memory is not kept, so that autograd neither reads nor misses it."""
     _, ours = case.pair(device=device)
-    grads = []
-    for change in (False, True):
-        x = case.input(device)
-        given = x * 1.0
-        y = run(ours, given)
-        if change:
-            given.detach().zero_()
-        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(5)).to(y)
-        grads.append(torch.autograd.grad(y, (x, *ours.parameters()), grad))
-    for kept, changed in zip(*grads, strict=True):
-        assert torch.equal(kept, changed)
+    x = case.input(device)
+    expected = gradients(ours, x, lambda x: ours(x * 1.0))
+    given = x * 1.0
+    y = run(ours, given)
+    given.detach().zero_()
+    found = torch.autograd.grad(y, (x, *ours.parameters()), grad_of(y))
+    for grad, right in zip(found, expected.values(), strict=True):
+        assert torch.equal(grad, right)
 
 
 class ReadsOnly(torch.autograd.Function):
-    """A number made of a tensor, which has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
+    forward = staticmethod(lambda ctx, x: x.sum())
+    backward = staticmethod(lambda ctx, grad: None)
 
 
 def test_undefined_gradients_stay_so(case: Case, device: torch.device):
@@ -131,36 +120,27 @@ def test_undefined_gradients_stay_so(case: Case, device: torch.device):
 
 
 def test_a_layer_used_twice_adds_up(case: Case, device: torch.device):
-    """What one call keeps is its own."""
     _, ours = case.pair(device=device)
-    first, second = case.input(device), (case.input(device) * 0.5).detach().requires_grad_()
-    alone = gradients(ours, first), gradients(ours, second)
-    y = [run(ours, x) for x in (first, second)]
-    grad = torch.randn(y[0].shape, generator=torch.Generator().manual_seed(4)).to(y[0])
-    parameters = dict(ours.named_parameters())
-    found = torch.autograd.grad(y, [first, second, *parameters.values()], [grad, grad])
-    assert torch.equal(found[0], alone[0]["input"])
-    assert torch.equal(found[1], alone[1]["input"])
-    for name, both in zip(parameters, found[2:], strict=True):
-        torch.testing.assert_close(both, alone[0][name] + alone[1][name])
+    inputs = case.input(device), (case.input(device) * 0.5).detach().requires_grad_()
+    alone = [list(gradients(ours, x).values()) for x in inputs]
+    y = [run(ours, x) for x in inputs]
+    found = torch.autograd.grad(y, [*inputs, *ours.parameters()], list(map(grad_of, y)))
+    assert torch.equal(found[0], alone[0][0])
+    assert torch.equal(found[1], alone[1][0])
+    for both, first, second in zip(found[2:], alone[0][1:], alone[1][1:], strict=True):
+        torch.testing.assert_close(both, first + second)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_an_activation_checkpoint(case: Case, reentrant: bool, device: torch.device):
-    """What is run again in backward keeps the same, so that gradients are those without a checkpoint."""
     model, checkpointed = (case.compressed(case.dense(device)) for _ in range(2))
-    # Norms move their running statistics twice, in which reentrant or not they do as dense ones do.
-    expected = gradients(model, case.input(device))
-    x = case.input(device)
-    found = (
-        gradients(checkpointed, x, lambda x: checkpoint(checkpointed, x, use_reentrant=False)) if not reentrant else {}
-    )
-    if reentrant:
-        y = run(lambda x: checkpoint(checkpointed, x, use_reentrant=True), x)
-        y.backward(grad_of(y))
-        found = {"input": x.grad} | {name: p.grad for name, p in checkpointed.named_parameters()}
-    for name, grad in found.items():
-        assert torch.equal(grad, expected[name]), name
+    # The running statistics of norms move twice, as those of dense norms do.
+    expected, x = gradients(model, case.input(device)), case.input(device)
+    y = run(lambda x: checkpoint(checkpointed, x, use_reentrant=reentrant), x)
+    y.backward(grad_of(y))
+    found = {"input": x.grad} | {name: p.grad for name, p in checkpointed.named_parameters()}
+    for name, grad in expected.items():
+        assert torch.equal(found[name], grad), name
 
 
 def test_what_hooks_of_others_hold_is_enough(case: Case, device: torch.device):
@@ -176,13 +156,10 @@ def test_what_hooks_of_others_hold_is_enough(case: Case, device: torch.device):
         return torch.cat([t.new_zeros(before), t.flatten()])[before:].view(t.shape)
 
     for opened in (save_on_cpu(), saved_tensors_hooks(lambda t: t, elsewhere)):
-
-        def call(x: Tensor, opened: Any = opened) -> Tensor:
-            with opened:
-                return model(x)
-
-        for name, grad in gradients(model, x, call).items():
-            torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-6)
+        with opened:
+            y = run(model, x)
+        found = torch.autograd.grad(y, (x, *model.parameters()), grad_of(y))
+        torch.testing.assert_close(list(found), list(expected.values()), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -190,11 +167,6 @@ def test_the_allocator_grows_by_what_is_kept(case: Case):
     """Bytes that autograd holds without telling hooks would show here."""
     _, model = case.pair(device="cuda")
     given = case.input("cuda") * 1.0
-
-    def requested() -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.memory_stats()["requested_bytes.all.current"]
-
     run(model, given).sum().backward(retain_graph=True)  # what is set up lazily
     model.zero_grad(set_to_none=True)
     with saved_tensors() as saved:
@@ -203,7 +175,10 @@ def test_the_allocator_grows_by_what_is_kept(case: Case):
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, y)}
     expected = sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)
     del saved, kept, y
-    before = requested()
-    y = run(model, given)
-    assert requested() - before == expected
+    requested = []
+    for call in (lambda: None, lambda: run(model, given)):
+        y = call()
+        torch.cuda.synchronize()
+        requested.append(torch.cuda.memory_stats()["requested_bytes.all.current"])
+    assert requested[1] - requested[0] == expected
     del y

@@ -1,11 +1,8 @@
 """One table of every module that can be compressed: how to build it, call it, and what it may keep for backward.
 
-The contract suite (``tests/contract``) runs over it, so that a property that holds for all operators is tested once. A
-case names the classes that it covers, as they stand in the tables ``CLASSES`` and ``FOREIGN`` of ``operators/*.py``.
-Classes that are a copy of another one (transformers has a hundred of the same MLP) are in ``COPIES``.
-
-Bytes are written out here from the definition of the formats, independently of the package: blocks of 32 values with a
-header of two bytes, codes of ``bits`` bits, and the positions of kept blocks where blocks are dropped.
+The contract suite (``tests/contract``) runs over it. Bytes are written out here from the definition of the formats,
+independently of the package: blocks of 32 values with a header of two bytes, codes of ``bits`` bits, and the positions
+of kept blocks where blocks are dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +31,7 @@ from tests.support import convolutions, oracle
 
 BLOCK = 32
 Key = type[nn.Module] | tuple[str, str]
+Announced = Callable[[Keep, int], int]
 
 # How much is kept.
 
@@ -97,14 +95,12 @@ class Holder(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A module that can be compressed."""
-
     covers: tuple[Key, ...]  # registered classes that this module is made of
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     operator: str
     # Given what the dense module keeps: bytes kept of an input of ``shape`` in fp32, without parameters and buffers.
-    announced: Callable[[Keep, int], int]
+    announced: Announced
     exact: tuple[str, ...] = ()  # gradients that stay exact, "input" among them, or "*"
     call: Callable[[nn.Module, Tensor], Tensor] = call_layer
     rounds: bool = False  # whether the output may differ from that of the dense module by rounding
@@ -168,10 +164,6 @@ class Case:
         return self.exact == ("*",) or name in self.exact
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)
-
-
 def _cut_features(x: Tensor, keep: Keep) -> Tensor:
     """Drop blocks along the features; all those of a sample compete."""
     return oracle.pruned(oracle.as_samples(x.detach()), keep.block_size, keep.sparsity).view(x.shape)
@@ -218,11 +210,9 @@ LINEAR = {
 
 
 def activation(make: Callable[[], nn.Module], *covers: Key, exact: bool = False) -> Case:
-    values = _size(FEATURES)
     bytes_of = bits_of if exact else derivative
-    announced: Callable[[Keep, int], int] = lambda keep, dense: bytes_of(values, keep)  # noqa: E731
-    names = ("*",) if exact else ()
-    return Case(covers, make, FEATURES, "activation", announced, names, wide=exact)
+    announced: Announced = lambda keep, dense: bytes_of(math.prod(FEATURES), keep)  # noqa: E731
+    return Case(covers, make, FEATURES, "activation", announced, ("*",) if exact else (), wide=exact)
 
 
 ACTIVATIONS = {
@@ -240,7 +230,7 @@ ACTIVATIONS = {
     "hardsigmoid": activation(nn.Hardsigmoid, nn.Hardsigmoid, exact=True),
     "dropout": Case(
         (nn.Dropout,), lambda: nn.Dropout(0.3), FEATURES, "activation",
-        lambda keep, dense: bits_of(_size(FEATURES), keep), ("*",), seeded=True, wide=True,
+        lambda keep, dense: bits_of(math.prod(FEATURES), keep), ("*",), seeded=True, wide=True,
     ),
     "glu": Case(
         (nn.GLU,), nn.GLU, FEATURES, "activation",
@@ -252,8 +242,8 @@ ACTIVATIONS = {
 
 
 def rows_norm(make: Callable[[], nn.Module], *covers: Key, length: int = 72) -> Case:
-    count = _size(FEATURES) // length
-    announced: Callable[[Keep, int], int] = lambda keep, dense: stored(rows(count, length), keep) + 4 * count  # noqa: E731
+    count = math.prod(FEATURES) // length
+    announced: Announced = lambda keep, dense: stored(rows(count, length), keep) + 4 * count  # noqa: E731
     return Case(covers, make, FEATURES, "norm", announced, ("layer.bias",), rounds=True)
 
 
@@ -261,18 +251,11 @@ def channel_norm(
     make: Callable[[], nn.Module], *covers: Key, sets: int = 24, shape: tuple[int, ...] = PIXELS, acts: bool = False
 ) -> Case:
     """Return a norm of ``sets`` means over channels; one that ``acts`` ends with a dense ReLU that keeps its result."""
-    values = _size(shape)
-
-    def announced(keep: Keep, dense: int) -> int:
-        return stored(math.ceil(values / BLOCK), keep) + 12 * sets + 4 * values * acts
-
+    values = math.prod(shape)
+    announced: Announced = lambda keep, dense: stored(math.ceil(values / BLOCK), keep) + 12 * sets + 4 * values * acts  # noqa: E731
     return Case(covers, make, shape, "norm", announced, ("layer.bias",), rounds=True, slack=1.5, inside=acts)
 
 
-SCALED = Case(
-    (Affine,), lambda: Affine(72), FEATURES, "affine", lambda keep, dense: stored(rows(15, 72), keep), EXACT,
-    rounds=True,
-)  # fmt: skip
 NORMS = {
     "layer-norm": rows_norm(lambda: nn.LayerNorm(72), nn.LayerNorm),
     "layer-norm-two": rows_norm(lambda: nn.LayerNorm((5, 72)), nn.LayerNorm, length=360),
@@ -282,22 +265,24 @@ NORMS = {
     "batch-norm-2d": channel_norm(lambda: nn.BatchNorm2d(24), nn.BatchNorm2d),
     "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
     "group-norm": channel_norm(lambda: nn.GroupNorm(4, 24), nn.GroupNorm, sets=16),
-    "affine": SCALED,
-}
+    "affine": Case(
+        (Affine,), lambda: Affine(72), FEATURES, "affine",
+        lambda keep, dense: stored(rows(15, 72), keep), EXACT, rounds=True,
+    ),
+}  # fmt: skip
 
 
 # Classes of other packages.
 
 
-def of(module: str, name: str, *arguments: Any, **options: Any) -> Callable[[], nn.Module]:
+def of(module: str, name: str, *arguments: Any) -> Callable[[], nn.Module]:
     """Return what builds a module of another package, or skips the test where its version has none."""
 
     def make() -> nn.Module:
         found = getattr(importlib.import_module(module), name, None)
         if found is None:
             pytest.skip(f"this version of the package has no {name}")
-        made: nn.Module = found(*arguments, **options)
-        return made
+        return found(*arguments)
 
     return make
 
@@ -316,43 +301,28 @@ class Config(SimpleNamespace):
         return False
 
 
-def config(**changed: Any) -> Config:
-    sizes = {
-        "hidden_size": 72,
-        "intermediate_size": 40,
-        "n_shared_experts": 1,
-        "moe_num_shared_experts": 1,
-        "logits_scaling": 1.0,
-    }
-    names = {"hidden_act": "silu", "hidden_activation": "silu"}
-    return Config(**{**sizes, **names, "pretraining_tp": 1, **changed})
+def config() -> Config:
+    ones = dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "logits_scaling", "pretraining_tp"), 1)
+    return Config(hidden_size=72, intermediate_size=40, hidden_act="silu", hidden_activation="silu", **ones)
 
 
 def gated(make: Callable[[], nn.Module], *covers: Key, out: str = "down_proj") -> Case:
     """Return an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
 
-    def announced(keep: Keep, dense: int) -> int:
-        return 4 * 15 * (72 + 40) + 2 * stored(rows(15, 40), keep)
-
+    announced: Announced = lambda keep, dense: 4 * 15 * (72 + 40) + 2 * stored(rows(15, 40), keep)  # noqa: E731
     exact = f"layer.{out}.weight", f"layer.{out}.bias"
-    return Case(
-        covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True
-    )  # fmt: skip
+    return Case(covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True)
 
 
 def res_block(make: Callable[[], nn.Module], *covers: Key) -> Case:
     """Return timm's block of ResMLP: two branches, of which the ends are scaled."""
-    block = make
-    return Case(
-        covers, block, FEATURES, "scale", lambda keep, dense: dense - 2 * 4 * 15 * 72 + 2 * stored(rows(15, 72), keep),
-        rounds=True, inside=True,
-    )  # fmt: skip
+    announced: Announced = lambda keep, dense: dense - 2 * 4 * 15 * 72 + 2 * stored(rows(15, 72), keep)  # noqa: E731
+    return Case(covers, make, FEATURES, "scale", announced, rounds=True, inside=True)
 
 
 def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
     """Return a block of torchvision's ResNets, of which only the norms are compressed."""
-    norms = 2 if covers[0][1] == "BasicBlock" else 3  # type: ignore[index]
-    channels = (8, 8) if norms == 2 else (8, 8, 32)
+    channels = (8, 8) if covers[0][1] == "BasicBlock" else (8, 8, 32)  # type: ignore[index]
 
     def announced(keep: Keep, dense: int) -> int:
         """The dense norm keeps its input, of which the convolution before keeps nothing, and two statistics."""
@@ -361,30 +331,24 @@ def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
             total += stored(math.ceil(width * pixels / BLOCK), keep) + 12 * width - 4 * width * pixels - 8 * width
         return total
 
-    return Case(
-        covers, make, (6, channels[-1], 6, 4), "norm", announced, (f"layer.bn{norms}.bias",), rounds=True, slack=8.0,
-        inside=True,
-    )  # fmt: skip
+    shape, exact = (6, channels[-1], 6, 4), (f"layer.bn{len(channels)}.bias",)
+    return Case(covers, make, shape, "norm", announced, exact, rounds=True, slack=8.0, inside=True)
 
 
 def conv1d(make: Callable[[], nn.Module], *covers: Key) -> Case:
-    return Case(
-        covers, make, FEATURES, "linear", lambda keep, dense: packed(3, 15, keep), EXACT, wide=True,
-        dropped=_cut_features,
-    )  # fmt: skip
+    announced: Announced = lambda keep, dense: packed(3, 15, keep)  # noqa: E731
+    return Case(covers, make, FEATURES, "linear", announced, EXACT, wide=True, dropped=_cut_features)
 
 
 def scale(operator: str, make: Callable[[], nn.Module], *covers: Key, names: tuple[str, ...] = ()) -> Case:
-    return Case(
-        covers, make, FEATURES, operator, lambda keep, dense: stored(rows(15, 72), keep), ("input", *names), rounds=True
-    )  # fmt: skip
+    announced: Announced = lambda keep, dense: stored(rows(15, 72), keep)  # noqa: E731
+    return Case(covers, make, FEATURES, operator, announced, ("input", *names), rounds=True)
 
 
 def norm_2d(make: Callable[[], nn.Module], *covers: Key) -> Case:
     """Return a norm over the channels of each pixel; blocks are cut to them."""
-    return Case(
-        covers, make, PIXELS, "norm", lambda keep, dense: stored(60, keep, 24) + 240, ("layer.bias",), rounds=True
-    )  # fmt: skip
+    announced: Announced = lambda keep, dense: stored(60, keep, 24) + 240  # noqa: E731
+    return Case(covers, make, PIXELS, "norm", announced, ("layer.bias",), rounds=True)
 
 
 TIMM_NORM, TIMM_ACT, MIXER = "timm.layers.norm", "timm.layers.norm_act", "timm.models.mlp_mixer"
@@ -432,37 +396,24 @@ def tables(name: str) -> dict[Any, Any]:
 
 COPIES = {
     "llama-norm": """
-        deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
-        granite.GraniteRMSNorm ministral.MinistralRMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
-        mllama.MllamaTextRMSNorm phi3.Phi3RMSNorm pixtral.PixtralRMSNorm qwen2.Qwen2RMSNorm
-        qwen2_5_vl.Qwen2_5_VLRMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm
-        smollm3.SmolLM3RMSNorm
+        glm4_moe.Glm4MoeRMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm mllama.MllamaTextRMSNorm phi3.Phi3RMSNorm
+        qwen2.Qwen2RMSNorm qwen2_5_vl.Qwen2_5_VLRMSNorm qwen3.Qwen3RMSNorm smollm3.SmolLM3RMSNorm
     """,
     "llama-mlp": """
-        aria.AriaSharedExpertsMLP cohere.CohereMLP cohere2.Cohere2MLP deepseek_v2.DeepseekV2MLP
-        deepseek_v3.DeepseekV3MLP diffllama.DiffLlamaMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP
-        glm4_moe.Glm4MoeMLP granite.GraniteMLP helium.HeliumMLP jamba.JambaMLP ministral.MinistralMLP
-        mistral.MistralMLP mllama.MllamaTextMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP
-        pixtral.PixtralMLP qwen2.Qwen2MLP qwen2_5_vl.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen2_vl.Qwen2MLP
-        qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP stablelm.StableLmMLP
+        aria.AriaSharedExpertsMLP deepseek_v3.DeepseekV3MLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP
+        mistral.MistralMLP olmo.OlmoMLP qwen2_vl.Qwen2MLP qwen3.Qwen3MLP stablelm.StableLmMLP
     """,
-    "phi3-mlp": "dia.DiaMLP glm.GlmMLP glm4.Glm4MLP",
+    "phi3-mlp": "dia.DiaMLP glm.GlmMLP",
 }
-"""Some models of transformers, and their classes whose forward is that of a class for which there is a case."""
+"""Classes of transformers whose forward is that of a class with a case."""
 
 
-def copies() -> dict[str, Case]:
-    """Return a case for each of these classes."""
-    made = {}
-    for original, build, argument in (
-        ("llama-norm", rows_norm, 72),
-        ("llama-mlp", gated, config()),
-        ("phi3-mlp", gated, config()),
-    ):
-        for model, _, name in (copied.partition(".") for copied in COPIES[original].split()):
-            module = f"transformers.models.{model}.modeling_{model}"
-            made[f"{model}-{name}"] = foreign(build, module, name, argument)
-    return made
+def copies() -> Iterator[Case]:
+    """Yield a case for each of these classes."""
+    for original, names in COPIES.items():
+        build, argument = (rows_norm, 72) if original == "llama-norm" else (gated, config())
+        for model, _, name in (copied.partition(".") for copied in names.split()):
+            yield foreign(build, f"transformers.models.{model}.modeling_{model}", name, argument)
 
 
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}

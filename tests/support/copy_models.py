@@ -1,8 +1,9 @@
-"""Models of which autocast makes copies of weights in every way, and what a dense one keeps of them."""
+"""Models of which autocast makes copies of weights in every way."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,20 +36,27 @@ class Base(nn.Module):
         return self.a(h).exp() * self.b(h.sin())
 
 
-class CalledTwice(Base):
-    def use(self, h):
-        return self.a(h).exp() * self.a(h.sin())
+def uses(use: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> type[Base]:
+    """Return a subclass with further modules or parameters, made by ``parts``."""
+
+    class Uses(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+    Uses.use = use
+    return Uses
+
+
+def attention(**sizes: int) -> Callable[[], nn.Module]:
+    return lambda: nn.MultiheadAttention(E, 2, batch_first=True, **sizes)
 
 
 class Tied(Base):
     def __init__(self):
         super().__init__()
         self.b.weight = self.a.weight
-
-
-class UsedAsAFunction(Base):
-    def use(self, h):
-        return super().use(h) * F.linear(h.cos(), self.a.weight)
 
 
 class TwoRegions(Base):
@@ -67,19 +75,6 @@ class RegionPerLayer(Base):
             return self.a(first.exp()[..., :E])
 
 
-class Fp32Inside(Base):
-    def use(self, h):
-        with bf16(enabled=False):
-            first = self.a(h.float())
-        return first.exp() * self.a(h.sin()) * self.b(h.cos())
-
-
-class Uncached(Base):
-    def use(self, h):
-        with bf16(cache_enabled=False):
-            return super().use(h) * self.a(h.cos())
-
-
 class Masked(Base):
     """``torch.nn.utils.prune`` makes the weight anew before each call."""
 
@@ -91,66 +86,24 @@ class Masked(Base):
         return self.a(h).exp() * self.a(h.sin())
 
 
-class Checkpointed(Base):
-    def use(self, h):
-        return checkpoint(self.a, h, use_reentrant=False) * self.a(h.sin())
-
-
-class Encoder(Base):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(E, 2, 96, dropout=0.0, batch_first=True)
-
-    def use(self, h):
-        return self.layer(h)
-
-
-class CrossAttention(Base):
-    """Query beside key and value: parts of one weight, of which autocast makes copies of their own."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
-
-    def use(self, h):
-        memory = h.sin()
-        return self.attention(h, memory, memory)[0] + self.attention(h.cos(), memory, memory.sin())[0]
-
-
-class SizedAttention(Base):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, 2, kdim=40, vdim=24, batch_first=True)
-
-    def use(self, h):
-        return self.attention(h, h.sin()[..., :40], h.cos()[..., :24])[0]
-
-
-MODELS = {
-    Base: 2 * ELEMENTS,
-    CalledTwice: ELEMENTS,
-    Tied: ELEMENTS,
-    UsedAsAFunction: ELEMENTS,  # the function keeps the copy of `a`
-    Fp32Inside: 2 * ELEMENTS,
-    Uncached: 3 * ELEMENTS,
-    Masked: 2 * ELEMENTS,
-    Checkpointed: ELEMENTS,
-    Encoder: 3 * E * E + E * E + 2 * ELEMENTS,
-    CrossAttention: 2 * 3 * E * E + E * E,
-    SizedAttention: E * (E + 40 + 24 + E),
-}
-"""Elements of the weights whose copies a dense model keeps."""
-
-
-class LearnedQueries(Base):
-    """A parameter that three layers and a function read: autocast makes one copy of it for all."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(8, E))
-
-    def use(self, h):
-        return (self.a(self.queries) * self.b(self.queries)).sum() + F.linear(self.queries, self.b.weight) + self.a(h)
+CalledTwice = uses(lambda self, h: self.a(h).exp() * self.a(h.sin()))
+Checkpointed = uses(lambda self, h: checkpoint(self.a, h, use_reentrant=False) * self.a(h.sin()))
+SizedAttention = uses(
+    lambda self, h: self.attention(h, h.sin()[..., :40], h.cos()[..., :24])[0], attention=attention(kdim=40, vdim=24)
+)
+Encoder = uses(
+    lambda self, h: self.layer(h),
+    layer=lambda: nn.TransformerEncoderLayer(E, 2, 96, dropout=0.0, batch_first=True),
+)
+MODELS = [Base, CalledTwice, Tied, Masked, Checkpointed, Encoder, SizedAttention]
+"""``Random`` has functions of a weight, cross-attention, and regions without autocast or without its cache."""
+# A parameter that three layers and a function read: autocast makes one copy of it for all.
+LearnedQueries = uses(
+    lambda self, h: (self.a(self.queries) * self.b(self.queries)).sum()
+    + F.linear(self.queries, self.b.weight)
+    + self.a(h),
+    queries=lambda: nn.Parameter(torch.randn(8, E)),
+)
 
 
 class Leaf(Base):
