@@ -10,6 +10,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -110,9 +111,19 @@ class RecordFile:
 
 
 def parser_for(text: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of all scripts; records go to ``name`` in ``results/`` if nothing is said."""
+    """Return a parser with the options of all scripts; records go to ``results/`` if nothing else is said.
+
+    With ``--quick`` they go to a temporary folder, since nobody quotes them.
+    """
+
+    class Quick(argparse.Action):
+        def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
+            namespace.quick = True
+            if namespace.out == parser.get_default("out"):
+                namespace.out = Path(tempfile.mkdtemp()) / f"{name}.json"
+
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smallest cases, for a CPU too")
+    parser.add_argument("--quick", action=Quick, nargs=0, default=False, help="smallest cases, for a CPU too")
     parser.add_argument("--again", action="store_true", help="run cases that the file has, too")
     parser.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="file of the records")
     return parser
