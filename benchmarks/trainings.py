@@ -48,6 +48,7 @@ import math
 import re
 import statistics
 import sys
+import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -675,11 +676,10 @@ def append(path: Path | None, records: list[Record]) -> None:
     """Add records to a file that other processes add to as well."""
     if path is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = Path(tempfile.gettempdir()) / f"trainings-{fingerprint(str(path.resolve()).encode())}.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         write_records(path, [*read_records(path), *records])
-    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Record]:
@@ -707,7 +707,7 @@ def main(argv: Sequence[str] | None = None) -> list[Record]:
                     add({**key, "setting": setting}, compare(model, setting, batch, study.recipe.precision))
         return new
     if args.grow is not None:
-        key = {"figure": "size", "task": args.task, "model": study.model, "dataset": study.data.facts["dataset"]}
+        key = {"figure": "size", "task": args.task, "model": study.model}
         dense = {**measure_step(study, "dense"), "epochs": args.epochs, "lr": args.lr}
         for setting in args.settings:
             axis = None if setting == "dense" else args.grow
