@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from benchmarks.evidence import findings
-from benchmarks.report import (
-    Records,
-    bits_of,
-    groups,
-    load,
-    main_study,
-    model_name,
-    quickest,
-    score,
-    select,
-    short_studies,
-    words,
-)
+from benchmarks.report import Records, groups, load, main_study, model_name, quickest, score, select, words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,29 +92,6 @@ def differences() -> Figure:
     return figure
 
 
-def bits() -> Figure:
-    """Draw the score of short trainings against stored bits, a panel for each task."""
-    figure = Figure(figsize=(9, 2.8), layout="constrained")
-    for axes, task in zip(figure.subplots(1, 4), ("resmlp", "vit", "resnet", "gpt"), strict=True):
-        study = short_studies(task)[0]
-        name, _, sign = score(study)
-        for (setting,), runs in groups(study, "setting").items():
-            scores = [sign * r["accuracy"] for r in runs]
-            mean, deviation = statistics.mean(scores), statistics.stdev(scores)
-            if setting == "dense":
-                axes.axhline(mean, color="black", linewidth=0.8)
-                axes.axhspan(mean - deviation, mean + deviation, color="black", alpha=0.1, linewidth=0)
-            else:
-                color, marker = STYLES[setting[0].isdigit()]
-                axes.errorbar(bits_of(runs), mean, yerr=deviation, fmt=marker, color=color, markersize=4, linewidth=0.8)
-        axes.set_title(study[0]["model"])
-        axes.set_xlabel("stored bits per value")
-        axes.set_ylabel(name)
-        if sign < 0:
-            axes.invert_yaxis()
-    return figure
-
-
 def timeline() -> Figure:
     """Draw the memory of one step of a ViT-B/16, dense, checkpointed and with `max`, by what holds it."""
     records = [r for r in load("timeline") if r["model"] == TIMELINE]
@@ -155,5 +119,4 @@ def draw_all(folder: Path) -> None:
     with matplotlib.rc_context(SETTINGS):
         save(frontier(), folder / "frontier.png", colors=256)
         save(differences(), folder / "trainings.png")
-        save(bits(), folder / "accuracy_bits.png")
         save(timeline(), folder / f"timeline_{TIMELINE}.png", colors=128)

@@ -463,29 +463,10 @@ def sizes() -> str:
     return "\n\n".join(parts)
 
 
-def short_studies(task: str) -> list[Records]:
-    """Return the short studies of a task, that of the most runs first."""
-    studies = groups((r for r in trainings() if r["task"] == task and not is_long(r)), *RECIPE)
-    return sorted(studies.values(), key=lambda study: -len(study))
-
-
 def short(task: str) -> str:
-    """Short trainings of a task, with those of smaller batches in one table."""
-    by_batch = [s for s in short_studies(task) if s[0]["batch"] < 256 and task == "resmlp"]
-    parts = [study_table(s) for s in short_studies(task) if s not in by_batch]
-    rows = []
-    for study in sorted(by_batch, key=lambda s: s[0]["batch"]):
-        dense, ours = (
-            [r["accuracy"] for r in study if (r["setting"] == "dense") is is_dense] for is_dense in (True, False)
-        )
-        change = next(iter(findings(study).values())).cells(2)[0]
-        rows.append([str(study[0]["batch"]), f"{study[0]['lr']:g}", spread_of(dense, 2), spread_of(ours, 2), change])
-    if rows:
-        header = ["batch", "learning rate", "dense, %", "s = 0.5, b = 32, %", "difference"]
-        parts.append(
-            f"By batch size, {by_batch[0][0]['epochs']} epochs:\n\n" + sourced(header, rows, by_batch[0], "trainings")
-        )
-    return "\n\n".join(parts)
+    """Short trainings of a task, the study of the most runs first."""
+    studies = groups((r for r in trainings() if r["task"] == task and not is_long(r)), *RECIPE).values()
+    return "\n\n".join(study_table(study) for study in sorted(studies, key=lambda study: -len(study)))
 
 
 def gradients() -> str:

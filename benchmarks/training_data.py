@@ -244,36 +244,11 @@ def grey(images: Tensor) -> Tensor:
     return (0.2989 * red + 0.587 * green + 0.114 * blue).floor()
 
 
-def brightness(images: Tensor, sign: Tensor) -> Tensor:
-    """Darker or lighter."""
-    return blended(images, torch.zeros_like(images), sign)
-
-
-def colour(images: Tensor, sign: Tensor) -> Tensor:
-    """Closer to grey, or farther from it."""
-    return blended(images, grey(images), sign)
-
-
-def contrast(images: Tensor, sign: Tensor) -> Tensor:
-    """Closer to the mean brightness, or farther from it."""
-    return blended(images, grey(images).mean((2, 3), keepdim=True), sign)
-
-
 def sharpness(images: Tensor, sign: Tensor) -> Tensor:
     """Blurred or sharpened, except at the border."""
     inner = images[..., 1:-1, 1:-1]
     blurred = (F.avg_pool2d(images, 3, 1) * 9 + 4 * inner) / 13
     return F.pad(blended(inner, blurred.round(), sign) - inner, [1] * 4) + images
-
-
-def posterize(images: Tensor, sign: Tensor) -> Tensor:
-    """Without the lowest bits."""
-    return (images / 2**LOWEST_BITS).floor() * 2**LOWEST_BITS
-
-
-def solarize(images: Tensor, sign: Tensor) -> Tensor:
-    """With bright pixels inverted."""
-    return torch.where(images >= SOLAR, 255 - images, images)
 
 
 def autocontrast(images: Tensor, sign: Tensor) -> Tensor:
@@ -296,7 +271,16 @@ def equalize(images: Tensor, sign: Tensor) -> Tensor:
     return torch.where(step.unsqueeze(-1) > 0, equal, images)
 
 
-COLOURS = brightness, colour, contrast, sharpness, posterize, solarize, autocontrast, equalize
+COLOURS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda images, sign: blended(images, torch.zeros_like(images), sign),  # brightness
+    lambda images, sign: blended(images, grey(images), sign),  # colour
+    lambda images, sign: blended(images, grey(images).mean((2, 3), keepdim=True), sign),  # contrast
+    sharpness,
+    lambda images, _: (images / 2**LOWEST_BITS).floor() * 2**LOWEST_BITS,  # posterize
+    lambda images, _: torch.where(images >= SOLAR, 255 - images, images),  # solarize
+    autocontrast,
+    equalize,
+)
 
 # === Text =========================================================================================
 

@@ -22,8 +22,7 @@ A setting is one of
 and may end with rules for single layers: `max+blocks.*.attn.proj=4+type:linear=3`. `0.6:32` is the paper's method.
 
 Each run appends one record to `--out` and is not repeated if its record is there. Several processes may share the file,
-for example one for each GPU with seeds of its own (`CUDA_VISIBLE_DEVICES`). With `--states`, a run that reaches
-`--seconds` leaves its state after an epoch, and the same command goes on with it later.
+for example one for each GPU with seeds of its own (`CUDA_VISIBLE_DEVICES`).
 
 The seed fixes weights, order and augmentation, for all settings alike. On a GPU the whole step is captured in one CUDA
 graph, so the speed of the host does not matter. `accuracy` is the percentage of correctly classified test images; for
@@ -51,7 +50,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -385,53 +384,6 @@ class TrainStep:
         self.loss_sum.zero_()
         return graph
 
-    def state(self) -> dict[str, Any]:
-        """Return weights and optimizer state."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state, in the memory that a captured step knows."""
-        self.model.load_state_dict(state["model"])
-        if self.graph is None:
-            self.optimizer.load_state_dict(state["optimizer"])
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.lr
-            return
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for number, values in state["optimizer"]["state"].items():
-            for name, value in values.items():
-                self.optimizer.state[parameters[number]][name].copy_(value)
-
-
-class OutOfTimeError(Exception):
-    """A run stopped after an epoch; its state is in a file."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """File of a run's state, and when the run has to stop, on the clock of `time.monotonic`."""
-
-    path: Path
-    end: float = math.inf
-
-    def load(self) -> dict[str, Any] | None:
-        """Return the state that an earlier run left."""
-        return torch.load(self.path, weights_only=True) if self.path.is_file() else None
-
-    def check(self, state: Callable[[], dict[str, Any]], epoch_s: float) -> None:
-        """Save the state and stop if there is no time for another epoch."""
-        if time.monotonic() + epoch_s >= self.end:
-            save(state(), self.path)
-            raise OutOfTimeError
-
-
-def save(state: dict[str, Any], path: Path) -> None:
-    """Write a file of tensors that is complete whenever it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
-    torch.save(state, unfinished)
-    unfinished.replace(path)
-
 
 def first_choices(data: Data, recipe: Recipe) -> Tensor:
     """Return the choices of one step that depend on no seed, for what comes before the training."""
@@ -439,7 +391,7 @@ def first_choices(data: Data, recipe: Recipe) -> Tensor:
 
 
 def train(
-    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None, resume: Resume | None = None
+    model: nn.Module, data: Data, recipe: Recipe, seed: int, epochs: int | None = None
 ) -> tuple[float, float, int | None]:
     """Train `model`, for `epochs` of the recipe's if given.
 
@@ -452,25 +404,14 @@ def train(
             block.compile(backend=recipe.compile)
     step, batches, last = TrainStep(model, data, recipe), recipe.batches, epochs or recipe.epochs
     generator = torch.Generator().manual_seed(seed)
-    loss, first, before = math.nan, 0, 0.0
-    state = None if resume is None else resume.load()
-    if state is not None:
-        step.restore(state["step"])
-        generator.set_state(state["generator"])
-        loss, first, before = state["loss"], state["epoch"], state["seconds"]
-    del state
-    start = time.perf_counter() - before
-    for epoch in range(first, last):
-        began = time.perf_counter()
+    loss, start = math.nan, time.perf_counter()
+    for epoch in range(last):
         for i, choices in enumerate(data.draw(batches, recipe.batch, generator)):
             step(choices, recipe.lr * cosine_factor(epoch * batches + i, recipe.epochs * batches, WARMUP))
         loss = step.loss_sum.item() / batches  # waits for the GPU
         step.loss_sum.zero_()
-        now, seconds = time.perf_counter(), time.perf_counter() - start
+        seconds = time.perf_counter() - start
         print(f"  epoch {epoch + 1}/{recipe.epochs}: loss {loss:.4f}, {seconds:.1f} s", flush=True)
-        if resume is not None and epoch + 1 < last:
-            progress = {"generator": generator.get_state(), "epoch": epoch + 1, "loss": loss, "seconds": seconds}
-            resume.check(lambda p=progress: {"step": step.state(), **p}, now - began)
     return loss, time.perf_counter() - start, step.peak_bytes
 
 
@@ -504,9 +445,7 @@ def allocated_beside(model: nn.Module) -> int:
     return torch.cuda.memory_allocated() - sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def measure(
-    study: Study, setting: str, seed: int, limit: int | None, resume: Resume | None, keep: Path | None
-) -> Record:
+def measure(study: Study, setting: str, seed: int, limit: int | None, keep: Path | None) -> Record:
     """Train and test one model and return its figures; its weights go to `keep`."""
     data, recipe = study.data, study.recipe
     model = study.build(seed)
@@ -515,10 +454,10 @@ def measure(
     bits = stored_bits(model, setting, batch, recipe.precision)
     before = allocated_beside(model)
     with nullcontext() if recipe.compile is None else compiled_packing(model):
-        loss, seconds, peak = train(model, data, recipe, seed, resume=resume)
+        loss, seconds, peak = train(model, data, recipe, seed)
     accuracy = evaluate(model, data, recipe.precision, limit)
     if keep is not None:
-        save(model.state_dict(), keep)
+        torch.save(model.state_dict(), keep)
     figures = {"bits_per_value": bits, "left_dense": held, "accuracy": round(accuracy, 4), "final_loss": round(loss, 5)}
     peak_mib = None if peak is None else round((peak - before) / MIB, 2)
     return {**figures, "seconds": round(seconds, 2), "peak_mib": peak_mib}
@@ -644,8 +583,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--grow", metavar="AXIS", help="search the largest size: dim, depth, patch-size, context, batch-size"
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing later; see --states")
-    parser.add_argument("--states", type=Path, help="folder for the states of runs that --seconds cuts short")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run later than this")
     parser.add_argument("--save", type=Path, help="file for the weights of a single run")
     parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds; records go to --out alone")
     parser.add_argument("--out", type=Path, help=f"by default {RESULTS / 'trainings.json'}, with --quick nowhere")
@@ -726,15 +664,7 @@ def main(argv: Sequence[str] | None = None) -> list[Record]:
             print(f"{setting}, seed {seed}: no time left")
             continue
         print(f"{args.task} {setting}, seed {seed}", flush=True)
-        state = None if args.states is None else args.states / f"{fingerprint(repr(sorted(key.items())).encode())}.pt"
-        resume = None if state is None else Resume(state, begin + args.seconds)
-        try:
-            add(key, [measure(study, setting, seed, limit, resume, args.save)])
-        except OutOfTimeError:
-            print(f"{setting}, seed {seed}: not finished, its state is in {state}")
-            continue
-        if state is not None:
-            state.unlink(missing_ok=True)
+        add(key, [measure(study, setting, seed, limit, args.save)])
     return new
 
 

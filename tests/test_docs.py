@@ -37,7 +37,7 @@ def pages():
             yield pytest.param(path.name, marks=pytest.mark.foreign if foreign else pytest.mark.integration)
 
 
-@pytest.mark.parametrize("page", pages())
+@pytest.mark.parametrize("page", list(pages()))
 def test_python_of_the_page_runs(page, tmp_path, monkeypatch, recwarn):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / page).read_text()

@@ -30,18 +30,6 @@ def test_records_of_a_task(task, settings, tmp_path):
     assert json.loads(out.read_text()) == records
 
 
-def test_a_run_that_was_cut_short_goes_on(tmp_path):
-    command = [*QUICK, "--task", "vit", "--settings", "dense", "--out", str(tmp_path / "whole.json")]
-    (whole,) = trainings.main(command)
-    command[-1] = str(tmp_path / "parts.json")
-    study = trainings.open_study(trainings.parse(command))
-    resume = trainings.Resume(tmp_path / "state.pt", end=0.0)
-    with pytest.raises(trainings.OutOfTimeError):
-        trainings.measure(study, "dense", 0, None, resume, None)
-    parts = trainings.measure(study, "dense", 0, None, trainings.Resume(tmp_path / "state.pt"), None)
-    assert parts["final_loss"] == whole["final_loss"]
-
-
 def test_weight_gradients_are_closer_with_more_bits():
     settings = ["0.5:32", "0:32:2", "0:32:8"]
     records = trainings.main([*QUICK, "--task", "vit", "--gradients", "1", "--settings", *settings])
