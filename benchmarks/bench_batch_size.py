@@ -80,7 +80,7 @@ class Search:
             if self.args.quick and size > QUICK_LARGEST:
                 raise torch.OutOfMemoryError("CUDA out of memory: --quick")
             train(self.training, [*callbacks_of(self.case.method, self.args.offload_file), *callbacks], steps)
-            peak = torch.cuda.max_memory_allocated() / MIB if torch.cuda.is_available() else float(size)
+            peak = torch.cuda.max_memory_allocated() / MIB if torch.cuda.is_available() else 0.0
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

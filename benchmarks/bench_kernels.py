@@ -187,7 +187,7 @@ def layer_figures(layer: nn.Module, pairs: Sequence[Tensors], rule: Keep | None)
         output = layer(pairs[0][0].detach().requires_grad_())
     del output
     small = [tensor.flatten(0, -2)[:8] for tensor in pairs[0]]
-    host = host_us(lambda: step(*small), *((1000, 5) if DEVICE == "cuda" else (5, 1)))
+    host = host_us(lambda: step(*small), *((300, 5) if DEVICE == "cuda" else (5, 1)))
     backward = round(both - forward, 2)
     kept = meter.report().stored_bytes
     return {"forward_us": forward, "backward_us": backward, "kept_bytes": kept, "host_us": round(host, 1)}

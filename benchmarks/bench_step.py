@@ -384,7 +384,6 @@ class StepFigures(pl.Callback):
             synchronize()
             self.profile = profile(activities=[ProfilerActivity.CUDA])
             self.profile.start()
-        self.began = time.perf_counter()
 
     def on_before_zero_grad(self, *_: Any) -> None:
         # Lightning zeroes gradients between forward and backward: those of the step before are here before and after.
@@ -412,6 +411,7 @@ class StepFigures(pl.Callback):
                 self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}
         if batch_idx == self.plan.steps - 1 and self.profile is not None:
             self.profile.stop()
+        self.began = time.perf_counter()
 
     def on_train_end(self, *_: Any) -> None:
         self.release()

@@ -64,7 +64,7 @@ if __name__ == "__main__":  # before transformers is imported
 
 from benchmarks.common import Record, RecordFile, Records, Running, finish, parser_for, show, software
 from benchmarks.common import start_in_fork, version_of
-from benchmarks.zoo_models import TIMM, TRANSFORMERS, Sample, timm_sample, transformers_sample
+from benchmarks.zoo_models import LISTED, Sample, timm_sample, transformers_sample
 from lightning_actprune import config
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -84,8 +84,9 @@ LEAST_COSINE = {"balanced": 0.99, "max": 0.6}
 """Least cosine of a gradient that rounding moves by less."""
 WORST, EIGHT = 16, 8
 SAMPLES: dict[str, Callable[[], Sample]] = {
-    **{f"timm/{name}": partial(timm_sample, name, built) for name, built in TIMM.items()},
-    **{f"transformers/{name}": partial(transformers_sample, name, tiny) for name, tiny in TRANSFORMERS.items()},
+    f"{library}/{name}": partial(make, name)
+    for library, make in (("timm", timm_sample), ("transformers", transformers_sample))
+    for name in LISTED[library]
 }
 QUICK = (
     *("timm/test_byobnet", "timm/test_convnext", "timm/test_efficientnet", "timm/test_nfnet", "timm/test_vit"),
