@@ -69,8 +69,8 @@ def scatter(study: Records) -> tuple[float, int] | None:
     """Return standard deviation and degrees of freedom of the errors, if there are enough runs."""
     effects = [[r["setting"] for r in study], [r["seed"] for r in study]]
     scores = np.array([r["accuracy"] for r in study])
-    for known in (effects, effects[:1]):
-        columns = [[float(mine == value) for mine in effect] for effect in known for value in dict.fromkeys(effect)]
+    for chosen in (effects, effects[:1]):
+        columns = [[float(mine == value) for mine in effect] for effect in chosen for value in dict.fromkeys(effect)]
         matrix = np.array(columns).T  # [runs, settings and seeds]
         freedom = len(study) - int(np.linalg.matrix_rank(matrix))
         if freedom >= FEWEST:
@@ -81,19 +81,19 @@ def scatter(study: Records) -> tuple[float, int] | None:
 
 def findings(study: Records, sign: int = 1) -> dict[str, Finding]:
     """Return by setting how the runs of a study differ from dense; `sign` is -1 where `accuracy` is a negative loss."""
-    known = scatter(study)
+    errors = scatter(study)
     dense = {r["seed"]: r["accuracy"] for r in study if r["setting"] == "dense"}
-    found = dict[str, Finding]()
+    by_setting = dict[str, Finding]()
     for setting in dict.fromkeys(r["setting"] for r in study):
         runs = [r for r in study if r["setting"] == setting and r["seed"] in dense]
-        if known and runs and setting != "dense":
+        if errors and runs and setting != "dense":
             mean = sign * statistics.mean(r["accuracy"] - dense[r["seed"]] for r in runs)
-            found[setting] = Finding(mean, known[0] * math.sqrt(2 / len(runs)), known[1])
-    return found
+            by_setting[setting] = Finding(mean, errors[0] * math.sqrt(2 / len(runs)), errors[1])
+    return by_setting
 
 
-def together(found: Sequence[Finding]) -> Finding:
+def together(findings: Sequence[Finding]) -> Finding:
     """Return what several studies say of one setting."""
-    squares = [finding.error**2 for finding in found]
-    freedom = sum(squares) ** 2 / sum(s**2 / finding.freedom for s, finding in zip(squares, found, strict=True))
-    return Finding(statistics.mean(f.difference for f in found), sum(squares) ** 0.5 / len(found), freedom)
+    squares = [finding.error**2 for finding in findings]
+    freedom = sum(squares) ** 2 / sum(s**2 / finding.freedom for s, finding in zip(squares, findings, strict=True))
+    return Finding(statistics.mean(f.difference for f in findings), sum(squares) ** 0.5 / len(findings), freedom)

@@ -78,10 +78,10 @@ def frontier() -> Figure:
 def differences() -> Figure:
     """Draw differences to dense in long trainings and where the truth lies in 19 of 20 such studies."""
     studies = [main_study(task) for task in ("resnet", "vit", "resmlp", "gpt")]
-    found = [(study, findings(study, score(study)[2])) for study in studies]
-    figure = Figure(figsize=(6.4, 1 + 0.24 * sum(len(each) + 1 for _, each in found)), layout="constrained")
-    heights = [len(each) for _, each in found]
-    for axes, (study, each) in zip(figure.subplots(len(found), 1, height_ratios=heights), found, strict=True):
+    panels = [(study, findings(study, score(study)[2])) for study in studies]
+    figure = Figure(figsize=(6.4, 1 + 0.24 * sum(len(each) + 1 for _, each in panels)), layout="constrained")
+    heights = [len(each) for _, each in panels]
+    for axes, (study, each) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
         name, _, sign = score(study)
         for y, finding in enumerate(each.values()):
             axes.errorbar(sign * finding.difference, -y, xerr=finding.seen, fmt="o", color="#0072B2", markersize=4)

@@ -46,11 +46,11 @@ def select(name: str, **fields: Any) -> Records:
 
 def groups(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], Records]:
     """Return `records` by the values of `keys`, in order of appearance."""
-    found: dict[tuple[Any, ...], Records] = {}
+    by_values: dict[tuple[Any, ...], Records] = {}
     for record in records:
         values = (record.get(key) for key in keys)
-        found.setdefault(tuple(tuple(v) if isinstance(v, list) else v for v in values), []).append(record)
-    return found
+        by_values.setdefault(tuple(tuple(v) if isinstance(v, list) else v for v in values), []).append(record)
+    return by_values
 
 
 # === Cells and tables =============================================================================
@@ -101,15 +101,16 @@ def time_change(record: Record, dense: Record) -> str:
     return least if least == most else f"{least.removesuffix(' %')} to {most}"
 
 
-def by_model(records: Records, title: Callable[[Record], str], cells: Callable[[Record, Record | None], list[str]],
-             beside: Callable[[Record], bool] = lambda r: r["method"] == "dense") -> list[list[str]]:  # fmt: skip
-    """Return rows by model under a row with its title; `cells` gets a record and the one it is compared with."""
+def by_model(
+    records: Records, title: Callable[[Record], str], cells: Callable[[Record, Record | None], list[str]]
+) -> list[list[str]]:
+    """Return rows by model under a row with its title; `cells` gets a record and the dense one of its model."""
     rows: list[list[str]] = []
     titled: dict[str, Records] = {}
     for record in records:
         titled.setdefault(title(record), []).append(record)
     for name, group in titled.items():
-        dense = next((r for r in group if beside(r)), None)
+        dense = next((r for r in group if r["method"] == "dense"), None)
         body = [cells(record, dense) for record in group]
         rows += [[f"**{name}**", *[""] * (len(body[0]) - 1)], *body]
     return rows
@@ -168,8 +169,9 @@ def largest() -> str:
         times = f" ({r['batch'] / dense['batch']:.1f} times)" if dense not in (None, r) else ""
         return [r["method"], f"{r['batch']}{times}", figure(r, dense, "samples_per_s", 1), figure(r, None, "peak_mib")]
 
-    order = {"dense": 0, "checkpoint": 1, "max": 2, "recompute": 3}
-    ordered = [r for rows in groups(records, "model").values() for r in sorted(rows, key=lambda r: order[r["method"]])]
+    order = "dense", "checkpoint", "balanced", "max", "recompute"
+    by_name = groups((r for r in records if r["method"] in order), "model").values()
+    ordered = [r for rows in by_name for r in sorted(rows, key=lambda r: order.index(r["method"]))]
     rows = by_model(ordered, lambda r: r["model"], cells)
     return sourced(["method", "largest batch", "samples a second", "peak MiB"], rows, records, "batch_size")
 
@@ -206,14 +208,14 @@ def headline(brief: bool) -> str:
     """Memory, time and accuracy of five models, checkpointed and with `max`, beside dense."""
     rows = []
     for model, (title, task) in HEADLINE.items():
-        found = {r["method"]: r for r in select("steps", table="trainer", model=model)}
-        built = {r["method"]: r for r in select("steps", table="compiled", model=model, mode="default")}
-        dense, checkpoint, ours = (found[method] for method in ("dense", "checkpoint", "max"))
+        eager = {r["method"]: r for r in select("steps", table="trainer", model=model)}
+        compiled = {r["method"]: r for r in select("steps", table="compiled", model=model, mode="default")}
+        dense, checkpoint, ours = (eager[method] for method in ("dense", "checkpoint", "max"))
         between, cells = "<br>" if brief else " ", []
         for name in ("activations_mib", "peak_mib"):
             cell = f"**{percent(ours[name] / dense[name])}**{between}({percent(checkpoint[name] / dense[name])})"
             cells.append(cell if brief else f"{dense[name]:.0f} MiB: {cell}")
-        for each in (found,) if brief else (found, built):
+        for each in (eager,) if brief else (eager, compiled):
             times = (time_change(each[method], each["dense"]) for method in ("max", "checkpoint"))
             cells.append("**{}**{between}({})".format(*times, between=between))
         study = main_study(task) if task else []
@@ -317,8 +319,8 @@ def words(setting: str) -> str:
 def model_name(record: Record) -> str:
     """Return the model's name, with its own depth and width."""
     family, _, size = record["model"].rpartition("_")
-    known = re.fullmatch(r"(\d+)x(\d+)", size)
-    return f"{family}_{record.get('depth') or known[1]}x{record.get('dim') or known[2]}" if known else record["model"]
+    shape = re.fullmatch(r"(\d+)x(\d+)", size)
+    return f"{family}_{record.get('depth') or shape[1]}x{record.get('dim') or shape[2]}" if shape else record["model"]
 
 
 def title(record: Record) -> str:
@@ -351,13 +353,13 @@ def bits_of(runs: Records) -> float:
 def study_table(study: Records) -> str:
     """Return the titled table of a study: a row per setting, dense first and then by what is kept."""
     name, digits, sign = score(study)
-    found, settings = findings(study, sign), groups(study, "setting")
+    changes, settings = findings(study, sign), groups(study, "setting")
     rows = []
     for (setting,), runs in sorted(settings.items(), key=lambda item: (item[0][0] != "dense", -bits_of(item[1]))):
         peaks = [r["peak_mib"] for r in runs if r.get("peak_mib") is not None]
         scores = spread_of([sign * r["accuracy"] for r in runs], digits)
         cells = [f"{max(peaks):.0f}" if peaks else "-", f"{bits_of(runs):.2f}", str(len(runs)), scores]
-        rows.append([words(setting), *cells, *(found[setting].cells(digits) if setting in found else "--")])
+        rows.append([words(setting), *cells, *(changes[setting].cells(digits) if setting in changes else "--")])
     header = ["setting", "peak MiB", "bits", "seeds", name, "difference to dense", "detectable"]
     if not any(row[1] != "-" for row in rows):
         header, rows = [header[0], *header[2:]], [[row[0], *row[2:]] for row in rows]
@@ -388,14 +390,14 @@ def sections() -> dict[str, Records]:
     sizes = [
         id(r) for s in select("trainings", figure="size") for of in (s["setting"], "dense") for r in runs_of_size(s, of)
     ]
-    found: dict[str, Records] = {"classes": [], "tuned": [], "rules": [], "sizes": [], "scratch": []}
+    by_section: dict[str, Records] = {"classes": [], "tuned": [], "rules": [], "sizes": [], "scratch": []}
     for study in groups((r for r in trainings() if is_long(r)), *RECIPE).values():
         ruled = any("+" in r["setting"] for r in study)
         for r in study:
             tuned = r.get("start") or r.get("classes") == 5
             name = "tuned" if tuned else "classes" if r.get("turned") else "rules" if ruled else "scratch"
-            found["sizes" if id(r) in sizes and name == "scratch" else name].append(r)
-    return found
+            by_section["sizes" if id(r) in sizes and name == "scratch" else name].append(r)
+    return by_section
 
 
 def section(name: str) -> str:
@@ -426,17 +428,19 @@ def presets() -> str:
     ]
     rows = [["dense", "16.00", *dense]]
     for name in PRESETS:
-        found = [preset_finding(name, study) for study in studies]
-        bits = [each[0] for each in found if each[0]]
-        cells = [f.cells(score(s)[1])[0] if f else "-" for (_, f), s in zip(found, studies, strict=True)]
+        findings_of = [preset_finding(name, study) for study in studies]
+        bits = [each[0] for each in findings_of if each[0]]
+        cells = [f.cells(score(s)[1])[0] if f else "-" for (_, f), s in zip(findings_of, studies, strict=True)]
         rows.append([f"`{name}`", f"{min(bits):.2f} - {max(bits):.2f}", *cells])
     return markdown(["preset", "bits", *(f"{model_name(s[0])}, {score(s)[0]}" for s in studies)], rows)
 
 
 def together() -> str:
     """What the image models say together."""
-    found = {name: [preset_finding(name, main_study(t))[1] for t in ("resmlp", "vit", "resnet")] for name in PRESETS}
-    rows = [[f"`{name}`", *evidence.together([f for f in each if f]).cells(2)] for name, each in found.items()]
+    by_preset = {
+        name: [preset_finding(name, main_study(t))[1] for t in ("resmlp", "vit", "resnet")] for name in PRESETS
+    }
+    rows = [[f"`{name}`", *evidence.together([f for f in each if f]).cells(2)] for name, each in by_preset.items()]
     return markdown(["preset", "difference to dense", "detectable"], rows)
 
 
@@ -559,16 +563,16 @@ def positions() -> str:
 
 def savings() -> str:
     """Table III: MiB of activations saved, by formula, measured, and by the paper."""
-    measured = {r["method"]: r["activations_mib"] for r in select("steps", table="paper")}
-    rows = []
+    activations = {r["method"]: r["activations_mib"] for r in select("steps", table="paper")}
+    dense, rows = activations["dense"], []
     for r in select("paper", table="savings"):
         s, b = f"{r['sparsity']:g}", r["block_size"]
-        ours = [f"{r[f'{name}_saved_bytes'] / MIB:.1f}" for name in ("ours", "bsr_int32", "bsr_int64")]
-        method = f"linear:s{s}:b{b}:blocks"
-        found = f"{measured['dense'] - measured[method]:.1f}" if method in measured else "-"
+        ours, *bsr = (r[f"{name}_saved_bytes"] / MIB for name in ("ours", "bsr_int32", "bsr_int64"))
+        pruned = activations.get(f"linear:s{s}:b{b}:blocks")
         paper = PAPER_SAVED_MIB[s][(16, 32, 64).index(b)]
-        shares = f"{100 * r['ours_saved_bytes'] / MIB / measured['dense']:.1f}", f"{100 * paper / PAPER_DENSE_MIB:.1f}"
-        rows.append([f"s = {s}, b = {b}", ours[0], found, *ours[1:], f"{paper:.1f}", *shares])
+        cells = [f"{ours:.1f}", "-" if pruned is None else f"{dense - pruned:.1f}", *(f"{x:.1f}" for x in bsr)]
+        cells += [f"{paper:.1f}", f"{100 * ours / dense:.1f}", f"{100 * paper / PAPER_DENSE_MIB:.1f}"]
+        rows.append([f"s = {s}, b = {b}", *cells])
     header = ["setting", "formula", "measured", "BSR, int32", "BSR, int64", "paper", "share %", "paper's share %"]
     return sourced(header, rows, select("steps", table="paper"), "steps")
 

@@ -129,8 +129,8 @@ PRUNED = re.compile(r"(0|0?\.\d+):(\d+)(?::(2|3|4|8|16))?(?::(largest|swap|unbia
 def checked(setting: str) -> str:
     """Return `setting` if it is one; for argparse."""
     base, *rules = setting.split("+")
-    known = (base == "dense" and not rules) or PRESET.fullmatch(base) or PRUNED.fullmatch(base)
-    if not known or not all(re.fullmatch(r"[^=]+=(2|3|4|8|16)", rule) for rule in rules):
+    is_base = (base == "dense" and not rules) or PRESET.fullmatch(base) or PRUNED.fullmatch(base)
+    if not is_base or not all(re.fullmatch(r"[^=]+=(2|3|4|8|16)", rule) for rule in rules):
         raise argparse.ArgumentTypeError(f"must be `dense`, a preset or `S:B:BITS`, see --help; got {setting!r}")
     return setting
 
@@ -170,9 +170,9 @@ def compress(model: nn.Module, setting: str, batch: Batch, precision: str) -> li
     retention, energies = RetentionProbe(model, batch), EnergyProbe(model)
     with buffers_restored(model), retention, energies:
         training_loss(model, batch, precision)
-    held = sorted({kind(layer.fqn) for layer in retention.apply(report)})
+    dense_kinds = sorted({kind(layer.fqn) for layer in retention.apply(report)})
     energies.apply(report)
-    return held
+    return dense_kinds
 
 
 @contextmanager
@@ -450,7 +450,7 @@ def measure(study: Study, setting: str, seed: int, limit: int | None, keep: Path
     data, recipe = study.data, study.recipe
     model = study.build(seed)
     batch = data.batch(first_choices(data, recipe))
-    held = compress(model, setting, batch, recipe.precision)
+    dense_kinds = compress(model, setting, batch, recipe.precision)
     bits = stored_bits(model, setting, batch, recipe.precision)
     before = allocated_beside(model)
     with nullcontext() if recipe.compile is None else compiled_packing(model):
@@ -458,7 +458,12 @@ def measure(study: Study, setting: str, seed: int, limit: int | None, keep: Path
     accuracy = evaluate(model, data, recipe.precision, limit)
     if keep is not None:
         torch.save(model.state_dict(), keep)
-    figures = {"bits_per_value": bits, "left_dense": held, "accuracy": round(accuracy, 4), "final_loss": round(loss, 5)}
+    figures = {
+        "bits_per_value": bits,
+        "left_dense": dense_kinds,
+        "accuracy": round(accuracy, 4),
+        "final_loss": round(loss, 5),
+    }
     peak_mib = None if peak is None else round((peak - before) / MIB, 2)
     return {**figures, "seconds": round(seconds, 2), "peak_mib": peak_mib}
 
@@ -587,9 +592,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="file for the weights of a single run")
     parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds; records go to --out alone")
     parser.add_argument("--out", type=Path, help=f"by default {RESULTS / 'trainings.json'}, with --quick nowhere")
-    given = list(sys.argv[1:] if argv is None else argv)
-    known = parser.parse_args(given)
-    args = parser.parse_args([*RECIPES.get(known.recipe, "").split(), *(QUICK.split() if known.quick else []), *given])
+    words = list(sys.argv[1:] if argv is None else argv)
+    first = parser.parse_args(words)
+    args = parser.parse_args([*RECIPES.get(first.recipe, "").split(), *(QUICK.split() if first.quick else []), *words])
     if args.out is None and not args.quick:
         args.out = RESULTS / "trainings.json"
     if args.root is None and args.task != "gpt" and not args.quick:

@@ -126,25 +126,25 @@ CHECKS = {
 """What the names of a page have to be in the end."""
 
 
-def made(entry, path, options):
+def build(entry, path, options):
     """Return what a configuration makes; ``path`` is the key of a class, ``options`` that of its arguments if any."""
     if isinstance(entry, list):
-        return [made(each, path, options) for each in entry]
+        return [build(each, path, options) for each in entry]
     if not isinstance(entry, dict):
         return entry
     if path not in entry:
-        return {name: made(value, path, options) for name, value in entry.items()}
+        return {name: build(value, path, options) for name, value in entry.items()}
     arguments = entry.get(options, {}) if options else {name: entry[name] for name in entry if name != path}
     module, _, name = entry[path].rpartition(".")
-    return getattr(importlib.import_module(module), name)(**{k: made(v, path, options) for k, v in arguments.items()})
+    return getattr(importlib.import_module(module), name)(**{k: build(v, path, options) for k, v in arguments.items()})
 
 
 def test_yaml_makes_the_callbacks():
     cli, hydra = map(yaml.safe_load, code_blocks((ROOT / "docs" / "rules.md").read_text(), "yaml")[:2])
-    pruning, monitor = made(cli["trainer"]["callbacks"], "class_path", "init_args")
+    pruning, monitor = build(cli["trainer"]["callbacks"], "class_path", "init_args")
     assert (pruning.preset, list(pruning.rules)) == ("max", ["head", "blocks.0.*", "blocks.*.fc2"])
     assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
-    pruning, monitor = made(hydra["callbacks"], "_target_", None).values()
+    pruning, monitor = build(hydra["callbacks"], "_target_", None).values()
     assert repr(pruning.sparsity) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
     assert (pruning.block_size, pruning.rules) == (32, {"model.head": "dense"})
     assert type(monitor) is lightning_actprune.ActivationMemoryMonitor
