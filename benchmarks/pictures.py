@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def frontier() -> Figure:
     eager = groups(select("steps", table="trainer"), "model")
     compiled = groups(select("steps", table="compiled", mode="default"), "model")
     methods = dict.fromkeys(r["method"] for rows in (*eager.values(), *compiled.values()) for r in rows)
-    styles = {"dense": ("black", "o")} | dict(zip((m for m in methods if m != "dense"), STYLES, strict=True))
+    styles = {"dense": ("black", "o")} | dict(zip((m for m in methods if m != "dense"), cycle(STYLES), strict=False))
     rows = -(-len(eager) // 5)
     figure = Figure(figsize=(13, 2.6 * rows + 0.4), layout="constrained")
     panels = figure.subplots(rows, 5, squeeze=False).flatten()
