@@ -1,15 +1,11 @@
 """The largest batch that trains in a given memory, or the deepest or widest model at a fixed batch.
 
-    python benchmarks/bench_batch_size.py --quick --out batch_size.json
+    python benchmarks/bench_batch_size.py --quick
     python benchmarks/bench_batch_size.py --cap-gib 24 --together 3
     python benchmarks/bench_batch_size.py --cap-gib 24 --axis depth --models vit_base_patch16_224
 
-Cases are those of ``bench_step.py``. Each runs in a fresh process, which torch lets allocate no more than the cap (what
-CUDA itself takes comes on top). A size fits if a fit of three steps completes: in the first the callback probes, and
-from the second on there is the state of the optimizer. A straight line through the peaks of two sizes gives the size at
-which the cap is reached, and sizes around that are tried until the largest one that fits is known to 1 in 32. Then the
-figures of a step are measured there, or at a smaller size if more steps do not fit. Batches are a few samples, repeated
-on the GPU. Offloading is left out unless it is named: the host's memory is what bounds its batch.
+Cases are those of ``bench_step.py``; README.md says how a size is searched. Offloading is left out unless it is named:
+the host's memory is what bounds its batch.
 """
 
 from __future__ import annotations
@@ -27,9 +23,10 @@ from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_e
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.bench_step import QUICK, WAITING, Case, Plan, Queue, StepFigures, Training, callbacks_of, method_of
-from benchmarks.bench_step import prepare, train
-from benchmarks.common import MIB, Record, RecordFile, finish, has_gpu, parser_for, require, show, start_in_fork
+from benchmarks import bench_step as steps
+from benchmarks import common
+from benchmarks.bench_step import Case, StepFigures, Training
+from benchmarks.common import MIB, Record, RecordFile
 from benchmarks.models import TRAINED, WORKLOADS
 
 METHODS = "dense", "checkpoint", "balanced", "max", "recompute"
@@ -40,14 +37,7 @@ QUICK_LARGEST = 4
 
 
 class Search:
-    """Fits of a case at one size after the other.
-
-    Args:
-        case: What is trained.
-        axis: ``batch``, ``depth`` or ``width``.
-        args: Of the command line.
-        place: Device of the model.
-    """
+    """Fits of a case at one size after the other."""
 
     def __init__(self, case: Case, axis: str, args: argparse.Namespace, place: str) -> None:
         self.case, self.axis, self.args, self.place = case, axis, args, place
@@ -66,7 +56,7 @@ class Search:
             self.peaks[size] = self.fit(size)
         return self.peaks[size] is not None
 
-    def fit(self, size: int, *callbacks: pl.Callback, steps: int = STEPS) -> float | None:
+    def fit(self, size: int, *callbacks: pl.Callback, count: int = STEPS) -> float | None:
         """Return the peak of a fit in MiB, ``None`` if it runs out of memory."""
         start, peak = time.perf_counter(), None
         garbage_collection_cuda()  # or fragments of one trial would be in the way of another
@@ -79,7 +69,8 @@ class Search:
                 self.training = Training(self.case, self.place, **{self.argument: size})
             if self.args.quick and size > QUICK_LARGEST:
                 raise torch.OutOfMemoryError("CUDA out of memory: --quick")
-            train(self.training, [*callbacks_of(self.case.method, self.args.offload_file), *callbacks], steps)
+            own = steps.callbacks_of(self.case.method, self.args.offload_file)
+            steps.train(self.training, [*own, *callbacks], count)
             peak = torch.cuda.max_memory_allocated() / MIB if torch.cuda.is_available() else 0.0
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -90,7 +81,9 @@ class Search:
         if self.axis != "batch":
             self.training = None
         shown = "out of memory" if peak is None else f"{peak:.0f} MiB"
-        print(f"{self.case.model}, {self.case.method}: {self.axis} {size}, {shown}, {time.perf_counter() - start:.1f} s")
+        print(
+            f"{self.case.model}, {self.case.method}: {self.axis} {size}, {shown}, {time.perf_counter() - start:.1f} s"
+        )
         return peak
 
     def largest(self, cap_mib: float) -> int:
@@ -127,17 +120,17 @@ def largest(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def measure(case: Case, args: argparse.Namespace, queue: Queue) -> Record:
+def measure(case: Case, args: argparse.Namespace, queue: steps.Queue) -> Record:
     """Return the largest size of a case, and the figures of a step there."""
-    place = prepare(case, 0, 0)
+    place = steps.prepare(case, 0, 0)
     if place != "cpu":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / total)
-    search, figures = Search(case, args.axis, args, place), StepFigures(_plan(args), queue)
+    search, figures = Search(case, args.axis, args, place), StepFigures(plan_of(args), queue)
     try:
         size = search.largest(args.cap_gib * 1024)
         trials = len(search.peaks)
-        while size > 0 and search.fit(size, figures, steps=figures.plan.steps) is None:
+        while size > 0 and search.fit(size, figures, count=figures.plan.steps) is None:
             size -= math.ceil(size / RESOLUTION / search.unit) * search.unit
         size = max(size, 0)
         sizes = {"batch": size} if args.axis == "batch" else {"size": size}
@@ -146,49 +139,39 @@ def measure(case: Case, args: argparse.Namespace, queue: Queue) -> Record:
         figures.leave()
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    return QUICK if args.quick else Plan(turns=1)
+def plan_of(args: argparse.Namespace) -> steps.Plan:
+    """Return the plan of the fit that is measured."""
+    return steps.QUICK if args.quick else steps.Plan(turns=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases that the file lacks, and print the table."""
-    parser = parser_for(__doc__, "batch_size")
+    parser = steps.parser_for(__doc__, "batch_size")
     parser.add_argument("--cap-gib", type=float, default=24.0, help="memory that torch may allocate")
     parser.add_argument("--axis", default="batch", choices=("batch", "depth", "width"), help="what grows")
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", type=method_of, default=METHODS, metavar="METHOD")
-    parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--together", type=int, default=1, help="cases at a time, whose caps must fit together")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
-    parser.add_argument("--case-seconds", type=float, default=500)
-    parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     args = parser.parse_args(argv)
     args.models = args.models or (("small",) if args.quick else TRAINED)
     if args.axis != "batch":
         args.models = [name for name in args.models if args.axis in WORKLOADS[name].sizes]
-    gpu = has_gpu()
-    require(gpu, args.quick)
+    gpu = common.has_gpu()
+    common.require(gpu, args.quick)
     file, more = RecordFile(args.out, KEYS, args.again), {"axis": args.axis, "cap_gib": args.cap_gib}
     cases = [
         Case(name, method, precision=args.precision, batches=1, accelerator="gpu" if gpu else "cpu")
         for name in args.models
-        for method in args.methods
+        for method in args.methods or METHODS
     ]
     lacking = [case for case in cases if file.lacks({**case.head(), **more})]
     end = time.monotonic() + args.seconds
     while lacking and time.monotonic() < end:
         group, lacking = lacking[: args.together], lacking[args.together :]
-        queue = Queue(len(group), _plan(args).turns, WAITING * args.case_seconds)
-        found = finish(args.case_seconds, [start_in_fork(measure, case, args, queue) for case in group])
+        queue = steps.Queue(len(group), plan_of(args).turns, steps.WAITING * args.case_seconds)
+        found = common.finish(args.case_seconds, [common.start_in_fork(measure, case, args, queue) for case in group])
         for case, figures in zip(group, found, strict=True):
-            record = {**case.head(), **more, **figures}
-            if "step_ms" in record:
-                record["samples_per_s"] = round(record["batch"] / record["step_ms"] * 1e3, 1)
-            file.add(record)
-    keys = {file.key({**case.head(), **more}) for case in cases}
-    records = [record for key, record in file.records.items() if key in keys]
+            file.add(steps.with_speed({**case.head(), **more, **figures}))
+    records = [r for r in (file.records.get(file.key({**case.head(), **more})) for case in cases) if r]
     columns = "model method axis cap_gib batch size trials peak_mib step_ms samples_per_s error"
-    show("Largest sizes under the cap", records, columns.split())
+    common.show("Largest sizes under the cap", records, columns.split())
     return int(any("error" in record for record in records))
 
 

@@ -1,27 +1,11 @@
 """Kernels on one GPU: time and bytes of pack, the weight gradient, number formats, activations, norms and attention.
 
-    python benchmarks/bench_kernels.py --quick --out kernels.json
+    python benchmarks/bench_kernels.py --quick
     python benchmarks/bench_kernels.py
     python benchmarks/bench_kernels.py --kinds weight_grad --dtypes bfloat16 --blocks 32 --sparsities 0.6
 
-Times are those of the GPU (``common.device_us``): CUDA graphs, inputs rotated through several times the L2 cache,
-medians. README.md has the fields of the records. By kind:
-
-``weight_grad``
-    Pack (``pack_us``) beside a copy of the tensor (``copy_us``); the weight gradient as the cost model chooses its
-    method (``ours_us``, ``backend``) and by either (``gather_us``, ``unpack_us``), beside the dense product
-    (``dense_us``) and that product after a tensor of the input's size was zeroed (``rebuild_us``): no method that makes
-    the dense input first can take less.
-``format``
-    Pack and weight gradient for each number format and selection of blocks.
-``activation``, ``norm``
-    Forward and backward of a layer, dense and with few bits, and the bytes that it keeps (of an activation for each
-    value). ``host_us`` is what the host takes for both, of a small input.
-``attention``
-    Error of the gradients of fused attention if what it saves has few bits. ``logit_std`` is the standard deviation of
-    the logits: from 3 or so on a softmax attends to few keys. What ``stored`` names has the format, the rest eight bits.
-``host``
-    What the host takes for calls and layers: tensors are small, so the GPU is never waited for.
+README.md says what each kind measures. Times are those of the GPU (``common.device_us``): CUDA graphs, inputs rotated
+through several times the L2 cache, medians.
 """
 
 from __future__ import annotations
@@ -286,9 +270,6 @@ def hosts(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[], Recor
     keep = BlockGeometry.of_stored(data, 32, 0.6).keep
     packed, layout = torch.ops.actprune.pack(data, 32, keep), (1, 512, 384, False, torch.bfloat16, 32)
     calls: dict[str, Callable[[], Any]] = {
-        "new_empty": lambda: data.new_empty(100),
-        "dense forward": lambda: F.linear(x, weight),
-        "pruned forward": lambda: functional.linear(x, weight, sparsity=0.6),
         "dense module forward": lambda: dense(x),
         "pruned module forward": lambda: pruned(x),
         "pack operator": lambda: torch.ops.actprune.pack(data, 32, keep),

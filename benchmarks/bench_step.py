@@ -1,29 +1,13 @@
 """A training step through a Trainer: memory, time and gradients of each way to keep less for backward.
 
-    python benchmarks/bench_step.py --quick --out steps.json
+    python benchmarks/bench_step.py --quick
     python benchmarks/bench_step.py --together 7 --offload-file activation_offloading.py
     python benchmarks/bench_step.py --table compiled --mode default --together 6
     python benchmarks/bench_step.py --table gpus --devices 1 2 --methods dense max recompute
 
-README.md has the commands of all tables, the methods and the fields of a record. ``Trainer(precision="bf16-mixed")``,
-fused AdamW, the same batch over and over, which is on the GPU. Every case runs in a fresh process. Its fit warms up
-(with the first batches in which the callback probes, or chooses for a budget), and then measures in turns. Of a turn,
-the first step is not timed, ``alone`` steps are waited for, and ``in_a_row`` steps are not::
-
-    activations_mib    growth of the allocator's requested bytes over the forward, in the first step of the first turn
-    peak_mib           most bytes allocated in that step; with CUDA graphs, these have memory of their own, which
-    reserved_mib       the bytes that the allocator held, includes
-    host_ms            time that the host takes to issue a step to an idle GPU, the median of a turn
-    step_ms            time from the end of a step on the GPU to the end of the next one, without waiting, the same
-    gpu_ms             time of a step in which the GPU computes or copies anything (the last step, which is profiled)
-    accounted_mib      what ActivationMemoryMonitor counts in a step of the warm-up
-    cosine, error      <g, h> / (|g| |h|) and |h - g|^2 / |g|^2 of the gradients with the method (h) and dense (g), from
-                       the weights and random numbers after the last step; the method "rounded" is the dense model with
-                       inputs rounded by half a last place of bfloat16
-
-Times are medians over the turns. With ``--together``, so many cases of a model warm up side by side and then take turns
-(one measures while the others wait), so that a drift of the machine meets all alike. On several GPUs times are those of
-the slowest process, and memory is that of the one that needs most; batches are those of each GPU.
+README.md has the commands of all tables, the methods, and the figures and how they are measured. Every case runs in a
+fresh process. Its fit warms up and then measures in turns; with ``--together``, so many cases of a model warm up side
+by side and then take turns, so that a drift of the machine meets all alike.
 """
 
 from __future__ import annotations
@@ -41,10 +25,10 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -54,31 +38,16 @@ from torch import distributed as dist
 from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import (
-    MIB,
-    RESULTS,
-    Record,
-    RecordFile,
-    Records,
-    finish,
-    has_gpu,
-    parser_for,
-    require,
-    show,
-    software,
-    start_in_fork,
-    synchronize,
-)
+from benchmarks import common
+from benchmarks.common import MIB, Record, RecordFile, Records, finish, start_in_fork, synchronize
 from benchmarks.models import TRAINED, WORKLOADS, blocks_of, checkpoint_blocks, describe
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, revert
 from lightning_actprune.analysis.allocation import check_memory_budget
 from lightning_actprune.analysis.step_memory import PHASES, StepMemory
-
-
+from lightning_actprune.config import Operator
 
 EXACT, PRESETS = ("dense", "checkpoint", "offload", "rounded"), ("paper", "balanced", "max", "recompute")
 METHODS = ("dense", "checkpoint", "offload", "balanced", "max", "recompute", "budget:0.5")
@@ -116,6 +85,8 @@ def rules_of(setting: str) -> dict[str, Keep | None]:
     rules: dict[str, Keep | None] = {}
     for part in setting.split("+"):
         operator, *options = part.split(":")
+        if operator not in get_args(Operator):
+            raise ValueError(f"{operator!r} is no operator")
         pattern = "*blocks.*" if "blocks" in options else f"type:{operator}"
         options = [option for option in options if option != "blocks"]
         rules[pattern] = None if options == ["dense"] else keep_of(options)
@@ -135,16 +106,11 @@ def method_of(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is no method; README.md lists them")
 
 
-def is_exact(method: str) -> bool:
-    """Return whether gradients are those of the dense model."""
-    return method in EXACT or method.startswith(COMPILER)
-
-
 def callbacks_of(method: str, offload_file: Path | None = None) -> list[pl.Callback]:
     """Return the callbacks that a method adds to a Trainer."""
     if method == "offload":
         return [Offload(offload_file)]
-    if is_exact(method):
+    if method in EXACT or method.startswith(COMPILER):
         return []
     if method.startswith(BUDGET):
         value = method.removeprefix(BUDGET)
@@ -182,26 +148,15 @@ class Offload(pl.Callback):
 
 
 class Case(NamedTuple):
-    """What is measured.
-
-    Args:
-        model: Name of a workload.
-        method: How activations are kept.
-        mode: ``eager`` or how the model is compiled.
-        strategy: ``ONE`` or one of ``STRATEGIES``.
-        devices: Number of GPUs.
-        precision: Of the Trainer.
-        batches: Batches of the workload in one; with one of them, the host is as slow as the GPU.
-        accelerator: Of the Trainer.
-    """
+    """What is measured."""
 
     model: str
     method: str
-    mode: str = EAGER
+    mode: str = EAGER  # or how the model is compiled
     strategy: str = ONE
     devices: int = 1
     precision: str = "bf16-mixed"
-    batches: float = 2
+    batches: float = 2  # of models.py in one: with one, the host is as slow as the GPU
     accelerator: str = "gpu"
 
     def head(self) -> Record:
@@ -211,25 +166,8 @@ class Case(NamedTuple):
         return head | ({"allocator": os.environ[ALLOCATOR]} if ALLOCATOR in os.environ else {})
 
 
-class Repeated(IterableDataset[Any]):
-    """The same samples over and over, as ready batches of unknown number."""
-
-    def __init__(self, samples: Sequence[Tensor]) -> None:
-        self.samples = tuple(samples)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        return itertools.repeat(self.samples)
-
-
 class Training(pl.LightningModule):
-    """A workload as a LightningModule, made where it is trained.
-
-    Args:
-        case: What is measured.
-        place: Device of model and samples.
-        samples: Number of different samples; a larger ``batch_size`` repeats them.
-        sizes: Arguments for a model of another size.
-    """
+    """A workload as a LightningModule, made where it is trained; a batch larger than ``samples`` repeats these."""
 
     def __init__(self, case: Case, place: str, samples: int | None = None, **sizes: int) -> None:
         super().__init__()
@@ -260,8 +198,8 @@ class Training(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Repeated(self.samples), batch_size=None)
+    def train_dataloader(self) -> Iterable[Any]:
+        return itertools.repeat(tuple(self.samples))
 
     def on_after_batch_transfer(self, batch: tuple[Tensor, ...], dataloader_idx: int) -> tuple[Tensor, ...]:
         if self.batch_size == len(batch[0]):
@@ -319,10 +257,7 @@ QUICK = Plan(alone=1, in_a_row=2, turns=1)
 class Queue:
     """Where cases that run side by side wait for each other at the start of each turn, and measure one by one.
 
-    Args:
-        parties: Number of cases.
-        turns: Turns of each case.
-        seconds: After which nobody waits any more, from now on.
+    Nobody waits any more after so many seconds.
     """
 
     def __init__(self, parties: int, turns: int, seconds: float) -> None:
@@ -344,14 +279,9 @@ class Queue:
 
 
 class StepFigures(pl.Callback):
-    """Measures the memory of one step, and times others; a Trainer's last callback.
+    """Measures the memory of one step, and times others; a Trainer's last callback. Without a queue it is alone."""
 
-    Args:
-        plan: How many steps of each kind.
-        queue: Where to wait for other cases; without one, the case is alone.
-    """
-
-    def __init__(self, plan: Plan = Plan(), queue: Queue | None = None) -> None:
+    def __init__(self, plan: Plan, queue: Queue | None = None) -> None:
         self.plan, self.queue = plan, queue
         self.made, self.warm_up_s, self.arrived = time.perf_counter(), 0.0, 0
         self.alone, self.held = True, False
@@ -369,9 +299,7 @@ class StepFigures(pl.Callback):
     def on_train_start(self, *_: Any) -> None:
         self.begin()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self.number = batch_idx
         turn, step = divmod(batch_idx - self.plan.warm_up, self.plan.turn)
         if step == 0 and 0 <= turn < self.plan.turns:
@@ -390,9 +318,7 @@ class StepFigures(pl.Callback):
         if self.number == self.plan.warm_up and torch.cuda.is_available():
             self.memory["activations_mib"] = round((requested() - self.before) / MIB, 2)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now, (turn, step) = time.perf_counter(), divmod(batch_idx - self.plan.warm_up, self.plan.turn)
         if 0 <= turn < self.plan.turns:
             if step >= self.plan.alone:
@@ -498,11 +424,10 @@ def busy_ms(events: Iterable[Any]) -> float:
 class GradientError(pl.Callback):
     """Compares the gradient after the last step with that of the dense model, to which it reverts the model."""
 
-    figures: Record = {}
+    def __init__(self) -> None:
+        self.figures: Record = {}
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.batch = batch
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -540,25 +465,19 @@ def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
 
 def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int = 0, port: int = 0) -> Record:
     """Return the figures of one process of a case."""
-    figures = StepFigures(QUICK if args.quick else Plan(), queue)
+    figures, error = StepFigures(QUICK if args.quick else Plan(), queue), GradientError()
     try:
-        return _measure(case, args, figures, rank, port)
+        training, callbacks = Training(case, prepare(case, rank, port)), callbacks_of(case.method, args.offload_file)
+        ours = [callback for callback in callbacks if isinstance(callback, ActivationPruning)]
+        monitor = ActivationMemoryMonitor(figures.plan.warm_up - 1, verbose=0)
+        plain = case.mode == EAGER and case.devices == 1
+        counted = plain and not case.method.startswith(("offload", BUDGET))
+        more: list[pl.Callback] = [monitor] if counted else []
+        more += [error] if plain and (ours or case.method == "rounded") else []
+        train(training, [*callbacks, *more, figures], figures.plan.steps)
+        record = {**figures.figures(), **error.figures}
     finally:
         figures.leave()
-
-
-def _measure(case: Case, args: argparse.Namespace, figures: StepFigures, rank: int, port: int) -> Record:
-    training = Training(case, prepare(case, rank, port))
-    callbacks = callbacks_of(case.method, args.offload_file)
-    ours = [callback for callback in callbacks if isinstance(callback, ActivationPruning)]
-    plain = case.mode == EAGER and case.devices == 1
-    error = GradientError()
-    monitor = ActivationMemoryMonitor(figures.plan.warm_up - 1, verbose=0)
-    counted = plain and not case.method.startswith(("offload", BUDGET))
-    more: list[pl.Callback] = [monitor] if counted else []
-    more += [error] if plain and (ours or case.method == "rounded") else []
-    train(training, [*callbacks, *more, figures], figures.plan.steps)
-    record = {**figures.figures(), **error.figures}
     if counted:
         record["accounted_mib"] = round(monitor.report.stored_bytes / MIB, 2)
     if case.mode != EAGER:
@@ -567,7 +486,6 @@ def _measure(case: Case, args: argparse.Namespace, figures: StepFigures, rank: i
         record |= predicted(ours[0], figures)
     if case.devices > 1:
         record.pop("gpu_ms", None)  # collectives that wait for the other processes count as busy
-    if dist.is_initialized():
         dist.destroy_process_group()
     return record
 
@@ -668,6 +586,13 @@ def run_together(cases: Sequence[Case], args: argparse.Namespace) -> Records:
     return [found[0] | {key: max(of_rank[key] for of_rank in found) for key in numbers}]
 
 
+def with_speed(record: Record) -> Record:
+    """Add the samples of a second to a record whose steps were timed."""
+    if "step_ms" in record:
+        record["samples_per_s"] = round(record["devices"] * record["batch"] / record["step_ms"] * 1e3, 1)
+    return record
+
+
 def cases_of(args: argparse.Namespace, accelerator: str) -> list[Case]:
     """Return the cases that the command line asks for."""
     places = [(ONE, 1)] if 1 in args.devices else []
@@ -679,25 +604,31 @@ def cases_of(args: argparse.Namespace, accelerator: str) -> list[Case]:
     ]
 
 
+def parser_for(text: str | None, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all scripts that measure steps."""
+    parser = common.parser_for(text, name)
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL")
+    parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
+    parser.add_argument("--precision", default="bf16-mixed", choices=("bf16-mixed", "bf16-true", "32-true"))
+    parser.add_argument("--together", type=int, default=1, help="cases that run side by side")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
+    parser.add_argument("--case-seconds", type=float, default=500, help="that cases which run together have")
+    parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
+    return parser
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
     parser = parser_for(__doc__, "steps")
     parser.add_argument("--table", default="trainer", help="where the records belong to (README.md)")
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL")
-    parser.add_argument("--methods", nargs="+", type=method_of, metavar="METHOD")
     parser.add_argument("--mode", default=EAGER, choices=MODES, help="of torch.compile")
-    parser.add_argument("--precision", default="bf16-mixed", choices=("bf16-mixed", "bf16-true", "32-true"))
     parser.add_argument("--batches", type=float, default=2, help="batches of models.py in one")
     parser.add_argument("--devices", nargs="+", type=int, default=(1,), help="numbers of GPUs")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="on several GPUs")
-    parser.add_argument("--together", type=int, default=1, help="cases that warm up side by side")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further case starts")
-    parser.add_argument("--case-seconds", type=float, default=500, help="that cases which run together have")
-    parser.add_argument("--offload-file", type=Path, help="TRL's activation_offloading.py")
     parser.add_argument("--timeline", action="store_true", help="record the memory of one step over time instead")
     args = parser.parse_args(argv)
-    if args.timeline and args.out == RESULTS / "steps.json":
-        args.out = RESULTS / "timeline.json"
+    if args.timeline and args.out == common.RESULTS / "steps.json":
+        args.out = common.RESULTS / "timeline.json"
     args.models = args.models or (("small",) if args.quick else TRAINED)
     args.methods = args.methods or [m for m in METHODS if args.mode == EAGER or m not in ("offload", "budget:0.5")]
     args.strategies = args.strategies or (STRATEGIES if args.mode != EAGER else ("ddp", "fsdp2"))
@@ -711,8 +642,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases that the file lacks, and print the table."""
     args = parse(argv)
-    gpu = has_gpu()
-    require(gpu, args.quick)
+    gpu = common.has_gpu()
+    common.require(gpu, args.quick)
     file = RecordFile(args.out, KEYS, args.again)
     head = {} if args.timeline else {"table": args.table}
     cases = cases_of(args, "gpu" if gpu else "cpu")
@@ -723,19 +654,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         group = [case for case in lacking if case[:1] + case[2:] == first[:1] + first[2:]][:count]
         lacking = [case for case in lacking if case not in group]
         possible = [case for case in group if case.method != "offload" or args.offload_file is not None]
-        missing = {"error": "offload needs --offload-file", "gpu": "none", **software()}
+        missing = {"error": "offload needs --offload-file", "gpu": "none", **common.software()}
         found = dict(zip(possible, run_together(possible, args) if possible else (), strict=True))
         for case in group:
             record = {**head, **case.head(), **found.get(case, missing)}
-            if "step_ms" in record:
-                samples = case.devices * record["batch"]
-                record["samples_per_s"] = round(samples / record["step_ms"] * 1e3, 1)
-            file.add(record)
-            print({key: record[key] for key in record if not key.endswith("series_mib")}, flush=True)
-    keys = {file.key({**head, **case.head()}) for case in cases}
-    records = [record for key, record in file.records.items() if key in keys]
+            file.add(with_speed(record))
+            print({key: record[key] for key in record if key not in ("series_mib", "phases")}, flush=True)
+    records = [r for r in (file.records.get(file.key({**head, **case.head()})) for case in cases) if r]
     columns = "model method mode devices activations_mib peak_mib accounted_mib step_ms host_ms gpu_ms cosine error"
-    show(f"Steps: {args.table}", records, columns.split())
+    common.show(f"Steps: {args.table}", records, columns.split())
     return int(any(isinstance(record.get("error"), str) for record in records))
 
 

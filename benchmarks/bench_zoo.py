@@ -5,34 +5,9 @@
     python benchmarks/bench_zoo.py --models "timm/conv*" "*BertFor*"
     python benchmarks/bench_zoo.py --causes --workers 15                   # after a run, with its file as --out
 
-On the CPU, in fp32, with small models and inputs (``zoo_models.py``): no optimizer runs, and nothing is downloaded.
-Each model has a process of its own and at most a minute and a half.
-
-Each model makes a training step dense, one dense with rounded inputs, and for each preset two steps converted: one with
-the probes of the callback's first batch, and one that is measured. All begin with the same parameters, buffers and
-random numbers. Fields of a record:
-
-``kib``, ``<preset>_kib``
-    What backward keeps, by ``SavedTensorMeter``, dense and converted. Inputs are small, so tensors of 1024 values and
-    more are packed (usually 65536), and no linear layer counts as one with few rows.
-``noise``
-    Cosine of the whole gradient with that of the dense model whose inputs, and what its embeddings return, are rounded
-    to bfloat16. Far below 1 the model is chaotic at its start: there no gradient means much.
-``last_place``
-    Largest difference of an output of the dense model when each of these is the next larger number.
-``bfloat16``
-    Cosine of the whole gradient with that of the dense model under autocast to bfloat16.
-``<preset>_cosine``, ``_forward``, ``_loss``
-    Cosine of the whole gradient with the dense one, largest difference of an output over the largest output, relative
-    difference of the loss.
-``<preset>_left``, ``<preset>_error``, ``error``
-    What ``revert`` left (classes, attributes, hooks, keys of the ``state_dict``), and what was raised.
-
-``--causes`` takes the models of the file whose gradients with ``balanced`` are furthest off, of those that are not
-chaotic, and repeats the step with eight bits for one operator after the other, and for all.
-
-The exit status is 1 if something was raised or left, a forward differs by more than rounding does, or a gradient is far
-off that should not be.
+On the CPU, in fp32, with small models and inputs (``zoo_models.py``); no optimizer runs. Each model has a process of
+its own and at most a minute and a half. README.md has the fields of the records. The exit status is 1 if something was
+raised or left behind, a forward differs by more than rounding does, or a gradient is far off that should not be.
 """
 
 from __future__ import annotations
@@ -62,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 if __name__ == "__main__":  # before transformers is imported
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
-from benchmarks.common import Record, RecordFile, Records, Running, finish, parser_for, show, software
-from benchmarks.common import start_in_fork, version_of
+from benchmarks import common
+from benchmarks.common import Record, Records, Running, show
 from benchmarks.zoo_models import LISTED, Sample, timm_sample, transformers_sample
 from lightning_actprune import config
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
@@ -147,11 +122,6 @@ class Training:
         report = meter.report()
         return Step(outputs, loss.item(), grads, report.dense_bytes, report.stored_bytes)
 
-    def step_in_bfloat16(self) -> Step:
-        """Return what a step gives under autocast."""
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.step()
-
     def step_on(self, change: Callable[[Tensor], Tensor]) -> Step:
         """Return what a step gives whose inputs, and what embeddings return, are changed."""
 
@@ -193,11 +163,6 @@ class Training:
             yield len(report.converted)
         finally:
             revert(self.model, owner)
-
-
-def to_bfloat16(x: Tensor) -> Tensor:
-    """Return ``x`` with a mantissa of eight bits."""
-    return x.bfloat16().to(x.dtype)
 
 
 def next_number(x: Tensor) -> Tensor:
@@ -248,22 +213,18 @@ def largest_difference(ours: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def kib(nbytes: int) -> float:
-    """Return bytes as records have them."""
     return round(nbytes / 1024, 1)
 
 
 def rounded(value: float) -> float | None:
-    """Return a cosine as records have it."""
     return None if math.isnan(value) else round(value, 5)
 
 
 def significant(value: float) -> float:
-    """Return a difference as records have it."""
     return float(f"{value:.1e}")
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error as records have it."""
     return " ".join(f"{type(error).__name__}: {error}".split()).partition(" HINT:")[0][:200]
 
 
@@ -273,25 +234,30 @@ def text_of(error: BaseException) -> str:
 def head_of(name: str, kind: str = "model") -> Record:
     """Return what the record of a model begins with."""
     library, _, model = name.partition("/")
-    return {"kind": kind, "zoo": library, "model": model, "version": version_of(library)}
+    return {"kind": kind, "zoo": library, "model": model, "version": common.version_of(library)}
+
+
+def training_of(name: str) -> tuple[Training, Step]:
+    """Return the training of a model in this process, which is for it alone, and its dense step."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    training = Training(SAMPLES[name]())
+    return training, training.step()
 
 
 def measure(name: str) -> Record:
     """Return the figures of a model, with what was raised in place of what is missing."""
     start, record = time.perf_counter(), Record()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     try:
-        torch.manual_seed(0)
-        training = Training(SAMPLES[name]())
-        dense = training.step()
+        training, dense = training_of(name)
         record["kib"] = kib(dense.stored_bytes)
-        record["noise"] = rounded(cosine(training.step_on(to_bfloat16).grads, dense.grads))
+        record["noise"] = rounded(cosine(training.step_on(lambda x: x.bfloat16().to(x.dtype)).grads, dense.grads))
         record["last_place"] = significant(largest_difference(training.step_on(next_number).outputs, dense.outputs))
     except Exception as error:
         return record | {"error": text_of(error), "seconds": round(time.perf_counter() - start, 1)}
-    with suppress(Exception):  # not every model runs so
-        record["bfloat16"] = rounded(cosine(training.step_in_bfloat16().grads, dense.grads))
+    with suppress(Exception), torch.autocast("cpu", torch.bfloat16):  # not every model runs so
+        record["bfloat16"] = rounded(cosine(training.step().grads, dense.grads))
     before = traits(training.model)
     for preset in PRESETS:
         try:
@@ -321,12 +287,7 @@ def compare(training: Training, preset: Any, dense: Step) -> Record:
 
 def cause(name: str) -> Record:
     """Return the cosines of a model's gradient with ``balanced``, and with eight bits for each of its operators."""
-    record, preset = Record(), config.PRESETS["balanced"]
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    training = Training(SAMPLES[name]())
-    dense = training.step()
+    record, preset, (training, dense) = Record(), config.PRESETS["balanced"], training_of(name)
     operators = [operator for operator, keep in preset.items() if keep.bits != EIGHT]
     for changed in ([], *([operator] for operator in operators), operators):
         rules = {f"type:{operator}": replace(preset[operator], bits=EIGHT) for operator in changed}
@@ -345,13 +306,13 @@ def run_all(task: Callable[[str], Record], names: Sequence[str], workers: int) -
     while waiting or running:
         while waiting and len(running) < workers:
             name = waiting.pop()
-            started = start_in_fork(task, name)
+            started = common.start_in_fork(task, name)
             running[started[1]] = name, started, time.monotonic()
         wait(list(running), timeout=1)
         for ours, (name, started, since) in list(running.items()):
             late = time.monotonic() - since > LIMIT_S
             if late or ours.poll():
-                [record] = finish(0 if late else 5, [started])
+                [record] = common.finish(0 if late else 5, [started])
                 if late and record.get("error", "").startswith("took over"):
                     record["error"] = f"It took over {LIMIT_S} s."
                 del running[ours]
@@ -387,7 +348,7 @@ def worst(records: Records, count: int) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the models that the file lacks, print the worst and what is wrong."""
-    parser = parser_for(__doc__, "zoo")
+    parser = common.parser_for(__doc__, "zoo")
     parser.add_argument("--models", nargs="+", default=["*"], metavar="PATTERN", help="of names, as timm/conv*")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--causes", action="store_true", help="why the worst models of the file are off")
@@ -397,7 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for library in ("timm", "transformers"):  # once, and not in each process
         with suppress(ImportError):
             importlib.import_module(library)
-    file, facts = RecordFile(args.out, ("kind", "zoo", "model"), args.again), {"gpu": "none", **software()}
+    file = common.RecordFile(args.out, ("kind", "zoo", "model"), args.again)
+    facts = {"gpu": "none", **common.software()}
     names = [n for n in SAMPLES if any(fnmatchcase(n, p) or fnmatchcase(n.partition("/")[2], p) for p in args.models)]
     kind, task = "model", measure
     if args.quick:

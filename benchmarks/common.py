@@ -83,13 +83,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 
 
 class RecordFile:
-    """The records of a file by their keys, written after every case.
-
-    Args:
-        path: The file.
-        keys: Fields that tell the records apart.
-        again: Whether cases that the file has are run again.
-    """
+    """The records of a file by the fields that tell them apart, written after every case."""
 
     def __init__(self, path: Path, keys: Sequence[str], again: bool = False) -> None:
         self.path, self.keys, self.again = path, keys, again
@@ -133,8 +127,8 @@ def show(title: str, records: Sequence[Record], columns: Sequence[str]) -> None:
     """Print columns of records as a table."""
     table = Table(*columns, title=title, title_justify="left")
     for record in records:
-        cells = (record.get(column) for column in columns)
-        table.add_row(*("-" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
+        cells = (record.get(column, "-") for column in columns)
+        table.add_row(*(f"{cell:g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
@@ -158,12 +152,9 @@ def start_in_fork(case: Callable[..., Record], *args: Any) -> Running:
 
 
 def finish(seconds: float, running: Sequence[Running], *, of_one: bool = False) -> Records:
-    """Return the figures of cases that were started, or their errors.
+    """Return the figures of cases that were started, or their errors; all have so many seconds from now on.
 
-    Args:
-        seconds: Time that all of them have, from now on.
-        running: What ``start_in_fork`` returned for each.
-        of_one: Whether they are processes of one case, of which none ends without the others.
+    With ``of_one`` they are processes of one case, of which none ends without the others.
     """
     end = time.monotonic() + seconds
     found: dict[Connection, Record] = {}
@@ -183,19 +174,14 @@ def finish(seconds: float, running: Sequence[Running], *, of_one: bool = False) 
     return [found[ours] for _, ours in running]
 
 
-def in_fork(seconds: float, case: Callable[..., Record], *args: Any) -> Record:
-    """Run one case in a fresh process; return its figures, or its error."""
-    [found] = finish(seconds, [start_in_fork(case, *args)])
-    return found
-
-
 def has_gpu() -> bool:
     """Return whether there is a GPU that the kernels run on, asked in a fresh process."""
 
     def capable() -> Record:
         return {"capable": torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)}
 
-    return bool(in_fork(120, capable).get("capable"))
+    [found] = finish(120, [start_in_fork(capable)])
+    return bool(found.get("capable"))
 
 
 def require(gpu: bool, quick: bool) -> None:

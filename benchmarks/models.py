@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,23 +25,15 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Workload(NamedTuple):
-    """A model and how it is trained.
+    """A model and how it is trained."""
 
-    Args:
-        source: Distribution that the model is from.
-        batch: Samples of a step.
-        build: Makes the model; takes the arguments that ``sizes`` names.
-        data: Makes inputs and targets of so many samples.
-        loss: Maps model, inputs and targets to the loss.
-        sizes: By axis (``depth``, ``width``): the argument of ``build``, its usual value, and the step between sizes.
-    """
-
-    source: str
+    source: str  # distribution that the model is from
     batch: int
     build: Callable[..., nn.Module]
-    data: Callable[[int], Batch]
+    data: Callable[[int], Batch]  # makes inputs and targets of so many samples
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     sizes: Mapping[str, tuple[str, int, int]] = {}
+    """By axis (``depth``, ``width``): the argument of ``build``, its usual value, and the step between sizes."""
 
 
 def describe(name: str, batches: float = 1) -> Record:
@@ -83,12 +76,6 @@ def _timm(name: str, **sizes: int) -> nn.Module:
     return timm.create_model(name, **sizes)
 
 
-def _resnet50() -> nn.Module:
-    import torchvision
-
-    return torchvision.models.get_model("resnet50").to(memory_format=torch.channels_last)
-
-
 def _transformers(name: str, config: str, **options: Any) -> nn.Module:
     import transformers
 
@@ -106,8 +93,8 @@ def _llama(width: int, hidden: int, layers: int, heads: int, groups: int) -> nn.
     return _transformers("LlamaForCausalLM", "LlamaConfig", use_cache=False, **sizes, **heads_of)
 
 
-def _unet() -> nn.Module:
-    return UNet().to(memory_format=torch.channels_last)
+def _channels_last(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().to(memory_format=torch.channels_last)
 
 
 # === Batches and losses ===============================================================================
@@ -128,21 +115,9 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
     return tokens, tokens
 
 
-def _labelled_text(batch: int) -> Batch:
-    return torch.randint(30522, (batch, 512)), torch.randint(2, (batch,))
-
-
-def _vectors(batch: int) -> Batch:
-    return torch.randn(batch, 1024, 768), torch.randn(batch, 1024, 768)
-
-
 def _cross_entropy(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     scores = model(x)
     return F.cross_entropy(scores.flatten(0, -2), labels.flatten())
-
-
-def _squared_error(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(model(x), target)
 
 
 def _noise_error(model: nn.Module, images: Tensor, noise: Tensor) -> Tensor:
@@ -178,7 +153,13 @@ WORKLOADS = {
     ),
     "resmlp_24_224": _of_images("timm", partial(_timm, "resmlp_24_224")),
     "convnext_tiny": _of_images("timm", partial(_timm, "convnext_tiny")),
-    "resnet50": Workload("torchvision", 64, _resnet50, partial(_images, layout=torch.channels_last), _cross_entropy),
+    "resnet50": Workload(
+        "torchvision",
+        64,
+        partial(_channels_last, torchvision.models.resnet50),
+        partial(_images, layout=torch.channels_last),
+        _cross_entropy,
+    ),
     "GPT2LMHeadModel": _of_text(_gpt2, 8, 50257, sizes=_sized("n_layer", 12, "n_embd", 768)),
     "GPT2LMHeadModel, medium": _of_text(partial(_gpt2, n_embd=1024, n_layer=24, n_head=16), 4, 50257),
     "LlamaForCausalLM": _of_text(partial(_llama, 768, hidden=2048, layers=12, heads=12, groups=12), 8, 32000),
@@ -189,17 +170,10 @@ WORKLOADS = {
         "transformers",
         16,
         partial(_transformers, "BertForSequenceClassification", "BertConfig"),
-        _labelled_text,
+        lambda batch: (torch.randint(30522, (batch, 512)), torch.randint(2, (batch,))),
         _own_loss,
     ),
-    "UNet": Workload("lightning_actprune", 32, _unet, _noisy_images, _noise_error),
-    "TransformerEncoder": Workload(
-        "torch",
-        8,
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True), 12),
-        _vectors,
-        _squared_error,
-    ),
+    "UNet": Workload("lightning_actprune", 32, partial(_channels_last, UNet), _noisy_images, _noise_error),
     "resmlp_s12": _of_images(
         "lightning_actprune",
         partial(build_model, "resmlp_s12", image_size=224, patch_size=16, num_classes=LABELS),

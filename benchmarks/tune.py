@@ -1,25 +1,9 @@
-"""Sweeps that constants of the package were chosen by.
+"""Sweeps that constants of the package were chosen by; README.md says which.
 
-    python benchmarks/tune.py weight_grad           # tile sizes and splits of the gather kernel
-    python benchmarks/tune.py formats               # how the kernels of quantized blocks share the work
-    python benchmarks/tune.py costs                 # the cost model of the weight gradient, from results/kernels.json
-    python benchmarks/tune.py features              # from how many features on a linear layer is worth packing
-
-``weight_grad``
-    Times the weight gradient with each tile configuration and number of splits: the ground for ``CONFIGS`` and
-    ``SPLIT_RULES`` of ``kernels/linear.py``. Prints for each dtype and block size the configurations by the geometric
-    mean of dense time over ours, and the split rule that is best for all of them.
-``formats``
-    Times pack and unpack of quantized blocks with each way to share blocks among warps and programs: the ground for
-    ``choose_turns`` of ``kernels/places.py``. What is stored must be what ``codec.formats`` stores (``right``).
-``costs``
-    Fits ``COSTS`` of ``operators/weight_grad.py`` to the rows ``weight_grad`` of ``bench_kernels.py``. Both times are
-    linear in the constants: least squares of relative errors. Since the choice between the two methods is what counts,
-    the constants of gather are then moved by up to 40 % to where the worst ratio of the chosen to the better method is
-    least.
-``features``
-    Times forward and backward of linear layers from few to many features, launches included, and divides the extra time
-    by the MiB that are saved: the ground for ``MIN_FEATURES`` of ``config.py``.
+python benchmarks/tune.py weight_grad           # tile sizes and splits of the gather kernel
+python benchmarks/tune.py formats               # how the kernels of quantized blocks share the work
+python benchmarks/tune.py costs                 # the cost model of the weight gradient, from results/kernels.json
+python benchmarks/tune.py features              # from how many features on a linear layer is worth packing
 """
 
 from __future__ import annotations
@@ -28,12 +12,13 @@ import argparse
 import contextlib
 import itertools
 import math
-import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 from unittest import mock
 
@@ -42,17 +27,17 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import common
 from benchmarks.bench_kernels import BITS, CASES, DEVICE, inputs, rotated, timed
-from benchmarks.common import MIB, RESULTS, Record, RecordFile, Records, environment, host_us, parser_for, read_records
-from benchmarks.common import require, show
+from benchmarks.common import MIB, Record, Records, show
 from lightning_actprune import functional
 from lightning_actprune.codec import blocks, formats
 from lightning_actprune.codec import packed as packing
 from lightning_actprune.codec.blocks import RUN_BLOCKS, BlockGeometry, ceil_div
+from lightning_actprune.kernels import linear
 from lightning_actprune.kernels import pack as packs
 from lightning_actprune.kernels import unpack as unpacks
-from lightning_actprune.kernels.linear import SPLIT_RULES, Config, Shape, SplitRule, WeightGradLaunch, choose_split
-from lightning_actprune.kernels.linear import machine
+from lightning_actprune.kernels.linear import Config, SplitRule
 from lightning_actprune.kernels.places import Turns
 from lightning_actprune.operators.weight_grad import COSTS, Costs
 
@@ -60,14 +45,10 @@ KEYS = ("kind", "case", "dtype", "block_size", "sparsity", "value_format", "tile
 KEYS += ("features", "itemsize")
 SPLITS = (1, 2, 3, 4, 6, 8)
 RULES = [SplitRule(*rule) for rule in itertools.product((4, 6, 8, 12, 16), (8, 12, 16, 24, 32), (4, 6, 8), (2, 4, 8))]
+LIMITS = linear.machine(torch.device(DEVICE))
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 Found = Iterator[tuple[Record, Callable[[], Record]]]
 """The heads of records, and what measures each."""
-
-
-def mean(values: Any) -> float:
-    """Return the geometric mean."""
-    return statistics.geometric_mean(values)
 
 
 # === Weight gradient ==================================================================================
@@ -75,11 +56,11 @@ def mean(values: Any) -> float:
 
 def configurations(dtype: str, block_size: int) -> list[Config]:
     """Return the tile configurations worth trying: their buffers fit, and a warp has 512 to 4096 sums."""
-    limits, itemsize, found = machine(torch.device(DEVICE)), ITEMSIZE[dtype], []
+    itemsize, found = ITEMSIZE[dtype], []
     rows = (32, 64, 128) if itemsize == 2 else (16, 32)
     for bm, bk, warps, stages in itertools.product((64, 128, 256, 512), rows, (2, 4, 8), (3, 4)):
         buffers = stages * bk * (bm + block_size) * itemsize
-        if buffers <= limits.shared_memory and 512 <= bm * block_size // warps <= 4096:
+        if buffers <= LIMITS.shared_memory and 512 <= bm * block_size // warps <= 4096:
             found.append(Config(bm, bk, warps, stages, values_first=block_size >= 64))
     return found
 
@@ -88,26 +69,26 @@ def weight_grads(args: argparse.Namespace) -> Found:
     """Sweep configurations and splits, case by case: a sweep that is cut short lacks whole cases."""
     torch.set_float32_matmul_precision("highest")
     for dtype, case in itertools.product(args.dtypes, args.cases):
-        pairs, dense = inputs(case, dtype), None
+        pairs = inputs(case, dtype)
+        dense = timed(lambda x, g: g.t() @ x.flatten(0, 1), pairs)
         for block, sparsity in itertools.product(args.blocks, args.sparsities):
             keep = BlockGeometry.of_stored(pairs[0][0], block, sparsity).keep
-            packed = [blocks.pack(x, block, keep) for x, _ in pairs]
-            dense = dense or timed(lambda x, g: g.t() @ x.flatten(0, 1), pairs)
-            head = {"case": list(case), "dtype": dtype, "block_size": block, "sparsity": sparsity}
-            calls = [(g, *p) for (_, g), p in zip(pairs, packed, strict=True)]
+            calls = [(g, *blocks.pack(x, block, keep)) for x, g in pairs]
             sizes = case[3], case[3], case[0], case[0] * case[1], case[2]
-            shape = Shape(*sizes, *packed[0][0].shape, ITEMSIZE[dtype])
+            shape = linear.Shape(*sizes, *calls[0][1].shape, ITEMSIZE[dtype])
+            head = {"case": list(case), "dtype": dtype, "block_size": block, "sparsity": sparsity}
             for config, split in itertools.product(configurations(dtype, block), SPLITS):
                 kept, tiles = kept_and_tiles(case, block, sparsity, config)
-                fits = tiles * config.warps * split <= 48 * machine(torch.device(DEVICE)).multiprocessors
-                if split > 1 and not (fits and kept // split >= 2 * config.bk):
-                    continue
+                fits = tiles * config.warps * split <= 48 * LIMITS.multiprocessors and kept // split >= 2 * config.bk
+                if split == 1 or fits:
+                    measure = partial(
+                        _weight_grad, linear.WeightGradLaunch, (shape, calls[0][1].dtype, config, split), calls
+                    )
+                    yield {**head, "config": list(config), "split": split, "dense_us": dense}, measure
 
-                def measure(config: Config = config, split: int = split) -> Record:
-                    launch = WeightGradLaunch(shape, getattr(torch, dtype), config, split)
-                    return {"us": timed(launch, calls, repeats=2, replays=5), "dense_us": dense}
 
-                yield {**head, "config": list(config), "split": split}, measure
+def _weight_grad(launch: Any, arguments: tuple[Any, ...], calls: Any) -> Record:
+    return {"us": timed(launch(*arguments), calls, repeats=2, replays=5)}
 
 
 def kept_and_tiles(case: Sequence[int], block: int, sparsity: float, config: Config) -> tuple[int, int]:
@@ -127,9 +108,9 @@ def analyse_weight_grads(records: Records) -> None:
         (_, block, config), ratios = key, []
         for (case, sparsity), by_split in speeds[key].items():
             kept, tiles = kept_and_tiles(case, block, sparsity, config)
-            wanted = choose_split(tiles, kept, config, machine(torch.device(DEVICE)).multiprocessors, rule)
+            wanted = linear.choose_split(tiles, kept, config, LIMITS.multiprocessors, rule)
             ratios.append(by_split[min(by_split, key=lambda split: abs(math.log(split / wanted)))])
-        return mean(ratios)
+        return geometric_mean(ratios)
 
     def score(rule: SplitRule) -> float:
         best: dict[Any, float] = defaultdict(float)
@@ -138,12 +119,12 @@ def analyse_weight_grads(records: Records) -> None:
         return sum(best.values())
 
     best = max(RULES, key=score)
-    print(f"best rule: {best}; today: {SPLIT_RULES}")
-    rows = [
-        {"dtype": key[0], "block_size": key[1], "config": tuple(key[2]), "with the rule": round(with_rule(key, best), 3),
-         "with the best splits": round(mean(max(s.values()) for s in settings.values()), 3)}
-        for key, settings in speeds.items()
-    ]  # fmt: skip
+    print(f"best rule: {best}; today: {linear.SPLIT_RULES}")
+    rows = []
+    for key, settings in speeds.items():
+        ideal = geometric_mean(max(by_split.values()) for by_split in settings.values())
+        row = {"dtype": key[0], "block_size": key[1], "config": tuple(key[2])}
+        rows.append({**row, "with the rule": round(with_rule(key, best), 3), "with the best splits": round(ideal, 3)})
     rows.sort(key=lambda row: (row["dtype"], row["block_size"], -row["with the rule"]))
     show("Weight gradient: dense time over ours, geometric means", rows, list(rows[0]) if rows else [])
 
@@ -175,42 +156,28 @@ def forced(turns: Turns | None) -> Iterator[None]:
 def formats_of(args: argparse.Namespace) -> Found:
     """Sweep turns for each format, beside values as they are."""
     for case, block, sparsity in itertools.product(args.cases, args.blocks, args.sparsities):
-        (samples, rows, length), dtype = case[:3], torch.bfloat16
-        xs = [x for [x] in rotated((samples, rows, length), dtype="bfloat16")]
-        keep, where = BlockGeometry.of(samples, rows, length, block, sparsity).keep, xs[0].device
-        head = {"case": list(case), "block_size": block, "sparsity": sparsity}
+        xs = [x for [x] in rotated(case[:3], dtype="bfloat16")]
         for name, bits in BITS.items():
-
-            def measure(turns: Turns | None, bits: int = bits or 0) -> Record:
-                with forced(turns):
-                    launch = packs.PackLaunch(xs[0].shape, (rows * length, length), block, keep, where, bits=bits)
-
-                    def unpack(*packed: Any) -> torch.Tensor:
-                        return packing.unpack(*packed, samples * rows, length, block, bits, dtype)
-
-                    packed = [launch(x) for x in xs]
-                    pack_us = timed(launch, [(x,) for x in xs], repeats=2, replays=5)
-                    figures = {"pack_us": pack_us, "unpack_us": timed(unpack, packed, repeats=2, replays=5)}
-                if bits:
-                    with forced(None):
-                        plain = packs.PackLaunch(xs[0].shape, (rows * length, length), block, keep, where)(xs[0])
-                    figures["right"] = torch.equal(packed[0][0], formats.quantize(plain[0], bits))
-                return figures
-
             for turns in turns_of(block, sparsity) if bits else [None]:
-                more = turns._asdict() if turns else {}
-                yield {**head, "value_format": name, **more}, lambda turns=turns, measure=measure: measure(turns)
+                head = {"case": list(case), "block_size": block, "sparsity": sparsity, "value_format": name}
+                yield {**head, **(turns._asdict() if turns else {})}, partial(_format, xs, block, sparsity, bits, turns)
 
 
-def analyse_formats(records: Records) -> None:
-    """Print the best turns of each setting."""
-    best: dict[Any, Record] = {}
-    for r in records:
-        key = str(r["case"]), r["block_size"], r["sparsity"], r["value_format"]
-        if r.get("right", True) and ("pack_us" in r) and (key not in best or r["pack_us"] < best[key]["pack_us"]):
-            best[key] = r
-    columns = "case block_size sparsity value_format tile warps parts pack_us unpack_us"
-    show("Best turns by the time of pack", list(best.values()), columns.split())
+def _format(xs: list[torch.Tensor], block: int, sparsity: float, bits: int | None, turns: Turns | None) -> Record:
+    samples, rows, length = xs[0].shape
+    keep = BlockGeometry.of(samples, rows, length, block, sparsity).keep
+    launch_of = partial(packs.PackLaunch, xs[0].shape, (rows * length, length), block, keep, xs[0].device)
+    unpack = partial(packing.unpack, rows=samples * rows, length=length, block_size=block, bits=bits or 0)
+    options = {"repeats": 2, "replays": 5}
+    with forced(turns):
+        launch = launch_of(bits=bits or 0)
+        packed = [launch(x) for x in xs]
+        found: Record = {"pack_us": timed(launch, [(x,) for x in xs], **options)}
+        found["unpack_us"] = timed(partial(unpack, dtype=xs[0].dtype), packed, **options)
+    if bits:
+        with forced(None):
+            found["right"] = torch.equal(packed[0][0], formats.quantize(launch_of()(xs[0])[0], bits))
+    return found
 
 
 # === Cost model =======================================================================================
@@ -218,16 +185,16 @@ def analyse_formats(records: Records) -> None:
 
 def costs_of(args: argparse.Namespace) -> Found:
     """Fit the constants of each size of value."""
-    known = [r for r in read_records(args.records) if r.get("kind") == "weight_grad" and r["block_size"] >= 16]
+    known = [r for r in common.read_records(args.records) if r.get("kind") == "weight_grad" and r["block_size"] >= 16]
     for itemsize in sorted({ITEMSIZE[r["dtype"]] for r in known}):
         of_size = [r for r in known if ITEMSIZE[r["dtype"]] == itemsize]
+        yield {"itemsize": itemsize, "rows": len(of_size)}, partial(_costs, of_size, COSTS[itemsize])
 
-        def measure(of_size: Records = of_size, today: Costs = COSTS[itemsize]) -> Record:
-            fitted = refine(fit(of_size), of_size)
-            worst = {"worst_today": choices(today, of_size)[0], "worst_fitted": choices(fitted, of_size)[0]}
-            return {"rows": len(of_size), "fitted": repr(fitted), "today": repr(today), **worst}
 
-        yield {"itemsize": itemsize}, measure
+def _costs(records: Records, today: Costs) -> Record:
+    fitted = refine(fit(records), records)
+    worst = {"worst_today": choices(today, records)[0], "worst_fitted": choices(fitted, records)[0]}
+    return {"fitted": repr(fitted), "today": repr(today), **worst}
 
 
 def facts(record: Record) -> tuple[float, float, float]:
@@ -290,11 +257,6 @@ def refine(costs: Costs, records: Records) -> Costs:
     return costs
 
 
-def analyse_costs(records: Records) -> None:
-    """Print the constants as ``operators/weight_grad.py`` wants them."""
-    show("Costs", records, ["itemsize", "rows", "worst_today", "worst_fitted", "fitted"])
-
-
 # === Features =========================================================================================
 
 
@@ -302,58 +264,57 @@ def features_of(args: argparse.Namespace) -> Found:
     """Time linear layers, features to four times as many, at s = 0.6, b = 32."""
     rows = 64 if args.quick else 64 * 196
     for features in (16, 64) if args.quick else (16, 32, 48, 64, 96, 128, 192, 256, 384, 768):
-
-        def measure(features: int = features) -> Record:
-            options = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
-            x, weight = torch.randn(rows, features, **options), torch.randn(4 * features, features, **options)
-            grad = torch.ones(rows, 4 * features, device=DEVICE, dtype=torch.bfloat16)
-            keep = BlockGeometry.of_stored(x.detach()[None], 32, 0.6).keep
-            stored = sum(tensor.nbytes for tensor in torch.ops.actprune.pack(x.detach()[None], 32, keep))
-
-            def us(linear: Callable[[], torch.Tensor]) -> float:
-                calls = (100, 5) if DEVICE == "cuda" else (2, 1)
-                return host_us(lambda: torch.autograd.grad(linear(), (weight, x), grad), *calls)
-
-            dense = us(lambda: F.linear(x, weight))
-            pruned = us(lambda: functional.linear(x, weight, sparsity=0.6, block_size=32))
-            saved = (x.nbytes - stored) / MIB
-            extra = round((pruned - dense) / saved, 1)
-            times = {"dense_us": round(dense, 1), "pruned_us": round(pruned, 1)}
-            return {**times, "saved_mib": round(saved, 3), "extra_us_per_mib": extra}
-
-        yield {"features": features, "rows": rows, "sparsity": 0.6, "block_size": 32}, measure
+        head = {"features": features, "rows": rows, "sparsity": 0.6, "block_size": 32}
+        yield head, partial(_features, rows, features)
 
 
-def analyse_features(records: Records) -> None:
-    """Print the extra time for each MiB."""
-    show("Linear layers", records, ["features", "dense_us", "pruned_us", "saved_mib", "extra_us_per_mib"])
+def _features(rows: int, features: int) -> Record:
+    options = {"device": DEVICE, "dtype": torch.bfloat16, "requires_grad": True}
+    x, weight = torch.randn(rows, features, **options), torch.randn(4 * features, features, **options)
+    grad, data = torch.ones(rows, 4 * features, device=DEVICE, dtype=torch.bfloat16), x.detach()[None]
+    packed = torch.ops.actprune.pack(data, 32, BlockGeometry.of_stored(data, 32, 0.6).keep)
+    saved = (x.nbytes - sum(tensor.nbytes for tensor in packed)) / MIB
+    calls = (100, 5) if DEVICE == "cuda" else (2, 1)
+    linears = {"dense": F.linear, "pruned": partial(functional.linear, sparsity=0.6, block_size=32)}
+    us = {
+        f"{name}_us": round(
+            common.host_us(lambda of=of: torch.autograd.grad(of(x, weight), (weight, x), grad), *calls), 1
+        )
+        for name, of in linears.items()
+    }
+    extra = round((us["pruned_us"] - us["dense_us"]) / saved, 1)
+    return {**us, "saved_mib": round(saved, 3), "extra_us_per_mib": extra}
 
 
 KINDS = {
-    "weight_grad": (weight_grads, analyse_weight_grads),
-    "formats": (formats_of, analyse_formats),
-    "costs": (costs_of, analyse_costs),
-    "features": (features_of, analyse_features),
+    "weight_grad": (weight_grads, None),
+    "formats": (formats_of, "case block_size sparsity value_format tile warps parts pack_us unpack_us right"),
+    "costs": (costs_of, "itemsize rows worst_today worst_fitted fitted"),
+    "features": (features_of, "features dense_us pruned_us saved_mib extra_us_per_mib"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what the file lacks while there is time, and print what follows."""
-    parser = parser_for(__doc__, "tune")
+    """Measure what the file lacks while there is time, and print it."""
+    parser = common.parser_for(__doc__, "tune")
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--cases", type=int, nargs="+", choices=range(len(CASES)), help="of bench_kernels.py")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--blocks", type=int, nargs="+", default=[32])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.6, 0.9])
-    parser.add_argument("--records", type=Path, default=RESULTS / "kernels.json", help="for costs")
+    parser.add_argument("--records", type=Path, default=common.RESULTS / "kernels.json", help="for costs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which nothing more is measured")
     args = parser.parse_args(argv)
-    require(DEVICE == "cuda", args.quick or args.kind == "costs")
+    common.require(DEVICE == "cuda", args.quick or args.kind == "costs")
     args.cases = [CASES[number] for number in args.cases or range(len(CASES))]
     if args.quick and DEVICE == "cpu" and args.kind in ("weight_grad", "formats"):
         parser.error(f"{args.kind} times kernels, which need a GPU")
-    file, environs, end = RecordFile(args.out, KEYS, args.again), environment(), time.monotonic() + args.seconds
-    cases, analyse = KINDS[args.kind]
+    file, environs, end = (
+        common.RecordFile(args.out, KEYS, args.again),
+        common.environment(),
+        time.monotonic() + args.seconds,
+    )
+    cases, columns = KINDS[args.kind]
     records = []
     for head, measure in cases(args):
         head = {"kind": args.kind, **head}
@@ -364,7 +325,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print("failed:", head, str(error)[:200], flush=True)
         if file.key(head) in file.records:
             records.append(file.records[file.key(head)])
-    analyse(records)
+    if columns is None:
+        analyse_weight_grads(records)
+    else:
+        show(args.kind, sorted(records, key=lambda r: r.get("pack_us", 0)), columns.split())
 
 
 if __name__ == "__main__":

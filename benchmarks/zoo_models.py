@@ -2,7 +2,7 @@
 
 ``zoo_models.json`` lists them. Models of timm are built with the arguments that stand there, at ``IMAGE_SIZE`` or a
 larger size if at fewer pixels the last stage has nothing to do, and with fewer blocks where there is no small one.
-Models of transformers are made tiny by the sizes of ``TINY`` that their configuration has, and by ``sizes`` of the list;
+Models of transformers are made tiny by the sizes of ``TINY`` that their configuration has and by ``sizes`` of the list;
 ``shape`` is that of their input if it is not what their kind of input has. Nothing is downloaded.
 """
 
