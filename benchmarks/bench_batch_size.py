@@ -37,8 +37,6 @@ QUICK_LARGEST = 4
 
 
 class Search:
-    """Fits of a case at one size after the other."""
-
     def __init__(self, case: Case, axis: str, args: argparse.Namespace, place: str) -> None:
         self.case, self.axis, self.args, self.place = case, axis, args, place
         self.peaks: dict[int, float | None] = {}
@@ -140,7 +138,6 @@ def measure(case: Case, args: argparse.Namespace, queue: steps.Queue) -> Record:
 
 
 def plan_of(args: argparse.Namespace) -> steps.Plan:
-    """Return the plan of the fit that is measured."""
     return steps.QUICK if args.quick else steps.Plan(turns=1)
 
 

@@ -209,12 +209,10 @@ class Training(pl.LightningModule):
 
 
 def compiler_arguments(mode: str) -> dict[str, str]:
-    """Return the arguments of ``torch.compile``."""
     return {"backend": mode} if mode == "aot_eager" else {"mode": mode}
 
 
 def train(training: Training, callbacks: Sequence[pl.Callback], steps: int) -> None:
-    """Fit so many steps."""
     case = training.case
     strategy: str | Strategy = "auto"
     if case.strategy == "fsdp2":
@@ -242,13 +240,11 @@ class Plan(NamedTuple):
 
     @property
     def turn(self) -> int:
-        """Steps of a turn."""
         return 1 + self.alone + self.in_a_row
 
     @property
     def steps(self) -> int:
-        """Steps of a fit, with the one that is profiled."""
-        return self.warm_up + self.turns * self.turn + 1
+        return self.warm_up + self.turns * self.turn + 1  # with the one that is profiled
 
 
 QUICK = Plan(alone=1, in_a_row=2, turns=1)
@@ -407,7 +403,6 @@ def moment() -> Any:
 
 
 def between_ms(start: Any, end: Any) -> float:
-    """Return the milliseconds between two moments."""
     return (end - start) * 1e3 if isinstance(start, float) else start.elapsed_time(end)
 
 
@@ -594,7 +589,6 @@ def with_speed(record: Record) -> Record:
 
 
 def cases_of(args: argparse.Namespace, accelerator: str) -> list[Case]:
-    """Return the cases that the command line asks for."""
     places = [(ONE, 1)] if 1 in args.devices else []
     places += itertools.product(args.strategies, [count for count in args.devices if count > 1])
     return [
@@ -618,7 +612,6 @@ def parser_for(text: str | None, name: str) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments."""
     parser = parser_for(__doc__, "steps")
     parser.add_argument("--table", default="trainer", help="where the records belong to (README.md)")
     parser.add_argument("--mode", default=EAGER, choices=MODES, help="of torch.compile")

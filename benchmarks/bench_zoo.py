@@ -107,12 +107,10 @@ class Training:
         numpy.random.seed(0)
 
     def forward(self) -> tuple[Any, Tensor]:
-        """Return what the model returns, and its loss."""
         output = self.model(*self.sample.args, **self.sample.kwargs)
         return output, self.sample.loss(output)
 
     def step(self) -> Step:
-        """Return what a step gives."""
         self.begin()
         with SavedTensorMeter(self.model, self.sample.inputs()) as meter:
             output, loss = self.forward()

@@ -1,7 +1,7 @@
 """Models as their libraries build them, without weights, and batches for them.
 
 Images are 224 x 224, for convolutional networks with channels last; texts are 1024 tokens, BERT's 512. Losses are the
-usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` and ``small GPT`` too: for a CPU.
+usual ones. ``resmlp_s12`` and ``UNet`` are of ``examples/models``, ``small`` too: for a CPU.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Workload(NamedTuple):
-    """A model and how it is trained."""
-
     source: str  # distribution that the model is from
     batch: int
     build: Callable[..., nn.Module]
@@ -38,13 +36,8 @@ class Workload(NamedTuple):
 
 def describe(name: str, batches: float = 1) -> Record:
     """Return what a record says of its model and batch."""
-    workload = WORKLOADS[name]
-    return {
-        "model": name,
-        "source": workload.source,
-        "version": version_of(workload.source),
-        "batch": int(batches * workload.batch),
-    }
+    source, batch = WORKLOADS[name][:2]
+    return {"model": name, "source": source, "version": version_of(source), "batch": int(batches * batch)}
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
@@ -116,8 +109,7 @@ def _text(batch: int, length: int, vocabulary: int) -> Batch:
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
-    scores = model(x)
-    return F.cross_entropy(scores.flatten(0, -2), labels.flatten())
+    return F.cross_entropy(model(x), labels)
 
 
 def _noise_error(model: nn.Module, images: Tensor, noise: Tensor) -> Tensor:
@@ -185,13 +177,6 @@ WORKLOADS = {
         partial(_images, size=32, labels=10),
         _cross_entropy,
         {"depth": ("depth", 2, 1)},
-    ),
-    "small GPT": Workload(
-        "lightning_actprune",
-        2,
-        partial(build_model, "gpt_6x384", context=64, dim=64, depth=2),
-        partial(_text, length=64, vocabulary=256),
-        _cross_entropy,
     ),
 }
 TRAINED = (

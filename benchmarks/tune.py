@@ -9,7 +9,6 @@ python benchmarks/tune.py features              # from how many features on a li
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import math
 import sys
@@ -55,13 +54,14 @@ Found = Iterator[tuple[Record, Callable[[], Record]]]
 
 
 def configurations(dtype: str, block_size: int) -> list[Config]:
-    """Return the tile configurations worth trying: their buffers fit, and a warp has 512 to 4096 sums."""
+    """Return the tile configurations worth trying: their buffers fit, and a warp has 256 to 4096 sums."""
     itemsize, found = ITEMSIZE[dtype], []
     rows = (32, 64, 128) if itemsize == 2 else (16, 32)
-    for bm, bk, warps, stages in itertools.product((64, 128, 256, 512), rows, (2, 4, 8), (3, 4)):
+    first = (block_size >= 64,) if itemsize == 2 else (False, True)
+    for bm, bk, warps, stages, values in itertools.product((64, 128, 256, 512), rows, (2, 4, 8), (3, 4), first):
         buffers = stages * bk * (bm + block_size) * itemsize
-        if buffers <= LIMITS.shared_memory and 512 <= bm * block_size // warps <= 4096:
-            found.append(Config(bm, bk, warps, stages, values_first=block_size >= 64))
+        if buffers <= LIMITS.shared_memory and 256 <= bm * block_size // warps <= 4096:
+            found.append(Config(bm, bk, warps, stages, values))
     return found
 
 
@@ -142,17 +142,6 @@ def turns_of(block_size: int, sparsity: float) -> list[Turns]:
     return found
 
 
-@contextlib.contextmanager
-def forced(turns: Turns | None) -> Iterator[None]:
-    """Share out all runs inside as ``turns`` say."""
-    packing._unpack_launches.clear()
-    with contextlib.ExitStack() as stack:
-        for module in (packs, unpacks) if turns else ():
-            stack.enter_context(mock.patch.object(module, "choose_turns", return_value=turns))
-        yield
-    packing._unpack_launches.clear()
-
-
 def formats_of(args: argparse.Namespace) -> Found:
     """Sweep turns for each format, beside values as they are."""
     for case, block, sparsity in itertools.product(args.cases, args.blocks, args.sparsities):
@@ -168,15 +157,16 @@ def _format(xs: list[torch.Tensor], block: int, sparsity: float, bits: int | Non
     keep = BlockGeometry.of(samples, rows, length, block, sparsity).keep
     launch_of = partial(packs.PackLaunch, xs[0].shape, (rows * length, length), block, keep, xs[0].device)
     unpack = partial(packing.unpack, rows=samples * rows, length=length, block_size=block, bits=bits or 0)
-    options = {"repeats": 2, "replays": 5}
-    with forced(turns):
+    options, choose = {"repeats": 2, "replays": 5}, (lambda *_: turns) if turns else packs.choose_turns
+    packing._unpack_launches.clear()
+    with mock.patch.object(packs, "choose_turns", choose), mock.patch.object(unpacks, "choose_turns", choose):
         launch = launch_of(bits=bits or 0)
         packed = [launch(x) for x in xs]
         found: Record = {"pack_us": timed(launch, [(x,) for x in xs], **options)}
         found["unpack_us"] = timed(partial(unpack, dtype=xs[0].dtype), packed, **options)
+    packing._unpack_launches.clear()
     if bits:
-        with forced(None):
-            found["right"] = torch.equal(packed[0][0], formats.quantize(launch_of()(xs[0])[0], bits))
+        found["right"] = torch.equal(packed[0][0], formats.quantize(launch_of()(xs[0])[0], bits))
     return found
 
 

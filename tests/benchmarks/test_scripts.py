@@ -14,6 +14,7 @@ from benchmarks import bench_batch_size, bench_kernels, bench_step, bench_zoo, c
 from benchmarks.bench_step import rules_of
 from benchmarks.common import RecordFile
 from lightning_actprune import Keep
+from tests.support.marks import only
 
 pytestmark = pytest.mark.integration
 
@@ -32,11 +33,13 @@ def records_of(tmp_path, script, *arguments):
 
 
 def test_steps_of_methods_side_by_side(tmp_path):
-    methods = ["dense", "checkpoint", "max", "linear:8", "linear:s0.5:b16", "rounded"]
-    records = records_of(tmp_path, "bench_step", "--together", "6", "--methods", *methods)
+    methods = ["dense", "checkpoint", "max", "linear:8", "linear:s0.5:b16", "rounded", "budget:0.99"]
+    records = records_of(tmp_path, "bench_step", "--together", "7", "--methods", *methods)
     found = {record["method"]: record for record in records}
     assert list(found) == methods
     assert all(r["step_ms"] > 0 and r["host_ms"] > 0 and r["samples_per_s"] > 0 for r in records)
+    budget = found.pop("budget:0.99")
+    assert budget["predicted_mib"] <= budget["budget_mib"] < budget["predicted_dense_mib"]
     kept = {method: record["accounted_mib"] for method, record in found.items()}
     assert max(kept["max"], kept["checkpoint"]) < 0.5 * kept["dense"]
     assert kept["linear:8"] < kept["dense"] == kept["rounded"]
@@ -87,7 +90,7 @@ def test_gradients_are_compared_as_one_vector():
 # === Batches, kernels, constants ======================================================================
 
 
-@pytest.mark.parametrize(("axis", "field"), [("batch", "batch"), ("depth", "size")])
+@pytest.mark.parametrize(("axis", "field"), only([("batch", "batch"), ("depth", "size")], ("batch", "batch")))
 def test_the_largest_batch_and_model(axis, field, tmp_path):
     [record] = records_of(tmp_path, "bench_batch_size", "--axis", axis, "--methods", "max")
     assert record[field] == bench_batch_size.QUICK_LARGEST
