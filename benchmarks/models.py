@@ -140,9 +140,7 @@ WORKLOADS = {
     "vit_base_patch16_224": _of_images(
         "timm", partial(_timm, "vit_base_patch16_224"), sizes=_sized("depth", 12, "embed_dim", 768)
     ),
-    "resmlp_12_224": _of_images(
-        "timm", partial(_timm, "resmlp_12_224"), sizes=_sized("num_blocks", 12, "embed_dim", 384)
-    ),
+    "resmlp_12_224": _of_images("timm", partial(_timm, "resmlp_12_224")),
     "resmlp_24_224": _of_images("timm", partial(_timm, "resmlp_24_224")),
     "convnext_tiny": _of_images("timm", partial(_timm, "convnext_tiny")),
     "resnet50": Workload(
@@ -169,6 +167,7 @@ WORKLOADS = {
     "resmlp_s12": _of_images(
         "lightning_actprune",
         partial(build_model, "resmlp_s12", image_size=224, patch_size=16, num_classes=LABELS),
+        sizes=_sized("depth", 12, "dim", 384),
     ),
     "small": Workload(
         "lightning_actprune",
