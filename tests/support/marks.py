@@ -63,3 +63,8 @@ def pairs(*axes: Sequence[Any], rest: str = "nightly") -> list[Any]:
 
 def _marked(value: Any, mark: str) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
+
+
+def cover(*axes: Sequence[Any]) -> list[Any]:
+    """Return the cases of ``pairs`` that run by default, and no others."""
+    return [case for case in pairs(*axes) if isinstance(case, tuple)]
