@@ -104,11 +104,12 @@ def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
         torch.testing.assert_close(of_bias, x.sum(0), rtol=0, atol=1e-4)
 
 
+LARGE = [(25216, 768), (12544, 384), (8192, 4096), (1000, 8192), (517, 8190)]
+LARGE = cover(LARGE, (8, 4, 2), DTYPES, (True, False))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("shape", [(25216, 768), (12544, 384), (8192, 4096), (1000, 8192), (517, 8190)], ids=str)
-@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("shape", "bits", "dtype", "centred"), LARGE, ids=str)
 def test_large_inputs_on_the_gpu(shape, bits, dtype, centred):
     x, grad_y = ((2 * torch.randn(shape, device="cuda") + k).to(dtype) for k in (1, 0))
     weight = torch.randn(shape[1], device="cuda", dtype=dtype)

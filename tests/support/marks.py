@@ -67,4 +67,4 @@ def _marked(value: Any, mark: str) -> Any:
 
 def cover(*axes: Sequence[Any]) -> list[Any]:
     """Return the cases of ``pairs`` that run by default, and no others."""
-    return [case for case in pairs(*axes) if isinstance(case, tuple)]
+    return [case for case in pairs(*axes) if type(case) is tuple]
