@@ -49,8 +49,7 @@ def images(batch: int = 4, last: bool = True) -> Tensor:
     return laid_out(torch.randn(batch, 3, 16, 16), last)
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize(("last", "autocast"), [(False, True), (True, False)])
 def test_what_is_accounted_is_what_is_kept(last, autocast):
     dense, x = model(), images(last=last)
     ours = copy.deepcopy(dense)

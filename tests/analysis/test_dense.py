@@ -18,6 +18,7 @@ from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import PRESETS
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.saved import SavedTensorCompression
+from tests.support.marks import cover
 
 
 class Attention(nn.Module):
@@ -100,9 +101,14 @@ def measured(model: nn.Module, x: Tensor, autocast: bool) -> MemoryReport:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "recompute"])  # which needs blocks
-@pytest.mark.parametrize("name", ["transformer", "checkpointed", "residual", "recurrent", "encoder"])
+@pytest.mark.parametrize(
+    ("name", "preset", "autocast"),
+    cover(
+        ["transformer", "checkpointed", "residual", "recurrent", "encoder"],
+        [name for name in PRESETS if name != "recompute"],  # which needs blocks
+        [False, True],
+    ),
+)
 def test_the_dense_bytes_of_any_preset_are_those_of_the_dense_model(
     name: str, preset: str, autocast: bool, device: str
 ):
@@ -179,7 +185,7 @@ def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
     assert len(hooked) == 2  # once in each real forward
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_processes_can_be_forked_after_a_measurement():
     # Torch's own fake tensors get ready for GPUs where there are none, with threads that no forked process has.
     program = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
 import random
 import weakref
@@ -34,7 +33,7 @@ from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
-from tests.support.marks import quick
+from tests.support.marks import cover
 from tests.support.retention import (
     BY,
     FREE,
@@ -53,12 +52,10 @@ from tests.support.retention import (
 from tests.support.saving import saved_tensors
 
 
-@pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize(("make", "reason"), RETAINED)
-def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(
-    make, reason: str, backward_inside: bool
-):
+def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(make, reason: str):
     model, report, x = made(make)
+    backward_inside = RETAINED.index((make, reason)) % 2 == 1
     with RetentionProbe(model, x) as probe:
         loss = model(x).sum()
         if backward_inside:
@@ -151,8 +148,8 @@ def test_sisters_are_turned_together_and_what_they_retain_then_too():
     assert found["k"] == BY + "'q' (a layer that is dense)"
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations("qkv")))
-def test_the_decision_does_not_depend_on_the_order(order: tuple[str, ...]):
+@pytest.mark.parametrize("order", ["qkv", "vqk"])
+def test_the_decision_does_not_depend_on_the_order(order: str):
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,10 +203,9 @@ def bytes_kept(model: nn.Module, x: Tensor) -> int:
     return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("sparsity", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_model_never_keeps_more_than_the_dense_one(seed: int, sparsity: float):
-    draw = random.Random(seed)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_model_never_keeps_more_than_the_dense_one(seed: int):
+    draw, sparsity = random.Random(seed), (0.3, 0.6, 0.9)[seed % 3]
     names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
     model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
     x = torch.randn(2, 8, 64, requires_grad=True)
@@ -315,14 +311,15 @@ def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
             raise RuntimeError("no hooks")
 
     model, _, x = made(Step)
-    model.refusing = Refusing()
+    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
     with pytest.raises(RuntimeError, match="no hooks"):
         RetentionProbe(model, x).__enter__()
+    assert watchers == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.overrides._get_current_function_mode() is None
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
     model, _, x = made(Relu)
     alone = SavedTensorMeter(model, x)
@@ -396,7 +393,7 @@ def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor
 
 
 @pytest.mark.usefixtures("forget_compilations")
-@pytest.mark.parametrize("how", quick(["wrapped", "in place", "block", "step"], "block"))
+@pytest.mark.parametrize("how", ["wrapped", "block"])
 def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
     model, report, x = compilable()
     expected = steps(model, model, report, x, probe=True)
@@ -410,12 +407,8 @@ def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
         call = model
         if how == "wrapped":
             call = torch.compile(model, backend=counter, fullgraph=True)
-        elif how == "in place":
-            model.compile(backend=counter, fullgraph=True)
-        elif how == "block":
-            model.blocks.compile(backend=counter, fullgraph=True)
         else:
-            call = torch.compile(lambda x, model=model: model(x), backend=counter, fullgraph=True)
+            model.blocks.compile(backend=counter, fullgraph=True)
         assert steps(call, model, report, x, probe) == (expected if probe else [])
         assert pruned_layers(model) == [f"blocks.{i}" for i in (0, 2, 4) if not probe or i != 2]
         frames[probe] = counter.frame_count
@@ -510,14 +503,13 @@ def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
 @pytest.mark.parametrize(
-    ("norm", "copies", "samples", "reasons", "attention"),
+    ("norm", "copies", "samples", "reasons", "attention", "sparsity"),
     [
-        (True, True, 3, {}, CompressedMultiheadAttention),
-        (False, True, 3, {"attn": BATCH}, RoutedMultiheadAttention),
-        (True, False, 1, {"attn.out_proj": BY_ATTENTION}, CompressedMultiheadAttention),
-        (False, False, 1, {"attn": BATCH, "attn.out_proj": BY_ATTENTION}, nn.MultiheadAttention),
+        (True, True, 3, {}, CompressedMultiheadAttention, 0.6),
+        (False, True, 3, {"attn": BATCH}, RoutedMultiheadAttention, 0.0),
+        (True, False, 1, {"attn.out_proj": BY_ATTENTION}, CompressedMultiheadAttention, 0.0),
+        (False, False, 1, {"attn": BATCH, "attn.out_proj": BY_ATTENTION}, nn.MultiheadAttention, 0.6),
     ],
     ids=["none", "in", "out", "both"],
 )
@@ -569,17 +561,6 @@ def test_an_exception_in_a_projection_leaves_all_as_it_was():
     assert watchers == []
 
 
-def test_a_probe_that_cannot_open_watches_nothing():
-    class Refusing(nn.Identity):
-        def register_forward_pre_hook(self, *args, **kwargs):
-            raise RuntimeError("no hooks")
-
-    model = nn.Sequential(SelfAttention(norm=True), Refusing())
-    with pytest.raises(RuntimeError, match="no hooks"):
-        RetentionProbe(model).__enter__()
-    assert watchers == []
-
-
 def test_projections_of_another_model_are_none_of_the_probes():
     model, other = SelfAttention(norm=True), SelfAttention(norm=True)
     convert(model, sparsity=0.6)
@@ -608,18 +589,15 @@ def test_encoder_layer(batch_first: bool, norm_first: bool):
     assert {layer.fqn for layer in report.converted} == layers - found.keys()
 
 
-CASES = [
-    Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
-    for inputs, batch_first, need_weights, batched in itertools.product(
-        ["self", "cross", "three", "sizes"], [False, True], [False, True], [False, True]
-    )
-]
+FLAGS = (False, True)
 
 
-@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
-@pytest.mark.parametrize("given", [False, True], ids=["result", "batch"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_never_keeps_more_than_the_dense_one(case: Case, given: bool, sparsity: float):
+@pytest.mark.parametrize(
+    ("inputs", "batch_first", "need_weights", "batched", "given", "sparsity"),
+    cover(["self", "cross", "three", "sizes"], FLAGS, FLAGS, FLAGS, FLAGS, [0.0, SPARSITY]),
+)
+def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need_weights, batched, given, sparsity):
+    case = Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
     module = case.make()
 
     class Attention(nn.Module):
