@@ -32,7 +32,6 @@ from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import ConversionReport
-from tests.support.marks import only
 
 MIB = 2**20
 
@@ -347,12 +346,6 @@ def test_models_of_libraries():
 # Beside records of a GPU.
 
 
-def text_model() -> nn.Module:
-    import transformers
-
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)).train()
-
-
 def timm_model(name: str) -> nn.Module:
     import timm
 
@@ -367,14 +360,10 @@ RECORDED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, .
     "resnet50": (torchvision.models.resnet50, (3, 224, 224), ("layer1", "layer2", "layer3", "layer4")),
     "TransformerEncoder": (encoder, (1024, 768), ()),
     "vit_base_patch16_224": (partial(timm_model, "vit_base_patch16_224"), (3, 224, 224), ("blocks",)),
-    "GPT2LMHeadModel": (text_model, (1024,), ()),
 }
 """How a model is made, the shape of a sample, and where its blocks are."""
 TWO_BITS = Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2)
 AS_RECORDED: dict[str, dict[str, Keep | None]] = {
-    "paper": {"linear": Keep(sparsity=0.6)},
-    "balanced": dict.fromkeys(("linear", "convolution", "activation", "norm", "affine", "scale"), Keep(bits=4))
-    | {"saved": Keep(bits=8)},
     "max": dict.fromkeys(("linear", "convolution"), TWO_BITS)
     | {"activation": Keep(bits=3), "norm": Keep(bits=4), "affine": Keep(bits=3), "scale": Keep(bits=2)}
     | {"saved": Keep(bits=8)},
@@ -395,40 +384,26 @@ def prepare_as_recorded(method: str, parts: tuple[str, ...], model: nn.Module) -
 
 def recorded_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     x, target = batch
-    if x.dtype == torch.int64:
-        return model(x, labels=target).loss
     return F.mse_loss(model(x), target) if target.is_floating_point() else F.cross_entropy(model(x), target)
 
 
-def names(record: dict[str, Any]) -> str:
-    return f"{record['model']}-{record['method']}"
+def case(record: dict[str, Any]) -> Any:
+    name = f"{record['model']}-{record['method']}"
+    mark = pytest.mark.integration if name in ("resnet50-max", "TransformerEncoder-dense") else pytest.mark.nightly
+    return pytest.param(record, marks=mark, id=name)
 
 
-@pytest.mark.parametrize(
-    "record",
-    only(RECORDS, *(record for record in RECORDS if names(record) in ("resnet50-max", "TransformerEncoder-dense"))),
-    ids=names,
-)
-@pytest.mark.integration
+@pytest.mark.parametrize("record", list(map(case, RECORDS)))
 def test_beside_the_records_of_a_gpu(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(saved, "POOLING", frozenset())  # which had eight bits when that was measured
     build, sample, parts = RECORDED[record["model"]]
-    with torch.device("meta" if record["model"] == "GPT2LMHeadModel" else "cpu"):
-        model = build()
-    shape, memory_format = (record["batch"], *sample), torch.contiguous_format
+    shape, method = (record["batch"], *sample), record["method"]
+    model, x, target = build(), torch.empty(shape), torch.empty(shape[:1], dtype=torch.int64)
     if record["model"] == "resnet50":
-        memory_format = torch.channels_last
-        model = model.to(memory_format=memory_format)
-    if len(sample) == 1:
-        batch = (torch.empty(shape, dtype=torch.int64),) * 2
-    else:
-        x = torch.empty(shape, memory_format=memory_format)
-        batch = (
-            x,
-            torch.empty(shape if len(sample) == 2 else shape[:1], dtype=None if len(sample) == 2 else torch.int64),
-        )
-    method = record["method"]
+        model, x = (given.to(memory_format=torch.channels_last) for given in (model, x))
+    elif len(sample) == 2:
+        target = x.clone()
     prepare = None if method == "dense" else partial(prepare_as_recorded, method, parts)
-    step = simulate(model, batch, prepare, loss=recorded_loss)
+    step = simulate(model, (x, target), prepare, loss=recorded_loss)
     assert step.activation_bytes[step.forward_end] / MIB == pytest.approx(record["activations_mib"], rel=0.01)
     assert step.peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=0.05)

@@ -33,7 +33,7 @@ from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
-from tests.support.marks import cover
+from tests.support.marks import cover, only
 from tests.support.retention import (
     BY,
     FREE,
@@ -393,7 +393,7 @@ def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor
 
 
 @pytest.mark.usefixtures("forget_compilations")
-@pytest.mark.parametrize("how", ["wrapped", "block"])
+@pytest.mark.parametrize("how", only(["wrapped", "block"], "block", rest="integration"))
 def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
     model, report, x = compilable()
     expected = steps(model, model, report, x, probe=True)

@@ -20,9 +20,7 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, Result, mark, nbytes, run, step, worst_cosine
 from tests.support.compilers import planned, uncached
-from tests.support.marks import needs_passes, quick
-
-pytestmark = needs_passes
+from tests.support.marks import only
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
@@ -71,7 +69,7 @@ def check_bytes(found, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("make", "autocast"),
-    quick(product([transformer, mlp, convolutions], [False, True]), (convolutions, True)),
+    only(product([transformer, mlp, convolutions], [False, True]), (convolutions, True), rest="integration"),
 )
 def test_forward_is_dense_and_gradients_are_close(make, autocast):
     model, x = make()
@@ -102,7 +100,7 @@ def packed_rows(result: Result) -> list[tuple[str, int]]:
     return [(row.how, row.stored_bytes) for row in result.rows if row.how not in ("again", "as it is")]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_inductor_keeps_the_same_which_is_what_it_saves_byte_for_byte():
     torch.manual_seed(0)
     model, x = Gelus(), torch.randn(4, 32, 64)
@@ -210,7 +208,7 @@ def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
     model, x = nn.Sequential(Marked(nn.Linear(8, 64), None), Block(), Block()), torch.randn(8, 32, 8)
@@ -222,8 +220,7 @@ def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     assert nbytes(found.kept) < 0.8 * min(nbytes(whole.kept), nbytes(dense.kept))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
-@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize(("rows", "backend"), [(8, "aot_eager"), (9, planned)])
 def test_signs_are_exact(rows, backend):
     """Also of a number of values that eight does not divide, and of NaN; in the order in which they lie."""
 
@@ -286,23 +283,7 @@ def test_dropped_blocks_are_those_of_eager(bits, scope):
     torch.testing.assert_close(found.grads["1.weight"], gradient_of(layer, F.softsign(x), read), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [transformer, mlp, convolutions])
-def test_another_batch_size_is_one_more_compilation(make):
-    model, x = make()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    with CompiledPacking():
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
-        for batch in (2, 3, 4):
-            found = run(compiled, model, x[: len(x) * batch // 4], [], True)
-    fresh = step(model, x, autocast=True)
-    assert counter.frame_count == 2
-    assert nbytes(found.kept) == nbytes(fresh.kept)
-    assert worst_cosine(found, fresh) > 0.9999
-
-
-@pytest.mark.slow
+@pytest.mark.integration
 def test_tokens_may_be_a_symbol_too():
     model, x = transformer()
     torch._dynamo.reset()
@@ -468,8 +449,7 @@ class Moving(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", True), (planned, False)])
 def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autocast):
     torch.manual_seed(0)
     model, x = Moving(True, autocast), torch.randn(4, 16, 64)
@@ -481,8 +461,7 @@ def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autoc
     assert worst_cosine(found, expected) > 0.999
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("autocast", "backend"), [(False, "aot_eager"), (True, planned)])
 def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(autocast, backend):
     given = Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 64), mark("linear", 2))
     model = nn.Sequential(*given, Marked(nn.Linear(64, 8), mark("linear", 2)))
@@ -550,8 +529,8 @@ def test_a_cast_to_whole_numbers_passes_no_values_on():
         torch.testing.assert_close(found.grads[name], dense.grads[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), ("aot_eager", True), (planned, True)])
+@pytest.mark.integration
+@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), (planned, True)])
 def test_height_and_width_may_be_symbols(backend, last):
     model, x = convolutions(32)
     form = torch.channels_last if last else torch.contiguous_format

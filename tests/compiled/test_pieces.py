@@ -12,9 +12,7 @@ from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.compilers import uncached
-from tests.support.marks import needs_passes, quick
-
-pytestmark = needs_passes
+from tests.support.marks import only
 
 
 def cutting(bucket: int = 1, backend: str = "aot_eager") -> DDPOptimizer:
@@ -75,7 +73,7 @@ def assert_packed_in_pieces(model: nn.Module, x: Tensor, pieces: int, stay: int 
     return found
 
 
-@pytest.mark.parametrize("bits", quick([4, 8], 4))
+@pytest.mark.parametrize("bits", only([4, 8], 4))
 def test_a_transformer_block_in_pieces(bits):
     model, x = Block(bits=bits), torch.randn(4, 128, 64, requires_grad=True)
     whole, cut = step(model, x), assert_packed_in_pieces(model, x, 7, stay=1)
@@ -97,7 +95,7 @@ class Flat(nn.Module):
 
 
 @pytest.mark.parametrize("tokens", [32, 16])  # 4 * 16 rows: as large as the weight, for which it must not be taken
-@pytest.mark.parametrize("parts", quick([0, SPARSITY_PARTS // 2], SPARSITY_PARTS // 2))
+@pytest.mark.parametrize("parts", only([0, SPARSITY_PARTS // 2], SPARSITY_PARTS // 2))
 def test_a_view_of_an_input_may_lie_in_the_piece_before(tokens, parts):
     first, second = (Marked(Flat(64), mark("linear", 4), parts) for _ in range(2))
     model = nn.Sequential(first, Marked(nn.GELU(), mark("activation", 4)), second)

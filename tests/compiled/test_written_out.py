@@ -16,9 +16,7 @@ from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.compilers import planned, uncached
-from tests.support.marks import needs_passes
 
-pytestmark = needs_passes
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -91,15 +89,13 @@ TWICE = ["packed", "signs", "packed"]
     ("attend", "backend", "hows", "autocast"),
     [
         (written_out(), "aot_eager", ["packed"], True),
-        (written_out(), "aot_eager", ["packed"], False),
         (written_out(dropped), "aot_eager", ["packed", "packed"], True),
         (written_out(drawn), "aot_eager", TWICE, True),
         (padded, "aot_eager", ["packed"], True),
-        pytest.param(written_out(mask=True), planned, ["packed"], True, marks=pytest.mark.slow),
-        pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(written_out(drawn), planned, TWICE, True, marks=pytest.mark.slow),
-        pytest.param(fused, planned, AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(fused, planned, AGAIN, False, marks=pytest.mark.slow),
+        pytest.param(written_out(mask=True), planned, ["packed"], True, marks=pytest.mark.integration),
+        pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.integration),
+        pytest.param(written_out(drawn), planned, TWICE, True, marks=pytest.mark.integration),
+        pytest.param(fused, planned, AGAIN, False, marks=pytest.mark.integration),
     ],
 )
 def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
