@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -216,16 +215,6 @@ def test_settings_in_words():
     assert numbers[LAST - 1 :] == [[DEPTH, DEPTH], []]
 
 
-def test_the_path_is_made_quickly_and_each_time_the_same():
-    model = nn.Sequential(*[layers()[1] for _ in range(40)])
-    made, began = Settings(model), perf_counter()
-    again = Settings(model)
-    again.rules(len(again) // 2)
-    assert perf_counter() - began < 0.2
-    assert len(again) == 40 + 2 * 40 * PARTS + 3
-    assert all(list(again.rules(n).items()) == list(made.rules(n).items()) for n in range(0, len(made), 7))
-
-
 # The search, with steps that are made up.
 
 
@@ -359,20 +348,6 @@ def test_what_is_allocated_fits_and_grows_with_the_budget():
     assert_plain(model)
     with pytest.raises(ValueError, match=r"`memory_budget` \(\d+ MiB, 10% of the dense peak\) is less than.*HINT"):
         made.fit(0.1)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("_small_workspaces")
-def test_a_budget_between_settings_of_whole_blocks_is_used_up_by_layers():
-    made = Allocator(layers(), lambda config: simulate(layers(), batch(), prepared_by(config), precision="32-true"))
-    for blocks in (0, 2):
-        before, after = (made.step(FOUR + PARTS * count).peak_bytes for count in (blocks, blocks + 1))
-        for share, used in ((0.3, 0.0), (0.9, 0.75)):
-            budget = int((before + share * (after - before)) / (1 - MARGIN))
-            found = made.fit(budget)
-            assert made.path[found.number][:2] == (BALANCED, blocks)
-            assert made.path[found.number].layers > 0
-            assert before + used * (after - before) < found.peak_bytes <= budget
 
 
 OWN = [

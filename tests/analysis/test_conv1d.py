@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import Keep
-from lightning_actprune.convert import convert, revert
+from lightning_actprune.convert import convert
 from tests.support.conv1d import block
 
 
@@ -39,27 +39,6 @@ def test_what_is_announced_is_what_is_kept(conv1d, shape, scope):
     assert all(row.stored_bytes == row.accounted_bytes for row in pruned.rows)
     assert pruned.dense_bytes == dense.stored_bytes
     assert dense.stored_bytes - pruned.stored_bytes == pruned.saved_bytes > 0
-
-
-def test_a_dense_conv1d_retains_the_input_of_its_sister(conv1d):
-    class Sisters(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = conv1d(65, 65), conv1d(65, 65)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            return self.q(x) * self.k(x)
-
-    model, x = Sisters(), torch.randn(3, 5, 65)
-    report = convert(model, rules={"k": None, **linear_layers()})
-    with RetentionProbe(model, x) as probe:
-        model(x)
-    (row,) = probe.apply(report)
-    assert (row.fqn, row.reason) == ("q", "its input is kept for backward by 'k' (a layer that is dense)")
-    revert(model)
-    convert(model, rules=linear_layers())
-    assert [row.stored_bytes > 0 for row in measure(model, x).rows] == [True, False]  # one pack for both
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -89,16 +89,6 @@ def test_convolutions_behind_a_relu_are_retained_unless_that_keeps_one_bit():
         assert [type(module.get_submodule(name)) for name in names] == [nn.Conv2d] * len(names)
 
 
-def test_a_dense_convolution_retains_what_it_reads():
-    module, x = model(), images()
-    report = convert(module, rules={"block.shortcut": None, **RULES})
-    with RetentionProbe(module, x) as probe:
-        module(x).sum()
-    assert {layer.fqn: layer.reason for layer in probe.apply(report)}["block.conv1"] == (
-        "its input is kept for backward by 'block.shortcut' (conv2d)"
-    )
-
-
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_energy_is_judged_by_the_blocks_that_are_dropped(last):
     module = nn.Sequential(nn.Conv2d(32, 8, 3))

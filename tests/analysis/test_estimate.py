@@ -246,13 +246,6 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], match: 
         estimate(**({"model": blocks(), "batch": batch_for((8, 32))} | change))
 
 
-def test_a_model_that_cannot_be_copied_is_an_error():
-    model = blocks()
-    model.lock = (iter(()) for _ in ())  # a generator
-    with pytest.raises(TypeError, match=r"`model` must be one that can be copied.*HINT"):
-        simulate(model, batch_for((8, 32)))
-
-
 def test_rows():
     made = estimate(blocks(), batch_for((4096, 32)))
     assert [row.method for row in made.rows] == list(METHODS)

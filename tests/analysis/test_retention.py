@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -163,20 +162,6 @@ def test_the_decision_does_not_depend_on_the_order(order: str):
     model = Attention()
     convert(model, sparsity=0.6)
     assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_in_a_checkpoint_are_not_judged_and_run_again_as_they_did(reentrant: bool):
-    class Checkpointed(Step):
-        def use(self, h):
-            return checkpoint(super().use, F.relu(h), use_reentrant=reentrant)
-
-    model, report, x = made(Checkpointed)
-    with RetentionProbe(model, x) as probe:
-        loss = model(x).sum()
-    assert [layer.fqn for layer in probe.apply(report)] == ["in_"]
-    loss.backward()
-    assert model.fc.weight.grad is not None
 
 
 def test_layers_that_say_nothing_are_not_judged():
@@ -348,14 +333,6 @@ def test_a_model_copied_or_pickled_in_the_probed_step_takes_no_hook_along():
         module(x).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-def test_scripted_modules_take_no_hooks_and_need_none():
-    scripted = torch.jit.trace(nn.GELU(), torch.randn(3, 64))
-    model = nn.Sequential(scripted, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    convert(model, sparsity=0.6)
-    assert retained(model, torch.randn(3, 64)) == {"3": BY + "'2' (relu)"}
-
-
 @pytest.fixture
 def forget_compilations() -> None:
     torch._dynamo.reset()
@@ -433,19 +410,6 @@ def test_a_probe_after_compilation_compiles_once_more_for_the_layers_it_turns():
     for _ in range(2):
         compiled(x).sum().backward()
     assert counter.frame_count == 2
-
-
-@pytest.mark.usefixtures("forget_compilations")
-def test_the_names_of_a_compiled_model_are_the_plain_ones():
-    model = nn.Sequential(nn.Linear(64, 64), torch.compile(nn.ReLU(), backend="aot_eager"), nn.Linear(64, 64))
-    report = convert(model, sparsity=0.5)
-    x = torch.randn(4, 64)
-    with RetentionProbe(model, x) as probe:
-        model(x).sum()
-    assert [(s.fqn, s.reason) for s in probe.apply(report)][1] == (
-        "2",
-        "its input is kept for backward by '1' (relu)",
-    )
 
 
 @pytest.mark.usefixtures("forget_compilations")
@@ -549,44 +513,6 @@ def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
     names = [name for name, _ in model.named_parameters()]
     for name, ours, theirs in zip(names, torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
-
-
-def test_an_exception_in_a_projection_leaves_all_as_it_was():
-    model = SelfAttention(norm=False)
-    convert(model, sparsity=0.6)
-    x = torch.randn(7, 3, 64, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="dtype"), RetentionProbe(model, x):
-        model(x)
-    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
-    assert watchers == []
-
-
-def test_projections_of_another_model_are_none_of_the_probes():
-    model, other = SelfAttention(norm=True), SelfAttention(norm=True)
-    convert(model, sparsity=0.6)
-    convert(other, sparsity=0.6)
-    x = torch.randn(7, 3, 64)
-    with RetentionProbe(model, x) as probe:
-        other(x).sum()
-    assert probe.retained == []
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_encoder_layer(batch_first: bool, norm_first: bool):
-    model = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
-    x = torch.randn(3, 7, 64)
-    dense = kept(model, x)
-    report, found = probed(model, x)
-    assert kept(model, x) <= dense
-    # With the batch first, torch copies the input to project it; behind a norm it is the norm's result.
-    reasons = {} if batch_first or norm_first else {"self_attn": BATCH}
-    reasons |= {"linear2": "its input is kept for backward by relu"}
-    if "self_attn.out_proj" in found:  # depends on how the kernel of attention lays out its output
-        reasons |= {"self_attn.out_proj": BY_ATTENTION.replace("attn", "self_attn")}
-    assert {name: layer.reason for name, layer in found.items()} == reasons
-    layers = {"self_attn", "self_attn.out_proj", "linear1", "linear2"}
-    assert {layer.fqn for layer in report.converted} == layers - found.keys()
 
 
 FLAGS = (False, True)

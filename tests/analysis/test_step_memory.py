@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.pictures import series_picture, step_picture
+from lightning_actprune.analysis.pictures import step_picture
 from lightning_actprune.analysis.recorder import unpack_listeners
 from lightning_actprune.analysis.step_memory import (
     PHASES,
@@ -105,28 +105,6 @@ def test_what_the_model_saves_itself_is_told_from_what_the_step_does():
     assert {group.label for group in step.groups(step.forward_end)} == {"(root) (cos)", "(step) (sin)"}
 
 
-def test_attention_of_another_model_makes_no_moments():
-    """As it may in another thread, whose projections every recorder is told of."""
-    model, other = (nn.MultiheadAttention(64, 2) for _ in range(2))
-    convert(model, sparsity=0.5)
-    convert(other, sparsity=0.5)
-    with StepMemoryRecorder(model) as recorder:
-        before = len(recorder.result().moments)
-        other(*[torch.randn(5, 4, 64)] * 3)
-        assert len(recorder.result().moments) == before
-        model(*[torch.randn(5, 4, 64)] * 3)
-        assert len(recorder.result().moments) > before
-
-
-def test_the_end_of_the_forward():
-    def step(*phases: str) -> StepMemory:
-        return StepMemory(0, 0, [MemoryMoment(phase, "", None, 0, 0) for phase in phases])
-
-    assert step("forward", "forward", "backward", "forward", "backward").forward_end == 1
-    assert step("forward", "forward").forward_end == 1
-    assert step("forward", "backward", "optimizer").forward_end == 0
-
-
 def test_arguments_are_checked():
     step = random_step(0, True)
     for fraction in (-0.1, 50, "half"):
@@ -150,11 +128,6 @@ def test_picture(tmp_path):
     shown = {text.get_text() for text in figure.legends[0].get_texts()}
     used = {name for step in steps.values() for name, line in step.series().items() if any(line)}
     assert shown == used | {"in use, at most"}
-
-
-def test_a_picture_of_nothing():
-    with pytest.raises(ValueError, match=r"nothing to show.* HINT"):
-        series_picture({})
 
 
 WIDTH = 64
@@ -264,16 +237,6 @@ def test_a_storage_with_several_retainers_goes_with_the_last():
     assert [(retainer.fqn, retainer.operator) for retainer in shared.retainers] == [("1", "relu"), ("2", "addmm")]
 
 
-def test_what_is_packed_once_is_counted_once():
-    torch.manual_seed(0)
-    model, x = Block(), batch()
-    convert(model, sparsity=0.5, block_size=16)
-    step = recorded_step(nn.Sequential(model), x, torch.optim.SGD(model.parameters(), 0.1))
-    packed = [storage for storage in step.retained if storage.packed]
-    names = [tuple(retainer.fqn for retainer in storage.retainers) for storage in packed]
-    assert sorted(names) == [("0.down",)] * 3 + [("0.gate", "0.up")] * 3
-
-
 class Uncovered(nn.Module):
     """What stays as it is, beside layers that are converted."""
 
@@ -366,16 +329,6 @@ def test_several_forwards_in_a_step(marked: bool):
     one = ["forward", "backward", "optimizer"] if marked else ["forward", "backward"]
     assert changes == one * 2
     assert step.activation_bytes[-1] == 0
-
-
-def test_the_order_of_recorders_does_not_matter():
-    model, x = blocks(), batch()
-    with SavedTensorMeter(model, x) as meter, StepMemoryRecorder(model, x) as recorder, SavedTensorMeter(model) as late:
-        loss = model(x).square().mean()
-    loss.backward()
-    step = recorder.result()
-    assert step.activation_bytes[-1] == meter.report().stored_bytes
-    assert late.report().stored_bytes == step.activation_bytes[-1] + x.nbytes
 
 
 def test_a_compiled_model():

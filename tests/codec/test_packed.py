@@ -305,10 +305,3 @@ def test_objects_for_compiled_code_do_what_operators_do(device, dtype, bits):
         assert torch.equal(values, quantize(x, 8, bits))
         rows, length = x.flatten(0, 1).shape
         assert torch.equal(read(values, rows, length), dequantize(values, rows, length, 8, bits, dtype))
-
-
-def test_objects_for_compiled_code_refuse_what_operators_do():
-    with pytest.raises(TypeError, match=r"float64 .* 4 bits"):
-        Quantize(8, 4)(torch.zeros(1, 2, 16, dtype=torch.float64))
-    with pytest.raises(ValueError, match="`block_size` than 1"):
-        Quantize(1, 4)(torch.empty(1, 1, 1).expand(2**31, 1, 1))

@@ -6,13 +6,13 @@ import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from lightning_actprune.codec import packed
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import Block, Marked, mark, step, worst_cosine
+from tests.compiled.support import Block
 from tests.support.compilers import uncached
 from tests.support.marks import only
 
@@ -96,33 +96,3 @@ def test_what_an_activation_function_reads_is_not_unpacked_and_what_a_norm_reads
     assert len(called) == packs - 1
     loaded = re.findall(r"torch\.ops\.aten\.view\.dtype\(", "\n".join(code))
     assert len(loaded) == 2  # codes of four bits, and headers
-
-
-@pytest.mark.nightly
-def test_numbers_of_samples_that_change_are_taken_apart_too():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), Marked(nn.GELU(), mark("activation", 4)), nn.Linear(64, 32))
-
-    def grads(function: nn.Module) -> list[Tensor]:
-        model.zero_grad()
-        for count in (40, 56):
-            x = torch.randn(count, 30, 32, generator=torch.Generator().manual_seed(count))
-            function(x).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = grads(model)
-    torch._dynamo.reset()
-    with uncached(), CompiledPacking():
-        found, code = run_and_get_code(grads, torch.compile(model, dynamic=True, fullgraph=True))
-    assert not re.search(CALL, "\n".join(code))
-    for one, other in zip(found, expected, strict=True):
-        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.99
-
-
-@pytest.mark.nightly
-def test_gradients_are_those_of_unpacked_values(monkeypatch):
-    """But for what is rounded where it is put into memory, which it no longer is."""
-    model, x = Block(bits=8), torch.randn(4, 32, 64)
-    found = step(model, x, backend="inductor")
-    monkeypatch.setattr(calls, "is_read_by_pointwise", lambda node: False)
-    assert worst_cosine(found, step(model, x, backend="inductor")) > 1 - 1e-6

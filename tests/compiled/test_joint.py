@@ -482,23 +482,6 @@ def test_an_input_that_backward_does_not_read_is_not_kept_to_make_something_agai
     assert not [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024]
 
 
-def test_what_a_mark_says_of_the_model_counts_whichever_is_first():
-    """As of two callbacks of which one covers what operations save."""
-    first, second = (Marked(nn.Linear(64, 64), mark("linear", 4, given)) for given in (Model(min_values=1024), MODEL))
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x.sin())
-            return self.second(y) * y
-
-    found = step(Product(), torch.randn(4, 16, 64))
-    assert {row.how for row in found.rows} == {"packed"}
-
-
 class Cast(torch.autograd.Function):
     """Lets gradients pass where ``x`` is above 1, by a cast to whole numbers in backward."""
 

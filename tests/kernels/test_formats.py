@@ -139,12 +139,6 @@ def test_a_launch_that_casts_quantizes_the_rounded_copy(kernel_device, bits, dty
     all_same(stored, expected(x.to(dtype), 16, keep, bits))
 
 
-@each_bits
-def test_all_blocks_of_any_sparsity_and_none_dropped_are_the_same_bytes(kernel_device, bits):
-    x = torch.randn(3, 20, 60, device=kernel_device)
-    assert torch.equal(pack(x, 16, ALL_BLOCKS, bits)[0], pack(x, 16, 80, bits)[0])
-
-
 def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
     x = torch.randn(3, 4, 16, device=kernel_device)
     launch = launch_of(x, 8, ALL_BLOCKS, None, 4)
