@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import lightning_actprune
 from lightning_actprune import functional
 from lightning_actprune.codec import private
@@ -191,6 +193,7 @@ def test_the_surface_is_small():
         assert all(getattr(module, name).__doc__ for name in module.__all__)
 
 
+@pytest.mark.integration
 def test_importing_starts_no_cuda_and_loads_no_kernel():
     # Torch and Lightning come first: what they ask of CUDA is not ours. `is_initialized` alone would prove nothing
     # on a machine without a GPU, so every way into CUDA is blocked.

@@ -74,21 +74,6 @@ def test_gpus_and_what_runs_on_them(gpus):
     assert all(row["reasons"] for row in found["kernels"] if row["device"] == "cpu")
 
 
-def test_it_reads_well(gpus, capsys):
-    assert main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Kernels run on cuda:1 (New)."
-    assert max(map(len, lines)) <= 120
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if "│" in line]
-    assert ["lightning_actprune", lightning_actprune.__version__] in cells
-    assert ["cuda:0", "Old [one]", "7.5", "4.0", "3.0"] in cells  # no markup
-    assert ["cuda:1", "New", "9.0", "80.0", "unknown"] in cells
-    assert ["cuda:1", "float32, float16, bfloat16", "16, 32, 64, 1024", "kernels", ""] in cells
-    old = next(row for row in cells if row[:2] == ["cuda:0", "float32, float16, bfloat16"])
-    assert old[2:4] == ["16, 32, 64, 1024", "plain PyTorch"]
-    assert {row[0] for row in cells} >= OPTIONAL.keys()
-
-
 def test_versions_and_optional_packages(monkeypatch):
     there = {"pytorch-triton": "3.9", "wandb": "0.1"}
 

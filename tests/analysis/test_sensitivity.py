@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Keep, convert, measure_sensitivity
 from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
-from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport, _number, grouped
-from lightning_actprune.config import check_rules
+from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport, grouped
 from lightning_actprune.operators.attention import watchers
 from lightning_actprune.report import LayerReport
 from tests.support import oracle
 from tests.support.conversion_models import mlp
-from tests.support.packing import packed
-from tests.support.sensitivity_models import BITS, MODELS, SMALL, Twice, gradients, square
+from tests.support.sensitivity_models import BITS, MODELS, SMALL, gradients, square
 
 
 def compared(exact: Tensor, pruned: Tensor) -> tuple[float, float]:
@@ -96,15 +92,6 @@ def test_linear_layers_agree_with_the_oracle(scope):
                 total.append(g[row.fqn].flatten(0, -2).T @ given.reshape(-1, given.shape[-1]))
         expected = compared(*(torch.stack(total) for total in both))
         assert (row.cosine, row.norm_ratio) == pytest.approx(expected, abs=1e-12)
-
-
-def test_shares_are_those_of_the_packed_input():
-    model, x = nn.Sequential(nn.Linear(80, 4)), torch.randn(3, 5, 80)
-    for row in measure_sensitivity(model, square(model), [x], sparsities=[0, 0.5], bits=BITS).rows:
-        dense = row.sparsity == 0 and row.bits is None
-        assert row.stored_share == (1 if dense else packed(x, 32, row.sparsity, bits=row.bits or 0).nbytes / x.nbytes)
-        kept = packed(x, 32, row.sparsity).unpack().square().sum() / x.square().sum()
-        assert row.dropped_energy == pytest.approx(1 - kept.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("selection", ["swap", "unbiased"])
@@ -225,17 +212,6 @@ def test_nothing_is_left_behind(fails):
     assert "_state" not in {name for module in model.modules() for name in vars(module)}
 
 
-def test_global_random_numbers_are_put_back_and_do_not_matter():
-    model, x = noisy(), torch.randn(6, 65)
-    torch.manual_seed(1)
-    first = measure_sensitivity(model, square(model), [x], **SMALL)
-    one = torch.rand(1)
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), one)
-    assert measure_sensitivity(model, square(model), [x], **SMALL) == first
-    assert measure_sensitivity(model, square(model), [x], seed=1, **SMALL) != first
-
-
 def test_layers_that_cannot_be_measured_are_listed_with_the_reason():
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -258,60 +234,6 @@ def test_layers_that_cannot_be_measured_are_listed_with_the_reason():
     assert reasons["wide"].startswith("its input is float64")
     assert reasons["zero"] == "its weight gradient was zero or not finite"
     assert measure_sensitivity(model, model, [torch.randn(4, 64)], bits=[None], names="wide").rows
-
-
-def test_calls_that_show_nothing_have_the_reason():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reentrant, self.after, self.unrecorded, self.apart, self.empty = (nn.Linear(64, 64) for _ in range(5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.after(checkpoint(self.reentrant, x, use_reentrant=True))
-            with torch.no_grad():
-                unrecorded = self.unrecorded(x)
-            self.apart(x)
-            return (y + unrecorded).square().sum() + self.empty(x[:0]).sum()
-
-    model, x = Model(), torch.randn(4, 64, requires_grad=True)
-    found = measure_sensitivity(model, model, [x], **SMALL)
-    assert {row.fqn for row in found.rows} == {"after"}
-    reasons = {layer.fqn: layer.reason for layer in found.skipped}
-    assert reasons["reentrant"].startswith("it runs inside a reentrant activation checkpoint")
-    assert reasons["unrecorded"] == "it was called only where no gradients are recorded"
-    assert reasons["apart"] == "no gradient of its output came: the loss does not depend on it"
-    assert reasons["empty"] == "its inputs were empty"
-
-
-def test_compiled_modules_run_eagerly_for_the_time_being():
-    model, x = Twice(), torch.randn(4, 3, 66)
-    expected = measure_sensitivity(model, square(model), [x], **SMALL).rows
-    graphs: list[Any] = []
-    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    assert measure_sensitivity(compiled, square(compiled), [x], **SMALL).rows == expected
-    assert graphs == []
-    compiled(x)
-    assert len(graphs) == 1
-
-
-def test_buffers_are_as_they_were():
-    class Caching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(64, 8)
-            self.register_buffer("shared", torch.ones(1).expand(8))
-            self.register_buffer("cache", None)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.cache = x.detach().mean()
-            self.register_buffer("late", torch.ones(2), persistent=False)
-            return self.layer(x) * self.shared
-
-    model = Caching()
-    measure_sensitivity(model, lambda x: model(x).square().sum(), [torch.randn(8, 64)], sparsities=[0.5])
-    assert model.cache is None
-    assert list(model._buffers) == ["shared", "cache"]
-    assert not model._non_persistent_buffers_set
 
 
 # What it suggests and shows.
@@ -374,15 +296,6 @@ def test_patterns_say_what_was_wanted(wanted, patterns):
         assert value is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def test_yaml_is_read_as_what_was_suggested():
-    yaml = pytest.importorskip("yaml", reason="comes with jsonargparse")
-    found = report({**BLOCKS, "head": BAD})
-    assert check_rules(yaml.safe_load(found.to_yaml(0.96))["rules"]) == found.suggest(0.96)
-    assert check_rules(yaml.safe_load(found.to_yaml(1.0))["rules"]) == found.suggest(1.0)
-    assert yaml.safe_load(report({}).to_yaml()) == {"rules": {}}
-    assert yaml.safe_load(_number(1e-5)) == 1e-5
-
-
 def test_suggestions_are_rules_of_convert():
     torch.manual_seed(0)
     model = nn.ModuleDict({"first": nn.Linear(64, 64), "out": nn.Linear(64, 64)})
@@ -394,17 +307,3 @@ def test_suggestions_are_rules_of_convert():
     rules = measure_sensitivity(model, loss, [torch.randn(8, 64)], sparsities=[0.5], bits=[4]).suggest(0.1)
     assert rules == {"first": Keep(bits=4, sparsity=0.5), "out": Keep(bits=4, sparsity=0.5)}
     assert {layer.fqn: layer.keep for layer in convert(model, rules=rules).converted} == rules
-
-
-def test_heatmap(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="only pictures need it")
-    found = report({**BLOCKS, "head": BAD})
-    found.heatmap(tmp_path / "cosines.png")
-    found.heatmap(str(tmp_path / "cosines.svg"))
-    assert (tmp_path / "cosines.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "cosines.svg").read_text()
-    with pytest.raises(ValueError, match="no layer was measured"):
-        SensitivityReport([], [], 0, GRID).heatmap(tmp_path / "none.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"lightning_actprune\[plots\]"):
-        found.heatmap(tmp_path / "cosines.png")

@@ -95,63 +95,51 @@ Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 
 def of_blocks(target: int) -> list[Specimen]:
     """Kernels that select, copy, unpack and multiply blocks of values that are not quantized."""
-    shared = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}
+    shared, four = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}, {"num_warps": 4}
     tile = shared | {"ROWS": 2, "COLS": 64} | rows(1536, 32)
     narrow = shared | {"ROWS": 16, "COLS": 8} | rows(NARROW_ROW, 32)
-    block = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32)
-    found = [
-        ("keys", pack.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
-        ("keys", pack.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
-        ("keys_swap", pack.block_keys_kernel, tile | {"SELECT": pack.SWAP.value}, "bf16", {"num_warps": 4}),
-        ("keys_unbiased", pack.block_keys_kernel, tile | {"SELECT": pack.UNBIASED.value}, "bf16", {"num_warps": 4}),
-        ("keys_narrow", pack.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
-        ("keys_block", pack.block_keys_kernel, block, "bf16", {"num_warps": 4}),
-        ("keys_cast_block", pack.block_keys_kernel, block | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
-        ("keys_cast_narrow", pack.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
+    block, cast = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32), {"CAST": True}
+    keys = [("keys", tile, "bf16"), ("keys", tile, "fp32"), ("keys_swap", tile | {"SELECT": pack.SWAP.value}, "bf16")]
+    keys += [("keys_unbiased", tile | {"SELECT": pack.UNBIASED.value}, "bf16"), ("keys_narrow", narrow, "bf16")]
+    keys += [("keys_block", block, "bf16"), ("keys_cast_block", block | cast, "bf16")]
+    keys += [("keys_cast", tile | cast, "bf16"), ("keys_cast", tile | cast, "fp16")]
+    keys += [("keys_cast_narrow", narrow | cast, "bf16")]
+    found = [(label, pack.block_keys_kernel, constants, value, four) for label, constants, value in keys]
+    found += [
         ("select", pack.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("select", pack.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
-        ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", four),
         ("select_shared", pack.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", {"num_warps": 4}),
-        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("count_columns", linear.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", four),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", four),
+        ("count_columns", linear.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", four),
         ("list_columns", linear.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
-        ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
+        ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", four),
     ]
-    for value, size in (("bf16", 2), ("fp32", 4)):
-        wide = sums.COLS
-        tile = {
-            "ROWS": sums.TILE_BYTES // (wide * size),
-            "COLS": wide,
-            "WIDE": False,
+    for (value, size), parts in itertools.product((("bf16", 2), ("fp32", 4)), (0, sums.MOST_PARTS)):
+        added = {
+            "ROWS": sums.TILE_BYTES // (sums.COLS * size),
+            "COLS": sums.COLS,
             "STAGES": sums.STAGES,
+            "PARTS": parts,
         }
-        for parts in (0, sums.MOST_PARTS):
-            constants = tile | {"PARTS": parts}
-            found.append(("column_sums", sums.column_sums_kernel, constants, value, {"num_warps": 4}))
-            if value == "fp32":
-                constants = {name: constants[name] for name in constants if name != "WIDE"}
-                found.append(("add_sets", sums.add_sets_kernel, constants, value, {"num_warps": 4}))
-    for value in ("bf16", "fp16", "fp32"):
-        found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
+        found.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
+        if value == "fp32":
+            found.append(("add_sets", sums.add_sets_kernel, added, value, four))
+    found += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
     # Copies: two bytes are two bytes.
     copies = list[Specimen]()
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
-        _, tile, options = run_tile(64, 4704, size)
-        constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
+        _, sizes, options = run_tile(64, 4704, size)
+        constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
         copies.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
         copies.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
         copies.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
-    found.extend(in_turn(copies, target))
-    narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
-    found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
-    block = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(32, 32)
-    found.append(("gather_block", pack.gather_kernel, block | UNSCALED, "bf16", {"num_warps": 4}))
-    found.append(("unpack_block", unpack.unpack_kernel, block | {"FORMAT": 0}, "bf16", {"num_warps": 4}))
-    narrow |= {"FORMAT": 0}
-    found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
+    found += in_turn(copies, target)
+    for name, length in (("narrow", NARROW_ROW), ("block", 32)):
+        run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
+        found.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
+        found.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FORMAT": 0}, "bf16", four))
     return found
 
 
