@@ -52,6 +52,7 @@ def operators_called(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(private.lowering().lowerings, operator)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_objects_are_called_in_place_of_operators(samples):
     _, code = compiled_step(samples)
@@ -64,6 +65,7 @@ def test_objects_are_called_in_place_of_operators(samples):
         assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtype):
     """What products read is unpacked as what they multiply, see above."""
@@ -81,6 +83,7 @@ def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtyp
     assert nn.functional.cosine_similarity(found, model.layer.weight.grad, dim=0) > 0.99
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("samples", SAMPLES)
 def test_they_compute_what_operators_do(samples, request):
     found, _ = compiled_step(samples)

@@ -23,8 +23,8 @@ UNLIKE = {
     "basic-block": "several layers",
     "bottleneck": "several layers",
 }
-DEFAULT = "linear", "gelu", "layer-norm"
-INTEGRATION = "conv2d", "batch-norm-2d", "silu", "group-norm", "glu", "affine"
+DEFAULT = "linear", "gelu"
+INTEGRATION = "layer-norm", "conv2d", "batch-norm-2d", "silu", "group-norm", "glu", "affine"
 FOREIGN = "llama-norm", "llama-mlp", "transformers-NewGELUActivation"
 """Of each kind of layer one, and those that are written out."""
 

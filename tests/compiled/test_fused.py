@@ -40,6 +40,7 @@ def compiled(function, *inputs: Tensor) -> tuple[list[Tensor], str]:
     return found, "\n".join(code)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", only([8, 4, 3, 2], 3))
 def test_values_are_those_that_are_unpacked(bits, device):

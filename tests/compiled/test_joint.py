@@ -130,6 +130,7 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone(autocast):
     """What it reads is computed again from what the norm keeps."""
@@ -169,6 +170,7 @@ class Scaled(nn.Module):
         return y * torch.sigmoid(self.gate(y.mean(1, keepdim=True)))
 
 
+@pytest.mark.integration
 def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
     model, x = Scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -181,6 +183,7 @@ def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_t
     assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
 
 
+@pytest.mark.integration
 def test_a_linear_layer_behind_an_affine_one_keeps_nothing():
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -198,6 +201,7 @@ def test_a_linear_layer_behind_an_affine_one_keeps_nothing():
     assert worst_cosine(found, dense) > 0.98
 
 
+@pytest.mark.integration
 def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     model, x = convolutions()
     dense, found = (step(model, x, packs=packs, autocast=True) for packs in (False, True))
@@ -242,6 +246,7 @@ def test_signs_are_exact(rows, backend):
     torch.testing.assert_close(found.grads[bias], dense.grads[bias], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.integration
 def test_relu_needs_signs_and_pooling_a_shape():
     model, x = convolutions()
     found = step(model, x)
@@ -309,6 +314,7 @@ class Turned(nn.Module):
         return self.rest(self.patches(x).flatten(2).transpose(1, 2))
 
 
+@pytest.mark.integration
 def test_a_turned_input_is_read_as_it_lies():
     model, x = Turned(), torch.randn(4, 3, 16, 16)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -328,6 +334,7 @@ class Cut(nn.Module):
         return self.layer(x)[..., :196] * self.scale
 
 
+@pytest.mark.integration
 def test_what_makes_no_rows_where_it_lies_is_copied_and_packed():
     model, x = Cut(), torch.randn(8, 16, 64)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -349,6 +356,7 @@ class Scheduled(nn.Module):
         return self.layer(marked(x.sin(), self.text, self.parts.size(0)))
 
 
+@pytest.mark.integration
 def test_a_schedule_compiles_twice():
     model, x = Scheduled(), torch.randn(4, 16, 64)
     counter = CompileCounterWithBackend("aot_eager")
@@ -384,6 +392,7 @@ def test_what_no_layer_is_known_for():
     assert split.bits == 8
 
 
+@pytest.mark.integration
 def test_an_unmarked_layer_keeps_its_input_for_its_weight_gradient():
     model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
     found = step(model, torch.randn(4, 16, 64))
@@ -391,6 +400,7 @@ def test_an_unmarked_layer_keeps_its_input_for_its_weight_gradient():
     assert all(row.how == "as it is" for row in found.rows if row.name != "linear")
 
 
+@pytest.mark.integration
 def test_without_bits_for_what_is_saved_it_stays():
     found = step(Gated(Model(min_values=1024)), torch.randn(4, 16, 64))
     assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
@@ -412,12 +422,14 @@ def test_an_output_stays():
     ]
 
 
+@pytest.mark.integration
 def test_signs_of_an_output_are_kept():
     model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.ReLU())
     found = step(model, torch.randn(4, 16, 64))
     assert [(row.how, row.stored_bytes) for row in found.rows] == [("signs", 4 * 16 * 64 // 8)]
 
 
+@pytest.mark.integration
 def test_an_input_that_gets_a_gradient_is_packed_and_a_parameter_is_not():
     layer = Marked(nn.Linear(64, 64), mark("linear", 4))
     x, table = torch.randn(4, 16, 64), nn.Parameter(torch.randn(4, 16, 64))
@@ -461,6 +473,7 @@ def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autoc
     assert worst_cosine(found, expected) > 0.999
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("autocast", "backend"), [(False, "aot_eager"), (True, planned)])
 def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(autocast, backend):
     given = Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 64), mark("linear", 2))
@@ -474,6 +487,7 @@ def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(au
     assert sum(t.shape == x.shape and t.is_floating_point() for t in found.kept) == 1  # the batch
 
 
+@pytest.mark.integration
 def test_an_input_that_backward_does_not_read_is_not_kept_to_make_something_again():
     """Who has made it may hold it no longer, as where a frozen part of the model is compiled by itself."""
     model = nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
@@ -496,6 +510,7 @@ class Cast(torch.autograd.Function):
         return grad * x.to(torch.int32).bool()
 
 
+@pytest.mark.integration
 def test_a_cast_to_whole_numbers_passes_no_values_on():
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -103,6 +103,7 @@ def test_without_gradients_no_mark_is_left_in_the_graph():
     assert not any("mark" in target for target in seen)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("weight_gradients", only([False, True], True))
 def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
     found = step(marked({"proj": None}, weight_gradients=weight_gradients), images())
@@ -112,6 +113,7 @@ def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
     assert [row.how for row in attended] == ["packed" if weight_gradients else "as it is"]
 
 
+@pytest.mark.integration
 def test_a_reverted_model_has_no_marks():
     model = marked()
     revert(model)
@@ -130,6 +132,7 @@ class Twice(nn.Module):
         return self.act(x) + 2 * x
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it_was_marked(after: bool):
     torch.manual_seed(0)
@@ -168,6 +171,7 @@ def test_attention_with_padding_is_one_graph():
     assert found.rows
 
 
+@pytest.mark.integration
 def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
     class Broken(nn.Module):
         def __init__(self) -> None:

@@ -177,6 +177,7 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
     assert sum(tensor.nbytes >= PACKED for tensor in found.kept) <= len(inputs) + 3  # the batch, and what is outside
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend):
     torch.manual_seed(0)
@@ -191,6 +192,7 @@ def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend
     assert sum(tensor.nbytes > PACKED for tensor in found.kept) == 1  # the batch
 
 
+@pytest.mark.integration
 def test_a_block_whose_input_is_read_before_it_is_cast():
     torch.manual_seed(0)
     model, x = Net(*(Early() for _ in range(3))), torch.randn(8, 32, WIDTH)
@@ -215,6 +217,7 @@ def test_dropout_is_that_of_the_first_run(backend: str):
     assert len(masks) == (2 if backend == "aot_eager" else 0)  # inductor draws them again from a seed
 
 
+@pytest.mark.integration
 def test_running_statistics_move_once():
     model, x = made("convolutions")
     other = converted(model)
@@ -224,7 +227,8 @@ def test_running_statistics_move_once():
     assert int(other.blocks[0].bn1.num_batches_tracked) == 1
 
 
-@pytest.mark.parametrize("kind", only(BLOCKS, "convolutions"))
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["convolutions", "crossing"])
 def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
     model, x = made(kind)
     dense, other = step(model, x, packs=False), converted(model)
@@ -239,6 +243,7 @@ def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
     assert {(row.how, row.bits) for row in found.rows if row.name == "blocks.*"} == {("packed", 8)} | handed_on
 
 
+@pytest.mark.integration
 def test_what_is_outside_is_kept_by_its_own_rule():
     """The output of the last block is read by a norm that is not run again: as its rule says, not computed again."""
     model, x = made("transformer")
@@ -251,7 +256,8 @@ def unmark(model: nn.Module) -> None:
     unmark_layers(model, model.blocks[0]._recompute.owner)
 
 
-@pytest.mark.parametrize("change", only([revert, unmark], revert))
+@pytest.mark.integration
+@pytest.mark.parametrize("change", [revert, unmark])
 def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
     model, x = made("transformer", count=1)
     other = converted(model)

@@ -36,6 +36,7 @@ def test_every_bit_says_whether_a_value_is_not_below_or_equal_to_zero(dtype):
         assert signs(x).tolist() == oracle(x)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dynamic", only([False, True], False))
 def test_inductor_writes_the_same_bytes(dynamic, device):

@@ -81,6 +81,7 @@ def dropping() -> nn.Module:
     return nn.Sequential(*(Marked(nn.Linear(64, 64), mark("linear", 0), SPARSITY_PARTS // 2) for _ in range(2)))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("build", only([Block, dropping], dropping))
 def test_code_that_is_there_tells_the_next_training(build):
     torch.manual_seed(0)

@@ -111,6 +111,7 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
     assert nbytes(found.kept) < 0.7 * nbytes(dense.kept)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "read",
     [
@@ -127,6 +128,7 @@ def test_what_anything_else_reads_stays_as_it_is(read):
     assert "it is a softmax that does more than weigh values" in {row.reason for row in found.rows}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("given", [dropped, lambda p: p.clone(), lambda p: p.bfloat16(), lambda p: p])
 def test_so_does_what_leaves_the_graph(given):
     """Whoever gets it may take its logarithm, of which the gradient has a pole where weights are small."""
@@ -154,6 +156,7 @@ def test_so_does_what_leaves_the_graph(given):
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1, 96)])
 def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros(view):
     class Padding(nn.Module):
@@ -183,6 +186,7 @@ def test_what_is_divided_by_another_sum_is_no_softmax():
     assert "it is a quotient by a sum, in which its gradient is not linear" in {row.reason for row in found.rows}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     torch.manual_seed(0)
@@ -202,6 +206,7 @@ def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     assert found.rows[-1].how == "again"
 
 
+@pytest.mark.integration
 def test_a_mask_is_there_for_what_is_made_again_behind_a_norm():
     torch.manual_seed(0)
     first = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8)), Drawn()]
