@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -46,9 +47,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the full name of every imported module, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -128,7 +134,7 @@ def dotted(node: ast.AST) -> str:
 
 def private_of_torch(path: Path) -> Iterator[str]:
     """Yield the private names of torch that a file imports, reads, or has in a text."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     ignored = docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -137,8 +143,10 @@ def private_of_torch(path: Path) -> Iterator[str]:
             found = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in ignored:
             found = [node.value]
-        else:
+        elif isinstance(node, ast.Attribute):
             found = [re.sub(r"^(F|nn)\.", "torch.nn.", dotted(node))]
+        else:
+            continue
         yield from (name for name in found if PRIVATE_OF_TORCH.match(name))
 
 
@@ -172,7 +180,7 @@ def test_private_names_of_torch_stand_in_one_module():
 
 
 def test_private_attributes_of_others_are_listed():
-    files = {module: ast.parse(path.read_text()) for module, path in modules().items() if module != "codec.private"}
+    files = {module: tree_of(path) for module, path in modules().items() if module != "codec.private"}
     own = {name for tree in files.values() for name in own_names(tree)} | {"_replace"}
     found = {(module, name) for module, tree in files.items() for name in private_attributes(tree) if name not in own}
     listed = {name for names in private.ATTRIBUTES.values() for name in names} | set(private.OPTIONAL)

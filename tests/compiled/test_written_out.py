@@ -88,14 +88,18 @@ TWICE = ["packed", "signs", "packed"]
 @pytest.mark.parametrize(
     ("attend", "backend", "hows", "autocast"),
     [
-        (written_out(), "aot_eager", ["packed"], True),
-        (written_out(dropped), "aot_eager", ["packed", "packed"], True),
         (written_out(drawn), "aot_eager", TWICE, True),
-        (padded, "aot_eager", ["packed"], True),
-        pytest.param(written_out(mask=True), planned, ["packed"], True, marks=pytest.mark.integration),
-        pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.integration),
-        pytest.param(written_out(drawn), planned, TWICE, True, marks=pytest.mark.integration),
-        pytest.param(fused, planned, AGAIN, False, marks=pytest.mark.integration),
+        *(
+            pytest.param(*case, marks=pytest.mark.integration)
+            for case in [
+                (written_out(), "aot_eager", ["packed"], False),
+                (written_out(dropped), "aot_eager", ["packed", "packed"], True),
+                (padded, "aot_eager", ["packed"], True),
+                (written_out(mask=True), planned, ["packed"], True),
+                (written_out(dropped), "inductor", AGAIN, True),
+                (fused, planned, AGAIN, False),
+            ]
+        ),
     ],
 )
 def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
