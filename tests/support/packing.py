@@ -18,12 +18,6 @@ from tests.support import oracle
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16", "fp16"])
 each_bits = pytest.mark.parametrize("bits", PLANES)
-each_large = pytest.mark.parametrize(
-    ("shape", "block_size"),
-    [((64, 196, 384), 32), ((64, 196, 1536), 64), ((130, 384, 196), 16), ((7, 211, 2000), 24), ((2, 37, 3000), 1000)],
-    ids=str,
-)
-"""Inputs that keep a GPU busy."""
 Stored = tuple[Tensor, Tensor, Tensor]
 
 
