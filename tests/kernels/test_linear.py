@@ -109,8 +109,8 @@ def test_columns_are_listed_over_several_programs_and_samples(kernel_device, mon
     monkeypatch.setattr(linear, "MIN_ROWS", least)
     monkeypatch.setattr(linear, "MAX_CHUNKS", most)
     config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    assert run(kernel_device, (3, 300, 24), 8, 16, config, 2) < 1e-6
-    assert run(kernel_device, (180, 5, 24), 8, 16, config, 1) < 1e-6
+    assert run(kernel_device, (3, 150, 24), 8, 16, config, 2) < 1e-6
+    assert run(kernel_device, (90, 5, 24), 8, 16, config, 1) < 1e-6
 
 
 def test_configuration_fits_the_shared_memory():

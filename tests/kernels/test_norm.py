@@ -43,7 +43,7 @@ def small_tiles(monkeypatch):
         cache.clear()
 
 
-ROWS = [(5, 70, 32), (11, 100, 24), (3, 1500, 32), (9, 8, 32)]
+ROWS = [(5, 70, 32), (11, 100, 24), (2, 1500, 32)]
 """Rows, their length and the block size."""
 KINDS = {
     "layer": (True, False, True, "wb"),

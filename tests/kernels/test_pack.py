@@ -30,7 +30,6 @@ from tests.support.packing import (
 
 INFINITY_KEY = 0x7F800000
 SAMPLES = 3
-each_half = pytest.mark.parametrize("dtype", DTYPES[1:], ids=["bf16", "fp16"])
 
 
 def distribution(kind: str, blocks: int) -> torch.Tensor:
@@ -162,7 +161,7 @@ def test_strides(kernel_device, kind):
     x, modes = strided(kind, kernel_device), [("unbiased", None), ("swap", torch.float16), ("largest", torch.bfloat16)]
     selection, cast = modes[len(kind) % 3]
     # Sums of squares of what is not an integer would depend on the order in which they are added.
-    check(x if cast else x.round(), 16, 40, selection, 0, cast)
+    check(x if cast else x.round(), 16, 12, selection, 0, cast)
 
 
 @on_kernels(
@@ -220,11 +219,9 @@ def test_the_largest_dropped_key_is_found(kernel_device, monkeypatch, tile):
         assert torch.equal(words[-samples:].cpu(), right)
 
 
-@each_half
+@on_kernels("dtype", [torch.float16], [torch.bfloat16])  # Triton's interpreter cuts fp32 off to bf16
 def test_every_value_is_rounded_as_torch_does(kernel_device, dtype):
     """Any 32 bits: NaN, subnormals, what 16 bits cannot hold, and in every other value a tie."""
-    if kernel_device.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts fp32 off to bf16 where a GPU rounds")
     bits = torch.randint(-(2**31), 2**31, (2, 64, 130), dtype=torch.int32)
     bits[..., 0] = bits[..., 0] & ~0x7F800000  # no exponent
     tie = 0x8000 if dtype == torch.bfloat16 else 0x1000
