@@ -61,7 +61,7 @@ def resident() -> int:
 
 
 def train(preset: PresetName | None, steps: int) -> list[float]:
-    """Return the mean losses of each tenth of the second half of the steps, during which nothing has grown."""
+    """Return the mean losses of each tenth of the steps; in the second half nothing may grow."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Student()
@@ -86,7 +86,7 @@ def train(preset: PresetName | None, steps: int) -> list[float]:
     assert last[1:3] == settled[1:3], found
     assert last[3] - settled[3] < 2**15, found
     assert last[4] - settled[4] < 4 * 2**20, found
-    return losses[5:]
+    return losses
 
 
 @pytest.mark.integration
@@ -96,7 +96,7 @@ def test_three_hundred_steps_leave_nothing_behind():
         losses = train("max", 300)
     finally:
         tracemalloc.stop()
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.7 * losses[0]
 
 
 @pytest.mark.nightly
@@ -104,6 +104,6 @@ def test_three_hundred_steps_leave_nothing_behind():
 def test_three_thousand_steps():
     """In processes of their own. The spread of the dense losses says what noise is."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        dense, ours = pool.map(partial(train, steps=3000), (None, "max"))
+        dense, ours = (losses[5:] for losses in pool.map(partial(train, steps=3000), (None, "max")))
     mean, spread = sum(dense) / len(dense), max(dense) - min(dense)
     assert abs(sum(ours) / len(ours) - mean) < spread, (ours, dense)

@@ -50,10 +50,10 @@ def small_tiles(monkeypatch):
 
 CUTS = {
     "last": ((24, 32), 0, False),
-    "last-odd": ((2, 70, 3, 3), 0, True),
+    "last-odd": ((1, 66, 2, 3), 0, True),
     "channels-odd": ((3, 5, 7, 7), 0, False),
     "channels-short": ((12, 7, 3), 0, False),
-    "channels-long": ((2, 3, 300), 0, False),
+    "channels-long": ((2, 2, 280), 0, False),
     "groups": ((2, 8, 5, 9), 4, False),
     "groups-last": ((2, 6, 4, 5), 6, True),
 }
