@@ -96,7 +96,7 @@ def test_three_hundred_steps_leave_nothing_behind():
         losses = train("max", 300)
     finally:
         tracemalloc.stop()
-    assert losses[-1] < 0.7 * losses[0]
+    assert max(losses[3:]) < 0.95 * losses[0]
 
 
 @pytest.mark.nightly
