@@ -19,8 +19,8 @@ attention saves goes with it.
 
 A block runs again as a whole. The two other changes it makes layer by layer, in one order for both: convolutions,
 linear layers, activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes
-(``operators`` in ``benchmarks/results/steps.json``: one operator in few bits, ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet,
-ConvNeXt and patch embeddings)::
+(table ``operators`` of ``benchmarks/results/steps.json``: one operator in few bits,
+ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet, ConvNeXt and patch embeddings)::
 
                     max -> balanced     balanced -> dense
     convolution     .08 to 8            .002 to .2
