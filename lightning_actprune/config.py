@@ -65,7 +65,7 @@ HALF = 16
 MIN_FEATURES = 64
 """Input features from which on presets cover a linear layer; a rule covers smaller ones too. Packing takes about as
 long for 16 as for 256 features (launches dominate), so each MiB saved costs 2.7 ms of eager step time at 16, 1.2 at 48,
-0.9 at 64, 0.1 at 768 (H200; small_layers.json)."""
+0.9 at 64, 0.1 at 768 (H200; ``benchmarks/tune.py features``)."""
 SAVED: tuple[Operator, ...] = "saved", "query", "key", "value", "attended"
 """What operations save: the last four are the inputs and the result of fused attention, and are kept as ``saved`` says
 where nothing is said of them."""

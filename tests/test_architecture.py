@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import lightning_actprune
 from lightning_actprune import functional
@@ -44,9 +47,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the full name of every imported module, wherever in the file the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -126,7 +134,7 @@ def dotted(node: ast.AST) -> str:
 
 def private_of_torch(path: Path) -> Iterator[str]:
     """Yield the private names of torch that a file imports, reads, or has in a text."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     ignored = docstrings(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -135,8 +143,10 @@ def private_of_torch(path: Path) -> Iterator[str]:
             found = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in ignored:
             found = [node.value]
-        else:
+        elif isinstance(node, ast.Attribute):
             found = [re.sub(r"^(F|nn)\.", "torch.nn.", dotted(node))]
+        else:
+            continue
         yield from (name for name in found if PRIVATE_OF_TORCH.match(name))
 
 
@@ -170,7 +180,7 @@ def test_private_names_of_torch_stand_in_one_module():
 
 
 def test_private_attributes_of_others_are_listed():
-    files = {module: ast.parse(path.read_text()) for module, path in modules().items() if module != "codec.private"}
+    files = {module: tree_of(path) for module, path in modules().items() if module != "codec.private"}
     own = {name for tree in files.values() for name in own_names(tree)} | {"_replace"}
     found = {(module, name) for module, tree in files.items() for name in private_attributes(tree) if name not in own}
     listed = {name for names in private.ATTRIBUTES.values() for name in names} | set(private.OPTIONAL)
@@ -191,6 +201,7 @@ def test_the_surface_is_small():
         assert all(getattr(module, name).__doc__ for name in module.__all__)
 
 
+@pytest.mark.integration
 def test_importing_starts_no_cuda_and_loads_no_kernel():
     # Torch and Lightning come first: what they ask of CUDA is not ours. `is_initialized` alone would prove nothing
     # on a machine without a GPU, so every way into CUDA is blocked.

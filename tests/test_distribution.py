@@ -15,9 +15,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_actprune"
 
 
+pytestmark = pytest.mark.integration
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    pytest.importorskip("hatchling", reason="the extra `dev` has it")
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

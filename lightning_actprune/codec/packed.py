@@ -5,8 +5,9 @@ are kept depends on the data, a partitioner then saves what ``pack`` returns ins
 be fused into a form that needs the dense input again. Neither is differentiable. All shapes of what they return follow
 from the shapes of what they get and from the integers, so nothing waits for the device. In plain eager mode the
 functions are called as they are: the way through the dispatcher to Python costs the host 3 to 20 us a call (machines of
-an H200, torch 2.11; ``host.json``: 4 and 17). ``quantize`` and ``dequantize`` are for compiled code in which all blocks
-are stored: one result, and no positions to make and to hand on.
+an H200, torch 2.11; ``benchmarks/results/kernels.json``: 4 and 17).
+``quantize`` and ``dequantize`` are for compiled code in which all blocks are stored: one result, and no positions to
+make and to hand on.
 
 Where all blocks of a tensor are stored, quantized and without positions, a compiler may see how: ``pack_all`` and
 ``unpack_all`` are plain torch, which it fuses with what is around them.

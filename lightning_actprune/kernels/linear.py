@@ -108,7 +108,7 @@ CONFIGS = {
     },
 }
 """By bytes per value and block size: the best on an H200 of up to 12 each, in the geometric mean over five layers at
-s = .6 and .9 (``examples/benchmarks/tune_weight_grad.py``); b = 256 by the reuse of a tile."""
+s = .6 and .9 (``benchmarks/tune.py weight_grad``); b = 256 by the reuse of a tile."""
 
 
 FP32_BEFORE_HOPPER = {32: Config(128, 16, 4, 3, True), 128: Config(64, 16, 4, 3, True)}

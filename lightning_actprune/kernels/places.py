@@ -68,7 +68,7 @@ def choose_turns(block: int, kept: float) -> Turns:
 
     A warp with 16 values a thread, and two tiles a program at most on average: of 16 ways to do it the best, or within
     4 % of that, to pack and to unpack 4 and 8 bits at b = 32 and a sparsity of .6 (64 samples of 196 x 1536 values,
-    H200, ``tune_formats.json``).
+    H200, ``benchmarks/tune.py formats``).
     """
     tile = min(RUN_BLOCKS, max(1, THREAD_VALUES * 32 // block))
     return Turns(tile, 1, min(RUN_BLOCKS // tile, triton.next_power_of_2(max(1, math.ceil(kept / (2 * tile))))))

@@ -16,11 +16,11 @@ Microseconds, with ``F`` the operations of the dense product, ``d`` the density 
     gather  g + c_b d F / rate                   c_b: what a gathered operation costs, in dense ones
     unpack  u + F / rate + (1 + d) X / bandwidth  dense product, after writing X and reading d X
 
-Fitted on an H200 (Triton 3.6, inputs not in the cache) by ``examples/benchmarks/fit_cost.py`` to the records of
-``kernels.py``, not to the least error but to the least regret: what a wrong choice costs in the worst case. The
-constants of both sides scale alike from GPU to GPU, so the choice carries over. The inputs were normal random numbers,
-whose columns keep about the same number of rows each; where columns differ, gathering takes up to twice as long, which
-a choice from shapes alone cannot know.
+Fitted on an H200 (Triton 3.6, inputs not in the cache) by ``benchmarks/tune.py costs`` to the records of
+``benchmarks/bench_kernels.py``, not to the least error but to the least regret: what a wrong choice costs in the worst
+case. The constants of both sides scale alike from GPU to GPU, so the choice carries over. The inputs were normal random
+numbers, whose columns keep about the same number of rows each; where columns differ, gathering takes up to twice as
+long, which a choice from shapes alone cannot know.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -18,6 +15,7 @@ from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import PRESETS
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.saved import SavedTensorCompression
+from tests.support.marks import cover
 
 
 class Attention(nn.Module):
@@ -100,9 +98,14 @@ def measured(model: nn.Module, x: Tensor, autocast: bool) -> MemoryReport:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "recompute"])  # which needs blocks
-@pytest.mark.parametrize("name", ["transformer", "checkpointed", "residual", "recurrent", "encoder"])
+@pytest.mark.parametrize(
+    ("name", "preset", "autocast"),
+    cover(
+        ["transformer", "checkpointed", "residual", "recurrent", "encoder"],
+        [name for name in PRESETS if name != "recompute"],  # which needs blocks
+        [False, True],
+    ),
+)
 def test_the_dense_bytes_of_any_preset_are_those_of_the_dense_model(
     name: str, preset: str, autocast: bool, device: str
 ):
@@ -177,29 +180,3 @@ def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
     assert meter.report().saved_bytes > 0
     assert all(map(torch.equal, *found))
     assert len(hooked) == 2  # once in each real forward
-
-
-@pytest.mark.slow
-def test_processes_can_be_forked_after_a_measurement():
-    # Torch's own fake tensors get ready for GPUs where there are none, with threads that no forked process has.
-    program = """
-import os, torch
-from torch import nn
-from lightning_actprune import convert
-from lightning_actprune.analysis.memory import SavedTensorMeter
-torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-convert(model, "max")
-with SavedTensorMeter(model) as meter:
-    loss = model(torch.randn(4, 64)).sum()
-loss.backward()
-assert meter.report().saved_bytes > 0
-child = os.fork()
-if child == 0:
-    model(torch.randn(4, 64)).sum().backward()
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=60, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    )

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from torch import Tensor, nn
 from torch.nn import Linear, Sequential
+from torch.utils.checkpoint import checkpoint
 
-from examples.benchmarks.third_party import WORKLOADS, checkpoint_blocks
 from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune import __main__ as command
 from lightning_actprune.__main__ import main
@@ -31,9 +32,7 @@ from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import ConversionReport
-from tests.support.markdown import code_blocks, run_blocks
 
-RESULTS = Path(__file__).parents[2] / "examples" / "benchmarks" / "results"
 MIB = 2**20
 
 
@@ -90,8 +89,16 @@ def really_kept(model: nn.Module, batch: Any, arguments: dict[str, Any] | None) 
     return meter.report().stored_bytes
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("blocks", "dense"),
+        ("blocks", "balanced"),
+        ("convolutions", "max"),
+        ("blocks", "max that drops"),
+        ("blocks", "paper"),
+    ],
+)
 def test_what_is_kept_is_what_a_real_step_keeps(name: str, setting: str):
     build, shape = MODELS[name]
     arguments = SETTINGS[setting]
@@ -143,12 +150,6 @@ def test_autocast_is_that_of_a_gpu():
     assert kept_by(model, x, "32-true") == 2 * rows * 4 - rows * 4  # the result is the second one's input
 
 
-def test_dropout_keeps_a_byte_a_value():
-    x = torch.empty(64, 128)
-    dense, dropping = (Sequential(Linear(128, 128), nn.Dropout(p)) for p in (0.0, 0.5))
-    assert kept_by(dropping, x, "32-true") - kept_by(dense, x, "32-true") == 64 * 128
-
-
 class Attention(nn.Module):
     def __init__(self, masked: bool, dropout: float) -> None:
         super().__init__()
@@ -160,8 +161,7 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, mask, self.dropout)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.parametrize(("masked", "dropout"), [(False, 0.1), (True, 0.0)])
+@pytest.mark.parametrize(("masked", "dropout", "precision"), [(False, 0.1, "bf16-mixed"), (True, 0.0, "32-true")])
 def test_attention_keeps_no_scores(masked: bool, dropout: float, precision: str):
     samples, tokens = 8, 512
     kept = kept_by(Attention(masked, dropout), torch.empty(samples, tokens, 64), precision)
@@ -246,13 +246,6 @@ def test_wrong_arguments(change: dict[str, Any], error: type[Exception], match: 
         estimate(**({"model": blocks(), "batch": batch_for((8, 32))} | change))
 
 
-def test_a_model_that_cannot_be_copied_is_an_error():
-    model = blocks()
-    model.lock = (iter(()) for _ in ())  # a generator
-    with pytest.raises(TypeError, match=r"`model` must be one that can be copied.*HINT"):
-        simulate(model, batch_for((8, 32)))
-
-
 def test_rows():
     made = estimate(blocks(), batch_for((4096, 32)))
     assert [row.method for row in made.rows] == list(METHODS)
@@ -299,7 +292,7 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_as_a_command(monkeypatch, capsys):
     fake_module(monkeypatch, model=blocks(), build=lambda: (blocks(), batch_for((64, 32))))
     assert main(["estimate", "a_module_of_a_user:model", "--shape", "32", "--batch", "64", "--json"]) == 0
@@ -333,9 +326,8 @@ def test_what_the_command_cannot_do(arguments: list[str], match: str, monkeypatc
     assert found.out == ""
 
 
+@pytest.mark.foreign
 def test_models_of_libraries():
-    pytest.importorskip("timm")
-    pytest.importorskip("transformers")
     parsed = {"batch": 2, "length": 16, "shape": None}
     for name, shape in (("timm:resnet18", (2, 3, 224, 224)), ("hf:gpt2", (2, 16))):
         model, batch = command._model_and_batch(type("Arguments", (), parsed | {"model": name}))
@@ -344,77 +336,67 @@ def test_models_of_libraries():
         assert inputs.shape == shape
 
 
-def test_the_page(capsys):
-    page = (RESULTS.parents[2] / "docs" / "estimate.md").read_text()
-    names = run_blocks(code_blocks(page, "python"), "estimate.md")
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in printed] == [row.method for row in names["made"].rows]
-    assert "no class of blocks" in printed[METHODS.index("checkpoint")]
-
-
 # Beside records of a GPU.
 
+
+def timm_model(name: str) -> nn.Module:
+    import timm
+
+    return timm.create_model(name)
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(768, 12, 3072, batch_first=True), 12)
+
+
+RECORDED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]] = {
+    "resnet50": (torchvision.models.resnet50, (3, 224, 224), ("layer1", "layer2", "layer3", "layer4")),
+    "TransformerEncoder": (encoder, (1024, 768), ()),
+    "vit_base_patch16_224": (partial(timm_model, "vit_base_patch16_224"), (3, 224, 224), ("blocks",)),
+}
+"""How a model is made, the shape of a sample, and where its blocks are."""
 TWO_BITS = Keep(bits=2, sparsity=0.5, max_dropped_energy=0.2)
 AS_RECORDED: dict[str, dict[str, Keep | None]] = {
-    "paper": {"linear": Keep(sparsity=0.6)},
-    "balanced": dict.fromkeys(("linear", "convolution", "activation", "norm", "affine", "scale"), Keep(bits=4))
-    | {"saved": Keep(bits=8)},
     "max": dict.fromkeys(("linear", "convolution"), TWO_BITS)
     | {"activation": Keep(bits=3), "norm": Keep(bits=4), "affine": Keep(bits=3), "scale": Keep(bits=2)}
     | {"saved": Keep(bits=8)},
     "recompute": {"linear": None},
 }
 """What methods were when they were recorded, whatever presets are now."""
+RECORDS = json.loads((Path(__file__).parent / "gpu_records.json").read_text())
 
 
-def convert_as_recorded(method: str, model: nn.Module) -> ConversionReport:
+def prepare_as_recorded(method: str, parts: tuple[str, ...], model: nn.Module) -> ConversionReport | None:
+    if method == "checkpoint":
+        for block in (block for part in parts for block in model.get_submodule(part)):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return None
     blocks = dict.fromkeys(find_blocks(model), Recompute()) if method == "recompute" else {}
     return convert(model, "paper", rules={f"type:{name}": keep for name, keep in AS_RECORDED[method].items()} | blocks)
 
 
-RECORDED = [
-    *(("others", name, 2, method) for name in ("vit_base_patch16_224", "resmlp_12_224") for method in ("max, others",)),
-    *(("others", "resnet50", 2, method) for method in ("dense", "checkpoint", "max, others")),
-    *(("others", "LlamaForCausalLM, 1.1B", 2, method) for method in ("dense", "checkpoint", "max, others")),
-    *(
-        ("presets", name, 2, method)
-        for name in ("vit_base_patch16_224",)
-        for method in ("dense", "checkpoint", "paper")
-    ),
-    *(("presets", "resmlp_12_224", 2, method) for method in ("dense", "checkpoint", "paper")),
-    *(("presets", "GPT2LMHeadModel", 2, method) for method in ("dense", "checkpoint", "paper")),
-    ("others", "GPT2LMHeadModel", 2, "max, others"),
-    ("recompute_3c68023", "vit_base_patch16_224", 1, "balanced"),
-    ("recompute_3c68023", "vit_base_patch16_224", 1, "recompute, dense inside"),
-    *(
-        ("models", name, 1, "dense")
-        for name in (
-            *("mixer_b16_224", "swin_tiny_patch4_window7_224", "convnext_tiny", "vit_b_16", "LlamaForCausalLM"),
-            *("BertForSequenceClassification", "ViTForImageClassification", "TransformerEncoder"),
-        )
-    ),
-]
+def recorded_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, target = batch
+    return F.mse_loss(model(x), target) if target.is_floating_point() else F.cross_entropy(model(x), target)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("file", "name", "batches", "method"), RECORDED)
-def test_beside_the_records_of_a_gpu(file: str, name: str, batches: int, method: str, monkeypatch: pytest.MonkeyPatch):
+def case(record: dict[str, Any]) -> Any:
+    name = f"{record['model']}-{record['method']}"
+    mark = pytest.mark.integration if name in ("resnet50-max", "TransformerEncoder-dense") else pytest.mark.nightly
+    return pytest.param(record, marks=mark, id=name)
+
+
+@pytest.mark.parametrize("record", list(map(case, RECORDS)))
+def test_beside_the_records_of_a_gpu(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(saved, "POOLING", frozenset())  # which had eight bits when that was measured
-    workload = WORKLOADS[name]
-    pytest.importorskip(workload.source)
-    records = json.loads((RESULTS / f"{file}.json").read_text())
-    (record,) = (
-        r for r in records if (r["model"], r["batch"], r["method"]) == (name, batches * workload.batch, method)
-    )
-    with torch.device("meta" if workload.source == "transformers" else "cpu"):
-        model = workload.build()
-    batch = tuple(
-        torch.empty_strided((batches * workload.batch, *given.shape[1:]), given.stride(), dtype=given.dtype)
-        for given in workload.data(1)
-    )
-    preset = method.partition(", ")[0]
-    others = {"dense": None, "checkpoint": checkpoint_blocks}
-    prepare = others.get(preset, partial(convert_as_recorded, preset))
-    step = simulate(model, batch, prepare, loss=lambda model, batch: workload.loss(model, *batch))
+    build, sample, parts = RECORDED[record["model"]]
+    shape, method = (record["batch"], *sample), record["method"]
+    model, x, target = build(), torch.empty(shape), torch.empty(shape[:1], dtype=torch.int64)
+    if record["model"] == "resnet50":
+        model, x = (given.to(memory_format=torch.channels_last) for given in (model, x))
+    elif len(sample) == 2:
+        target = x.clone()
+    prepare = None if method == "dense" else partial(prepare_as_recorded, method, parts)
+    step = simulate(model, (x, target), prepare, loss=recorded_loss)
     assert step.activation_bytes[step.forward_end] / MIB == pytest.approx(record["activations_mib"], rel=0.01)
     assert step.peak_bytes / MIB == pytest.approx(record["peak_mib"], rel=0.05)

@@ -30,18 +30,11 @@ def test_bars_are_stacked_to_the_larger_of_dense_and_stored():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == list(bars)
 
 
-def test_what_no_layer_has_is_not_in_the_legend():
-    figure = layers_picture([row("a", 4, 4)])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["stored"]
-    assert layers_picture([row("nothing", 0, 0)]).axes[0].containers == []
-
-
-@pytest.mark.parametrize(("layers", "shown"), [(60, 60), (61, 60), (300, 60)])
-def test_of_many_layers_the_first_are_shown(layers: int, shown: int):
-    figure = layers_picture([row(f"layer.{i}", 2, 1) for i in range(layers)])
-    (axes,) = figure.axes
-    assert len(axes.get_yticklabels()) == shown
-    assert (f"the first 60 of {layers} layers" in axes.get_xlabel()) is (layers > shown)
+@pytest.mark.parametrize("layers", [60, 61])
+def test_of_many_layers_the_first_are_shown(layers: int):
+    (axes,) = layers_picture([row(f"layer.{i}", 2, 1) for i in range(layers)]).axes
+    assert len(axes.get_yticklabels()) == 60
+    assert (str(layers) in axes.get_xlabel()) is (layers > 60)
 
 
 @pytest.mark.parametrize("epochs", [1, 4])

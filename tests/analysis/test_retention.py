@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
 import random
 import weakref
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -34,7 +32,7 @@ from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
-from tests.support.marks import quick
+from tests.support.marks import cover, only
 from tests.support.retention import (
     BY,
     FREE,
@@ -53,12 +51,10 @@ from tests.support.retention import (
 from tests.support.saving import saved_tensors
 
 
-@pytest.mark.parametrize("backward_inside", [False, True])
 @pytest.mark.parametrize(("make", "reason"), RETAINED)
-def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(
-    make, reason: str, backward_inside: bool
-):
+def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(make, reason: str):
     model, report, x = made(make)
+    backward_inside = RETAINED.index((make, reason)) % 2 == 1
     with RetentionProbe(model, x) as probe:
         loss = model(x).sum()
         if backward_inside:
@@ -151,8 +147,8 @@ def test_sisters_are_turned_together_and_what_they_retain_then_too():
     assert found["k"] == BY + "'q' (a layer that is dense)"
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations("qkv")))
-def test_the_decision_does_not_depend_on_the_order(order: tuple[str, ...]):
+@pytest.mark.parametrize("order", ["qkv", "vqk"])
+def test_the_decision_does_not_depend_on_the_order(order: str):
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,20 +162,6 @@ def test_the_decision_does_not_depend_on_the_order(order: tuple[str, ...]):
     model = Attention()
     convert(model, sparsity=0.6)
     assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_in_a_checkpoint_are_not_judged_and_run_again_as_they_did(reentrant: bool):
-    class Checkpointed(Step):
-        def use(self, h):
-            return checkpoint(super().use, F.relu(h), use_reentrant=reentrant)
-
-    model, report, x = made(Checkpointed)
-    with RetentionProbe(model, x) as probe:
-        loss = model(x).sum()
-    assert [layer.fqn for layer in probe.apply(report)] == ["in_"]
-    loss.backward()
-    assert model.fc.weight.grad is not None
 
 
 def test_layers_that_say_nothing_are_not_judged():
@@ -206,10 +188,9 @@ def bytes_kept(model: nn.Module, x: Tensor) -> int:
     return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("sparsity", [0.3, 0.6, 0.9])
-@pytest.mark.parametrize("seed", range(10))
-def test_a_model_never_keeps_more_than_the_dense_one(seed: int, sparsity: float):
-    draw = random.Random(seed)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_model_never_keeps_more_than_the_dense_one(seed: int):
+    draw, sparsity = random.Random(seed), (0.3, 0.6, 0.9)[seed % 3]
     names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
     model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
     x = torch.randn(2, 8, 64, requires_grad=True)
@@ -315,14 +296,15 @@ def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
             raise RuntimeError("no hooks")
 
     model, _, x = made(Step)
-    model.refusing = Refusing()
+    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
     with pytest.raises(RuntimeError, match="no hooks"):
         RetentionProbe(model, x).__enter__()
+    assert watchers == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.overrides._get_current_function_mode() is None
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
     model, _, x = made(Relu)
     alone = SavedTensorMeter(model, x)
@@ -349,14 +331,6 @@ def test_a_model_copied_or_pickled_in_the_probed_step_takes_no_hook_along():
     for module in copies:
         assert not any("RetentionProbe" in repr(vars(m)) for m in module.modules())
         module(x).sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-def test_scripted_modules_take_no_hooks_and_need_none():
-    scripted = torch.jit.trace(nn.GELU(), torch.randn(3, 64))
-    model = nn.Sequential(scripted, nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    convert(model, sparsity=0.6)
-    assert retained(model, torch.randn(3, 64)) == {"3": BY + "'2' (relu)"}
 
 
 @pytest.fixture
@@ -396,7 +370,7 @@ def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor
 
 
 @pytest.mark.usefixtures("forget_compilations")
-@pytest.mark.parametrize("how", quick(["wrapped", "in place", "block", "step"], "block"))
+@pytest.mark.parametrize("how", only(["wrapped", "block"], "block", rest="integration"))
 def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
     model, report, x = compilable()
     expected = steps(model, model, report, x, probe=True)
@@ -410,12 +384,8 @@ def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
         call = model
         if how == "wrapped":
             call = torch.compile(model, backend=counter, fullgraph=True)
-        elif how == "in place":
-            model.compile(backend=counter, fullgraph=True)
-        elif how == "block":
-            model.blocks.compile(backend=counter, fullgraph=True)
         else:
-            call = torch.compile(lambda x, model=model: model(x), backend=counter, fullgraph=True)
+            model.blocks.compile(backend=counter, fullgraph=True)
         assert steps(call, model, report, x, probe) == (expected if probe else [])
         assert pruned_layers(model) == [f"blocks.{i}" for i in (0, 2, 4) if not probe or i != 2]
         frames[probe] = counter.frame_count
@@ -440,19 +410,6 @@ def test_a_probe_after_compilation_compiles_once_more_for_the_layers_it_turns():
     for _ in range(2):
         compiled(x).sum().backward()
     assert counter.frame_count == 2
-
-
-@pytest.mark.usefixtures("forget_compilations")
-def test_the_names_of_a_compiled_model_are_the_plain_ones():
-    model = nn.Sequential(nn.Linear(64, 64), torch.compile(nn.ReLU(), backend="aot_eager"), nn.Linear(64, 64))
-    report = convert(model, sparsity=0.5)
-    x = torch.randn(4, 64)
-    with RetentionProbe(model, x) as probe:
-        model(x).sum()
-    assert [(s.fqn, s.reason) for s in probe.apply(report)][1] == (
-        "2",
-        "its input is kept for backward by '1' (relu)",
-    )
 
 
 @pytest.mark.usefixtures("forget_compilations")
@@ -510,14 +467,13 @@ def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.6])
 @pytest.mark.parametrize(
-    ("norm", "copies", "samples", "reasons", "attention"),
+    ("norm", "copies", "samples", "reasons", "attention", "sparsity"),
     [
-        (True, True, 3, {}, CompressedMultiheadAttention),
-        (False, True, 3, {"attn": BATCH}, RoutedMultiheadAttention),
-        (True, False, 1, {"attn.out_proj": BY_ATTENTION}, CompressedMultiheadAttention),
-        (False, False, 1, {"attn": BATCH, "attn.out_proj": BY_ATTENTION}, nn.MultiheadAttention),
+        (True, True, 3, {}, CompressedMultiheadAttention, 0.6),
+        (False, True, 3, {"attn": BATCH}, RoutedMultiheadAttention, 0.0),
+        (True, False, 1, {"attn.out_proj": BY_ATTENTION}, CompressedMultiheadAttention, 0.0),
+        (False, False, 1, {"attn": BATCH, "attn.out_proj": BY_ATTENTION}, nn.MultiheadAttention, 0.6),
     ],
     ids=["none", "in", "out", "both"],
 )
@@ -559,67 +515,15 @@ def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
 
 
-def test_an_exception_in_a_projection_leaves_all_as_it_was():
-    model = SelfAttention(norm=False)
-    convert(model, sparsity=0.6)
-    x = torch.randn(7, 3, 64, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="dtype"), RetentionProbe(model, x):
-        model(x)
-    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
-    assert watchers == []
+FLAGS = (False, True)
 
 
-def test_a_probe_that_cannot_open_watches_nothing():
-    class Refusing(nn.Identity):
-        def register_forward_pre_hook(self, *args, **kwargs):
-            raise RuntimeError("no hooks")
-
-    model = nn.Sequential(SelfAttention(norm=True), Refusing())
-    with pytest.raises(RuntimeError, match="no hooks"):
-        RetentionProbe(model).__enter__()
-    assert watchers == []
-
-
-def test_projections_of_another_model_are_none_of_the_probes():
-    model, other = SelfAttention(norm=True), SelfAttention(norm=True)
-    convert(model, sparsity=0.6)
-    convert(other, sparsity=0.6)
-    x = torch.randn(7, 3, 64)
-    with RetentionProbe(model, x) as probe:
-        other(x).sum()
-    assert probe.retained == []
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_encoder_layer(batch_first: bool, norm_first: bool):
-    model = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=batch_first, norm_first=norm_first)
-    x = torch.randn(3, 7, 64)
-    dense = kept(model, x)
-    report, found = probed(model, x)
-    assert kept(model, x) <= dense
-    # With the batch first, torch copies the input to project it; behind a norm it is the norm's result.
-    reasons = {} if batch_first or norm_first else {"self_attn": BATCH}
-    reasons |= {"linear2": "its input is kept for backward by relu"}
-    if "self_attn.out_proj" in found:  # depends on how the kernel of attention lays out its output
-        reasons |= {"self_attn.out_proj": BY_ATTENTION.replace("attn", "self_attn")}
-    assert {name: layer.reason for name, layer in found.items()} == reasons
-    layers = {"self_attn", "self_attn.out_proj", "linear1", "linear2"}
-    assert {layer.fqn for layer in report.converted} == layers - found.keys()
-
-
-CASES = [
-    Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
-    for inputs, batch_first, need_weights, batched in itertools.product(
-        ["self", "cross", "three", "sizes"], [False, True], [False, True], [False, True]
-    )
-]
-
-
-@pytest.mark.parametrize("sparsity", [0.0, SPARSITY])
-@pytest.mark.parametrize("given", [False, True], ids=["result", "batch"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_never_keeps_more_than_the_dense_one(case: Case, given: bool, sparsity: float):
+@pytest.mark.parametrize(
+    ("inputs", "batch_first", "need_weights", "batched", "given", "sparsity"),
+    cover(["self", "cross", "three", "sizes"], FLAGS, FLAGS, FLAGS, FLAGS, [0.0, SPARSITY]),
+)
+def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need_weights, batched, given, sparsity):
+    case = Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
     module = case.make()
 
     class Attention(nn.Module):

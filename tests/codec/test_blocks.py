@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_actprune.codec.blocks import (
     sparsity_parts,
     stored_view,
 )
+from tests.support.marks import cover
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 each_selection = pytest.mark.parametrize("selection", SELECTIONS)
@@ -31,7 +34,7 @@ def test_keep_count(count, sparsity, kept):
     assert keep_count(count, sparsity_parts(sparsity)) == kept
 
 
-@pytest.mark.parametrize("count", [1, 3, 999, 1000, 4704, 10**7])
+@pytest.mark.parametrize("count", [3, 4704, 10**7])
 def test_keep_count_takes_the_sparsity_as_the_decimal_it_is_written_as(count):
     for thousandths in range(1000):
         assert keep_count(count, sparsity_parts(thousandths / 1000)) == count - count * thousandths // 1000
@@ -76,15 +79,10 @@ def test_stored_view(x, block_size, shape, transposed):
     assert view.shape[-1] <= 1 or view.numel() == 0 or view.stride(-1) == 1
 
 
-@pytest.mark.parametrize("kind", ["transposed", "slice", "batch-second", "expanded"])
-def test_stored_view_does_not_copy(kind):
-    x = {
-        "transposed": torch.randn(3, 12, 5).transpose(1, 2),
-        "slice": torch.randn(3, 7, 12)[:, 2:],
-        "batch-second": torch.randn(5, 3, 12).transpose(0, 1),
-        "expanded": torch.randn(1, 1, 12).expand(3, 5, 12),
-    }[kind]
-    assert stored_view(x, 8, "sample")[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+def test_stored_view_does_not_copy():
+    base = torch.randn(3, 12, 5)
+    for x in (base.transpose(1, 2), base[:, 2:], base.transpose(0, 1), base[:1, :1].expand(3, 5, 5)):
+        assert stored_view(x, 8, "sample")[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 def test_token_scope_makes_every_row_a_sample():
@@ -123,17 +121,17 @@ def test_input_geometry_follows_the_strides():
 
 
 @pytest.mark.parametrize("scope", ["sample", "token"])
-@pytest.mark.parametrize(("tokens", "features"), [(196, 384), (384, 196), (64, 128), (5, 12), (2, 7), (0, 8)])
-@pytest.mark.parametrize("block_size", [1, 4, 32, 100, 999])
-def test_a_transposed_input_takes_no_more_than_either_orientation(tokens, features, block_size, scope):
-    geometry = input_geometry(torch.zeros(2, features, tokens).transpose(1, 2), block_size, 0.0, scope)
-    filled = [geometry.kept_blocks * geometry.block_size]
-    for shape in ((2, tokens, features), (2, features, tokens)):
-        other = input_geometry(torch.zeros(shape), block_size, 0.0, scope)
-        filled.append(other.kept_blocks * other.block_size)
-    assert filled[0] == min(filled)
-    if filled[1] == filled[2]:
-        assert geometry.length == features
+def test_a_transposed_input_takes_no_more_than_either_orientation(scope):
+    sizes = [(196, 384), (384, 196), (64, 128), (5, 12), (2, 7), (0, 8)]
+    for (tokens, features), block_size in itertools.product(sizes, (1, 4, 32, 100, 999)):
+        geometry = input_geometry(torch.zeros(2, features, tokens).transpose(1, 2), block_size, 0.0, scope)
+        filled = [geometry.kept_blocks * geometry.block_size]
+        for shape in ((2, tokens, features), (2, features, tokens)):
+            other = input_geometry(torch.zeros(shape), block_size, 0.0, scope)
+            filled.append(other.kept_blocks * other.block_size)
+        assert filled[0] == min(filled)
+        if filled[1] == filled[2]:
+            assert geometry.length == features
 
 
 def test_blocks_are_not_cut_to_a_few_tokens():
@@ -219,26 +217,6 @@ def test_unbiased_means_are_the_blocks(dtype):
     ).all()
 
 
-@pytest.mark.parametrize("selection", ["largest", "swap"])
-def test_other_selections_are_biased(selection):
-    shares = draws(heavy_tailed(1, 24, 4), 8, selection, 2000)
-    error = shares.std(0) / 2000**0.5
-    assert ((shares.mean(0) - 1).abs() > 5 * error + 0.1).sum() >= 8
-    assert set(shares.unique().round(decimals=5).tolist()) == {0.0, 1.0}
-
-
-def test_many_small_blocks_have_their_say():
-    """Their sum, of which the largest blocks know nothing."""
-    x = torch.cat([torch.full((1, 3, 4), 50.0), 0.1 + 0.01 * torch.randn(1, 300, 4)], 1)
-    read, _ = unpacked(x.expand(3000, -1, -1), 4, 20, "unbiased")
-    sums = read[:, 3:].double().sum((1, 2))
-    right = x[:, 3:].double().sum()
-    assert (sums.mean() - right).abs() < 5 * sums.std() / 3000**0.5
-    assert sums.std() < 0.3 * right
-    assert torch.equal(read[:, :3], x[:, :3].expand(3000, -1, -1))
-    assert unpacked(x, 4, 20, "largest")[0][:, 3:].sum() < 0.1 * right
-
-
 def least_variance(norms, keep):
     """Return the least variance of an unbiased choice of ``keep`` blocks on average: likely in proportion to norms."""
     low, high = 0.0, float(norms.sum())
@@ -281,8 +259,9 @@ def test_stored_blocks_have_a_common_least_norm(keep):
             assert (stored[scaled].norm(dim=1) > given[scaled].norm(dim=1)).all()
 
 
-@each_dtype
-@pytest.mark.parametrize("keep", [1, 20, 39])
+@pytest.mark.parametrize(
+    ("dtype", "keep"), [(DTYPES[0], 20), (DTYPES[1], 1), (DTYPES[2], 20), (DTYPES[3], 39)], ids=str
+)
 def test_swap_changes_places_within_a_factor_of_the_norm(dtype, keep):
     x = heavy_tailed(200, 40, 4).to(dtype)
     read, mask = unpacked(x, 4, keep, "swap")
@@ -303,9 +282,11 @@ def test_tiny_blocks_are_preferred_to_zeros(selection):
     assert torch.equal(read, x)
 
 
-@each_selection
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
-@each_dtype
+@pytest.mark.parametrize(
+    ("selection", "value", "dtype"),
+    cover(list(SELECTIONS), (float("nan"), float("inf"), -float("inf")), DTYPES),
+    ids=str,
+)
 def test_blocks_without_a_finite_key_come_first_and_are_stored_as_they_are(selection, value, dtype):
     x = torch.randn(100, 12, 8).to(dtype)
     x[:, 5, 3], x[:, 9, 0] = value, float("nan")

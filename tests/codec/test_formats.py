@@ -7,7 +7,9 @@ import torch
 
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.formats import DITHER_BITS, MASK, PLANES, dequantize, quantize, row_bytes
+from tests.support.marks import cover
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 each_bits = pytest.mark.parametrize("bits", PLANES)
 
 
@@ -38,24 +40,21 @@ def scales(values: torch.Tensor) -> torch.Tensor:
 
 
 @each_bits
-@pytest.mark.parametrize("size", [1, 7, 8, 16, 20, 33, 64, 100, 1024])
-def test_bytes_of_a_row(bits: int, size: int):
-    rows = quantize(made_blocks(5, size), bits)
-    exact = 2 + size * bits / 8
-    assert rows.dtype == torch.uint8
-    assert rows.shape == (5, row_bytes(size, bits, 99))
-    assert exact <= rows.shape[1] < exact + 4  # planes end with a byte, rows with an even one
-    assert rows.shape[1] % 2 == 0
+def test_bytes_of_a_row(bits: int):
+    for size in (1, 7, 8, 16, 20, 33, 64, 100, 1024):
+        rows = quantize(made_blocks(5, size), bits)
+        exact = 2 + size * bits / 8
+        assert rows.dtype == torch.uint8
+        assert rows.shape == (5, row_bytes(size, bits, 99))
+        assert exact <= rows.shape[1] < exact + 4  # planes end with a byte, rows with an even one
+        assert rows.shape[1] % 2 == 0
+    assert [row_bytes(32, bits, 4) for bits in (0, 2, 3, 4, 8)] == [128, 10, 14, 18, 34]
+    rows = quantize(torch.empty(0, 32), bits)
+    assert rows.shape == (0, row_bytes(32, bits, 4))
+    assert dequantize(rows, 32, bits, torch.bfloat16).shape == (0, 32)
 
 
-@pytest.mark.parametrize(("bits", "expected"), [(0, 128), (2, 10), (3, 14), (4, 18), (8, 34)])
-def test_bytes_of_a_block_of_32_values(bits: int, expected: int):
-    assert row_bytes(32, bits, 4) == expected
-
-
-@each_bits
-@pytest.mark.parametrize("size", [8, 20, 32, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bits", "size", "dtype"), cover(list(PLANES), (8, 20, 32, 100), DTYPES), ids=str)
 def test_errors_are_uniform_within_half_a_step(bits: int, size: int, dtype: torch.dtype):
     """Whatever the values are, and wherever they lie: within +-scale/2, of mean zero and of variance scale^2/12."""
     blocks = (made_blocks(1000, size) / 8).to(dtype)
@@ -172,13 +171,13 @@ def test_the_same_block_gives_the_same_bytes(bits: int):
 
 
 @each_bits
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_block_that_is_not_finite_is_nan(bits: int, value: float):
-    blocks = made_blocks(3, 16)
-    blocks[1, 5] = value
-    found = back(blocks, bits)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+def test_a_block_that_is_not_finite_is_nan(bits: int):
+    for value in (float("nan"), float("inf"), -float("inf")):
+        blocks = made_blocks(3, 16)
+        blocks[1, 5] = value
+        found = back(blocks, bits)
+        assert found[1].isnan().all()
+        assert found[[0, 2]].isfinite().all()
 
 
 @each_bits
@@ -203,10 +202,3 @@ def test_range_of_scales(bits: int):
     ends = formats.MOST_SCALE * most / 32 * torch.tensor([[0.0, 31.0], [-31.0, 0.0], [63.0, 64.0], [-63.0, -62.0]])
     assert back(ends * 0.999, bits).isfinite().all()
     assert back(ends * 1.001, bits).isnan().all()
-
-
-@each_bits
-def test_no_blocks(bits: int):
-    rows = quantize(torch.empty(0, 32), bits)
-    assert rows.shape == (0, row_bytes(32, bits, 4))
-    assert dequantize(rows, 32, bits, torch.bfloat16).shape == (0, 32)

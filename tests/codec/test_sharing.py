@@ -133,14 +133,6 @@ def test_the_packed_input_goes_with_the_last_backward():
     again.sum().backward()  # the input lives on, and is packed again
 
 
-def test_retained_graphs_give_the_same_gradient_twice():
-    x = oracle.integers(2, 6, 16)
-    (first, y), (second, z) = layer(x), layer(x)
-    expected = [torch.autograd.grad(out.sum(), w, retain_graph=True)[0] for w, out in ((first, y), (second, z))]
-    for (weight, out), grad in zip(((first, y), (second, z)), expected, strict=True):
-        assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], grad)
-
-
 def test_hooks_that_move_saved_tensors_away_end_the_sharing():
     x = oracle.integers(2, 6, 16)
     expected = gradient(x)
@@ -187,13 +179,12 @@ def test_what_is_shared_is_kept_once(autocast):
     assert nbytes[0] - nbytes[1] in (dense, dense + weights)
 
 
-@pytest.mark.slow
-def test_a_thousand_steps_leave_nothing_behind():
+def test_steps_leave_nothing_behind():
     model, x = compressed(Attention(), sparsity=0.5, block_size=8), torch.randn(2, 4, 64)
     tensors, inputs = [], []
-    for step in range(1000):
+    for step in range(60):
         model(x).sum().backward()
-        if step in (10, 999):
+        if step in (10, 59):
             gc.collect()
             tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
             inputs.append(len(sharing._inputs))

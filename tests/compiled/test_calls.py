@@ -13,14 +13,10 @@ from torch._inductor.utils import run_and_get_code
 from lightning_actprune.codec import private
 from lightning_actprune.compiled import calls
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import Block, Marked, mark
+from tests.compiled.support import Marked, mark
 from tests.support.compilers import uncached
-from tests.support.marks import needs_passes
-
-pytestmark = needs_passes
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
-SAMPLES = [pytest.param((40,), id="static"), pytest.param((40, 56), id="dynamic", marks=pytest.mark.slow)]
 OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default
 
 
@@ -55,7 +51,8 @@ def operators_called(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(private.lowering().lowerings, operator)
 
 
-@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.integration
+@pytest.mark.parametrize("samples", [(40,)])
 def test_objects_are_called_in_place_of_operators(samples):
     _, code = compiled_step(samples)
     assert not re.search(r"= torch\.ops\.actprune", code)
@@ -67,6 +64,7 @@ def test_objects_are_called_in_place_of_operators(samples):
         assert len(re.findall(rf"= actprune_{name}_32_\w+\(", code)) == 2  # nobody packs the batch
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "bfloat16"), (8, "float32")])
 def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtype):
     """What products read is unpacked as what they multiply, see above."""
@@ -84,19 +82,8 @@ def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtyp
     assert nn.functional.cosine_similarity(found, model.layer.weight.grad, dim=0) > 0.99
 
 
-@pytest.mark.slow
-def test_what_is_read_where_it_lies_is_not_copied():
-    """Query, key and value are parts of what one projection returns."""
-    torch._dynamo.reset()
-    x = torch.randn(4, 32, 64)
-    with uncached(), CompiledPacking():
-        _, (forward, *_) = run_and_get_code(torch.compile(Block(), fullgraph=True), x)
-    read = re.findall(r"= actprune_Quantize_32_\d\(reinterpret_tensor\((\w+), \(\d+, 2, 32\), \(192, 32, 1\)", forward)
-    assert len(read) == 3
-    assert len(set(read)) == 1
-
-
-@pytest.mark.parametrize("samples", SAMPLES)
+@pytest.mark.integration
+@pytest.mark.parametrize("samples", [(40, 56)])
 def test_they_compute_what_operators_do(samples, request):
     found, _ = compiled_step(samples)
     request.getfixturevalue("operators_called")
@@ -104,19 +91,6 @@ def test_they_compute_what_operators_do(samples, request):
     assert re.search(r"= torch\.ops\.actprune", code)
     for grad, right in zip(found, expected, strict=True):
         assert torch.equal(grad, right)
-
-
-@pytest.mark.parametrize("name", ["lowering.lowerings", "ir.ExternKernel.realize_input"])
-@pytest.mark.usefixtures("operators_called")
-def test_a_torch_without_what_it_rests_on_calls_operators(name):
-    lowerings = private.lowering().lowerings
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(private, "MISSING", [])
-        patch.delattr(f"torch._inductor.{name}")
-        private.lowering.cache_clear()
-        calls.let_inductor_call.__wrapped__()
-    private.lowering.cache_clear()
-    assert not any(operator in lowerings for operator in OPERATORS)
 
 
 def test_code_that_is_not_in_python_calls_operators():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,22 +14,29 @@ from lightning_actprune.compiled.marks import Model
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.convert import is_converted, layers, mark_layers
 from tests.support.cases import CASES
-from tests.support.marks import needs_passes
 from tests.support.measured import gradients, kept_bytes, relative_error
 
-pytestmark = [
-    needs_passes,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 UNLIKE = {
     "batch-norm-1d": "values that no block of 32 divides",
     "phi3-mlp": "values that no block of 32 divides",
     "basic-block": "several layers",
     "bottleneck": "several layers",
 }
-QUICK = "linear", "gelu", "layer-norm", "llama-norm", "llama-mlp", "transformers-NewGELUActivation"
+DEFAULT = "linear", "gelu"
+INTEGRATION = "layer-norm", "conv2d", "batch-norm-2d", "silu", "group-norm", "glu", "affine"
+FOREIGN = "llama-norm", "llama-mlp", "transformers-NewGELUActivation"
 """Of each kind of layer one, and those that are written out."""
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in UNLIKE]
+
+
+def mark_of(name: str) -> Any:
+    for mark, names in (("integration", INTEGRATION), ("foreign", FOREIGN)):
+        if name in names:
+            return pytest.param(name, marks=getattr(pytest.mark, mark))
+    return name if name in DEFAULT else pytest.param(name, marks=pytest.mark.nightly)
+
+
+NAMES = [mark_of(name) for name in CASES if name not in UNLIKE]
 
 
 def mark(model: nn.Module) -> bool:

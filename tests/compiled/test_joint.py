@@ -20,9 +20,7 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import MODEL, Block, Marked, Result, mark, nbytes, run, step, worst_cosine
 from tests.support.compilers import planned, uncached
-from tests.support.marks import needs_passes, quick
-
-pytestmark = needs_passes
+from tests.support.marks import only
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
@@ -71,7 +69,7 @@ def check_bytes(found, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("make", "autocast"),
-    quick(product([transformer, mlp, convolutions], [False, True]), (convolutions, True)),
+    only(product([transformer, mlp, convolutions], [False, True]), (convolutions, True), rest="integration"),
 )
 def test_forward_is_dense_and_gradients_are_close(make, autocast):
     model, x = make()
@@ -102,7 +100,7 @@ def packed_rows(result: Result) -> list[tuple[str, int]]:
     return [(row.how, row.stored_bytes) for row in result.rows if row.how not in ("again", "as it is")]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_inductor_keeps_the_same_which_is_what_it_saves_byte_for_byte():
     torch.manual_seed(0)
     model, x = Gelus(), torch.randn(4, 32, 64)
@@ -132,6 +130,7 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
     }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone(autocast):
     """What it reads is computed again from what the norm keeps."""
@@ -171,6 +170,7 @@ class Scaled(nn.Module):
         return y * torch.sigmoid(self.gate(y.mean(1, keepdim=True)))
 
 
+@pytest.mark.integration
 def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
     model, x = Scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -183,6 +183,7 @@ def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_t
     assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
 
 
+@pytest.mark.integration
 def test_a_linear_layer_behind_an_affine_one_keeps_nothing():
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -200,6 +201,7 @@ def test_a_linear_layer_behind_an_affine_one_keeps_nothing():
     assert worst_cosine(found, dense) > 0.98
 
 
+@pytest.mark.integration
 def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     model, x = convolutions()
     dense, found = (step(model, x, packs=packs, autocast=True) for packs in (False, True))
@@ -210,7 +212,7 @@ def test_no_copy_of_the_batch_is_kept_that_autocast_made():
     assert torch.nn.functional.cosine_similarity(found.grads[first].flatten(), dense.grads[first].flatten(), 0) > 0.98
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
     model, x = nn.Sequential(Marked(nn.Linear(8, 64), None), Block(), Block()), torch.randn(8, 32, 8)
@@ -222,8 +224,7 @@ def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     assert nbytes(found.kept) < 0.8 * min(nbytes(whole.kept), nbytes(dense.kept))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
-@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize(("rows", "backend"), [(8, "aot_eager"), (9, planned)])
 def test_signs_are_exact(rows, backend):
     """Also of a number of values that eight does not divide, and of NaN; in the order in which they lie."""
 
@@ -245,6 +246,7 @@ def test_signs_are_exact(rows, backend):
     torch.testing.assert_close(found.grads[bias], dense.grads[bias], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.integration
 def test_relu_needs_signs_and_pooling_a_shape():
     model, x = convolutions()
     found = step(model, x)
@@ -286,23 +288,7 @@ def test_dropped_blocks_are_those_of_eager(bits, scope):
     torch.testing.assert_close(found.grads["1.weight"], gradient_of(layer, F.softsign(x), read), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [transformer, mlp, convolutions])
-def test_another_batch_size_is_one_more_compilation(make):
-    model, x = make()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    with CompiledPacking():
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
-        for batch in (2, 3, 4):
-            found = run(compiled, model, x[: len(x) * batch // 4], [], True)
-    fresh = step(model, x, autocast=True)
-    assert counter.frame_count == 2
-    assert nbytes(found.kept) == nbytes(fresh.kept)
-    assert worst_cosine(found, fresh) > 0.9999
-
-
-@pytest.mark.slow
+@pytest.mark.integration
 def test_tokens_may_be_a_symbol_too():
     model, x = transformer()
     torch._dynamo.reset()
@@ -328,6 +314,7 @@ class Turned(nn.Module):
         return self.rest(self.patches(x).flatten(2).transpose(1, 2))
 
 
+@pytest.mark.integration
 def test_a_turned_input_is_read_as_it_lies():
     model, x = Turned(), torch.randn(4, 3, 16, 16)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -347,6 +334,7 @@ class Cut(nn.Module):
         return self.layer(x)[..., :196] * self.scale
 
 
+@pytest.mark.integration
 def test_what_makes_no_rows_where_it_lies_is_copied_and_packed():
     model, x = Cut(), torch.randn(8, 16, 64)
     dense, found = step(model, x, packs=False), step(model, x)
@@ -368,6 +356,7 @@ class Scheduled(nn.Module):
         return self.layer(marked(x.sin(), self.text, self.parts.size(0)))
 
 
+@pytest.mark.integration
 def test_a_schedule_compiles_twice():
     model, x = Scheduled(), torch.randn(4, 16, 64)
     counter = CompileCounterWithBackend("aot_eager")
@@ -403,6 +392,7 @@ def test_what_no_layer_is_known_for():
     assert split.bits == 8
 
 
+@pytest.mark.integration
 def test_an_unmarked_layer_keeps_its_input_for_its_weight_gradient():
     model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
     found = step(model, torch.randn(4, 16, 64))
@@ -410,6 +400,7 @@ def test_an_unmarked_layer_keeps_its_input_for_its_weight_gradient():
     assert all(row.how == "as it is" for row in found.rows if row.name != "linear")
 
 
+@pytest.mark.integration
 def test_without_bits_for_what_is_saved_it_stays():
     found = step(Gated(Model(min_values=1024)), torch.randn(4, 16, 64))
     assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
@@ -431,12 +422,14 @@ def test_an_output_stays():
     ]
 
 
+@pytest.mark.integration
 def test_signs_of_an_output_are_kept():
     model = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.ReLU())
     found = step(model, torch.randn(4, 16, 64))
     assert [(row.how, row.stored_bytes) for row in found.rows] == [("signs", 4 * 16 * 64 // 8)]
 
 
+@pytest.mark.integration
 def test_an_input_that_gets_a_gradient_is_packed_and_a_parameter_is_not():
     layer = Marked(nn.Linear(64, 64), mark("linear", 4))
     x, table = torch.randn(4, 16, 64), nn.Parameter(torch.randn(4, 16, 64))
@@ -468,8 +461,7 @@ class Moving(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", True), (planned, False)])
 def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autocast):
     torch.manual_seed(0)
     model, x = Moving(True, autocast), torch.randn(4, 16, 64)
@@ -481,8 +473,8 @@ def test_backward_reads_what_was_there_before_forward_wrote_to_it(backend, autoc
     assert worst_cosine(found, expected) > 0.999
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.integration
+@pytest.mark.parametrize(("autocast", "backend"), [(False, "aot_eager"), (True, planned)])
 def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(autocast, backend):
     given = Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 64), mark("linear", 2))
     model = nn.Sequential(*given, Marked(nn.Linear(64, 8), mark("linear", 2)))
@@ -495,29 +487,13 @@ def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(au
     assert sum(t.shape == x.shape and t.is_floating_point() for t in found.kept) == 1  # the batch
 
 
+@pytest.mark.integration
 def test_an_input_that_backward_does_not_read_is_not_kept_to_make_something_again():
     """Who has made it may hold it no longer, as where a frozen part of the model is compiled by itself."""
     model = nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
     found = step(model, torch.randn(4, 16, 64))
     assert [(row.how, row.bits) for row in found.rows if row.readers == ("aten.mm",)] == [("packed", 2)]
     assert not [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024]
-
-
-def test_what_a_mark_says_of_the_model_counts_whichever_is_first():
-    """As of two callbacks of which one covers what operations save."""
-    first, second = (Marked(nn.Linear(64, 64), mark("linear", 4, given)) for given in (Model(min_values=1024), MODEL))
-
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x.sin())
-            return self.second(y) * y
-
-    found = step(Product(), torch.randn(4, 16, 64))
-    assert {row.how for row in found.rows} == {"packed"}
 
 
 class Cast(torch.autograd.Function):
@@ -534,6 +510,7 @@ class Cast(torch.autograd.Function):
         return grad * x.to(torch.int32).bool()
 
 
+@pytest.mark.integration
 def test_a_cast_to_whole_numbers_passes_no_values_on():
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -550,8 +527,8 @@ def test_a_cast_to_whole_numbers_passes_no_values_on():
         torch.testing.assert_close(found.grads[name], dense.grads[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), ("aot_eager", True), (planned, True)])
+@pytest.mark.integration
+@pytest.mark.parametrize(("backend", "last"), [("aot_eager", False), (planned, True)])
 def test_height_and_width_may_be_symbols(backend, last):
     model, x = convolutions(32)
     form = torch.channels_last if last else torch.contiguous_format

@@ -14,9 +14,6 @@ from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert
-from tests.support.marks import needs_passes, quick
-
-pytestmark = needs_passes
 
 
 class Found(NamedTuple):
@@ -77,7 +74,7 @@ def marked(rules: dict | None = None, preset: str = "balanced", weight_gradients
     return model
 
 
-@pytest.mark.parametrize("preset", ["balanced", pytest.param("max", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["balanced"])
 def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
     x = images(16)  # of so many rows that nothing is kept in more bits for being small
     dense, found, eager = step(made(), x), step(marked(preset=preset), x), marked(preset=preset)
@@ -89,14 +86,6 @@ def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
     assert not dense.rows
     assert sum(row.stored_bytes for row in found.rows) < 0.3 * sum(row.dense_bytes for row in found.rows)
     assert {"packed", "again"} <= {row.how for row in found.rows}
-
-
-def test_running_statistics_move_as_those_of_the_dense_model():
-    dense, ours = made(), marked()
-    step(dense, images())
-    step(ours, images())
-    for name, buffer in dense.named_buffers():
-        assert torch.equal(buffer, ours.get_buffer(name))
 
 
 def test_without_gradients_no_mark_is_left_in_the_graph():
@@ -113,7 +102,8 @@ def test_without_gradients_no_mark_is_left_in_the_graph():
     assert not any("mark" in target for target in seen)
 
 
-@pytest.mark.parametrize("weight_gradients", quick([False, True], True))
+@pytest.mark.integration
+@pytest.mark.parametrize("weight_gradients", [True, False])
 def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
     found = step(marked({"proj": None}, weight_gradients=weight_gradients), images())
     attended = [
@@ -122,17 +112,11 @@ def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
     assert [row.how for row in attended] == ["packed" if weight_gradients else "as it is"]
 
 
+@pytest.mark.integration
 def test_a_reverted_model_has_no_marks():
     model = marked()
     revert(model)
     assert step(model, images()).rows == []
-
-
-@pytest.mark.slow
-def test_a_copy_compiles_like_the_model():
-    model = marked()
-    first, second = step(copy.deepcopy(model), images()), step(model, images())
-    assert torch.equal(first.gradients, second.gradients)
 
 
 class Twice(nn.Module):
@@ -147,6 +131,7 @@ class Twice(nn.Module):
         return self.act(x) + 2 * x
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it_was_marked(after: bool):
     torch.manual_seed(0)
@@ -171,7 +156,7 @@ class Padded(nn.Module):
         return self.layer(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 4)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_attention_with_padding_is_one_graph():
     torch.manual_seed(0)
     model, owner, x = Padded(), new_owner("a test"), torch.randn(8, 32, 64)
@@ -185,6 +170,7 @@ def test_attention_with_padding_is_one_graph():
     assert found.rows
 
 
+@pytest.mark.integration
 def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
     class Broken(nn.Module):
         def __init__(self) -> None:

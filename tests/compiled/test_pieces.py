@@ -12,9 +12,6 @@ from lightning_actprune.compiled.marks import ended, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.compilers import uncached
-from tests.support.marks import needs_passes, quick
-
-pytestmark = needs_passes
 
 
 def cutting(bucket: int = 1, backend: str = "aot_eager") -> DDPOptimizer:
@@ -75,7 +72,8 @@ def assert_packed_in_pieces(model: nn.Module, x: Tensor, pieces: int, stay: int 
     return found
 
 
-@pytest.mark.parametrize("bits", quick([4, 8], 4))
+@pytest.mark.integration
+@pytest.mark.parametrize("bits", [4])
 def test_a_transformer_block_in_pieces(bits):
     model, x = Block(bits=bits), torch.randn(4, 128, 64, requires_grad=True)
     whole, cut = step(model, x), assert_packed_in_pieces(model, x, 7, stay=1)
@@ -96,8 +94,9 @@ class Flat(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(x.shape)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("tokens", [32, 16])  # 4 * 16 rows: as large as the weight, for which it must not be taken
-@pytest.mark.parametrize("parts", quick([0, SPARSITY_PARTS // 2], SPARSITY_PARTS // 2))
+@pytest.mark.parametrize("parts", [SPARSITY_PARTS // 2])
 def test_a_view_of_an_input_may_lie_in_the_piece_before(tokens, parts):
     first, second = (Marked(Flat(64), mark("linear", 4), parts) for _ in range(2))
     model = nn.Sequential(first, Marked(nn.GELU(), mark("activation", 4)), second)
@@ -123,6 +122,7 @@ class Scheduled(nn.Module):
         return self.second(self.act(self.first(x)))
 
 
+@pytest.mark.integration
 def test_a_schedule_goes_through_the_pieces():
     cut = assert_packed_in_pieces(
         Scheduled(), torch.randn(8, 32, 64, requires_grad=True), 2, off=0.05
@@ -131,6 +131,7 @@ def test_a_schedule_goes_through_the_pieces():
     assert 0 < second < 0.6 * first
 
 
+@pytest.mark.integration
 def test_another_batch_size():
     model = ending(nn.Sequential(*(Marked(nn.Linear(64, 64), mark("linear", 8)) for _ in range(3))))
     with CompiledPacking() as packing:

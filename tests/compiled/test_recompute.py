@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner, revert, unmark_layers
-from tests.compiled.support import Result, nbytes, run, step
+from tests.compiled.support import Result, run, step
 from tests.support.compilers import planned
-from tests.support.marks import needs_passes, quick
+from tests.support.marks import only
 
-pytestmark = needs_passes
 Backend = str | Callable[..., Any]
 WIDTH, VALUES = 64, 8 * 32 * 64
 PACKED = VALUES + VALUES // 16  # two bytes for each block of 32 values
@@ -165,7 +164,7 @@ def cosine(found: Result, expected: Result) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    quick([*((kind, "aot_eager") for kind in BLOCKS), *PLANNED], ("crossing", "aot_eager")),
+    only([*((kind, "aot_eager") for kind in BLOCKS), *PLANNED], ("crossing", "aot_eager"), rest="integration"),
 )
 def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind: str, backend: Backend):
     model, x = made(kind)
@@ -178,6 +177,7 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
     assert sum(tensor.nbytes >= PACKED for tensor in found.kept) <= len(inputs) + 3  # the batch, and what is outside
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend):
     torch.manual_seed(0)
@@ -192,6 +192,7 @@ def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend
     assert sum(tensor.nbytes > PACKED for tensor in found.kept) == 1  # the batch
 
 
+@pytest.mark.integration
 def test_a_block_whose_input_is_read_before_it_is_cast():
     torch.manual_seed(0)
     model, x = Net(*(Early() for _ in range(3))), torch.randn(8, 32, WIDTH)
@@ -202,18 +203,7 @@ def test_a_block_whose_input_is_read_before_it_is_cast():
     assert [row.how for row in found.rows if row.name == "blocks.*"] == ["packed"] * 3
 
 
-@pytest.mark.slow
-def test_bits_none_keeps_inputs_as_they_are_and_sixteen_rounds_them():
-    model, x = made("transformer")
-    dense, outside = step(model, x, packs=False), {"stem": None, "norm": None, "head": None}
-    exact, rounded = step(converted(model, None, **outside), x), step(converted(model, 16, **outside), x)
-    assert cosine(exact, dense) > 1 - 1e-6
-    assert cosine(rounded, dense) > 1 - 1e-5
-    kept = [sum(tensor.nbytes == size * VALUES for tensor in of.kept) for of in (exact, rounded) for size in (4, 2)]
-    assert kept == [2 + 3, 0, 3, 2]  # with the batch, and what the norm and the head read
-
-
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout_is_that_of_the_first_run(backend: str):
     model, x = made("transformer", count=1, dropout=0.5)
@@ -227,6 +217,7 @@ def test_dropout_is_that_of_the_first_run(backend: str):
     assert len(masks) == (2 if backend == "aot_eager" else 0)  # inductor draws them again from a seed
 
 
+@pytest.mark.integration
 def test_running_statistics_move_once():
     model, x = made("convolutions")
     other = converted(model)
@@ -236,7 +227,8 @@ def test_running_statistics_move_once():
     assert int(other.blocks[0].bn1.num_batches_tracked) == 1
 
 
-@pytest.mark.parametrize("kind", quick(BLOCKS, "convolutions"))
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["convolutions", "crossing"])
 def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
     model, x = made(kind)
     dense, other = step(model, x, packs=False), converted(model)
@@ -251,6 +243,7 @@ def test_blocks_compiled_one_by_one_keep_their_inputs_packed(kind: str):
     assert {(row.how, row.bits) for row in found.rows if row.name == "blocks.*"} == {("packed", 8)} | handed_on
 
 
+@pytest.mark.integration
 def test_what_is_outside_is_kept_by_its_own_rule():
     """The output of the last block is read by a norm that is not run again: as its rule says, not computed again."""
     model, x = made("transformer")
@@ -259,20 +252,12 @@ def test_what_is_outside_is_kept_by_its_own_rule():
     assert (row.how, row.bits) == ("packed", 4)
 
 
-@pytest.mark.slow
-def test_a_small_input_is_kept_as_it_is_and_the_block_runs_again_all_the_same():
-    model, x = made("transformer")
-    x = x[:1, :4]
-    dense, found = step(model, x, packs=False), step(converted(model), x)
-    assert cosine(found, dense) > 1 - 1e-6
-    assert nbytes(found.kept) < nbytes(dense.kept) / 3
-
-
 def unmark(model: nn.Module) -> None:
     unmark_layers(model, model.blocks[0]._recompute.owner)
 
 
-@pytest.mark.parametrize("change", quick([revert, unmark], revert))
+@pytest.mark.integration
+@pytest.mark.parametrize("change", [revert, unmark])
 def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
     model, x = made("transformer", count=1)
     other = converted(model)
@@ -282,7 +267,7 @@ def test_without_marks_blocks_are_torchs_checkpoints_or_dense(change):
     assert cosine(found, step(model, x, packs=False)) > 0.999
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_checkpoint_of_the_users_own_is_left_alone():
     model, x = made("transformer")
     other = converted(model)

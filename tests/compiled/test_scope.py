@@ -16,9 +16,6 @@ from lightning_actprune.compiled import scope
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Marked, mark, step
 from tests.support.compilers import planned, uncached
-from tests.support.marks import needs_passes
-
-pytestmark = needs_passes
 
 
 class Own(CustomGraphPass):

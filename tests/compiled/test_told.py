@@ -17,7 +17,6 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.told import Report, Rows, listen, listening
 from tests.compiled.support import Block, Marked, mark, run
 from tests.support.compilers import uncached
-from tests.support.marks import needs_passes, quick
 
 ROWS = [
     Row("blocks.*.fc1", ("aten.mm", "aten.add"), (4, 8, 64), torch.bfloat16, 4096, 1100, "packed", 4),
@@ -81,8 +80,8 @@ def dropping() -> nn.Module:
     return nn.Sequential(*(Marked(nn.Linear(64, 64), mark("linear", 0), SPARSITY_PARTS // 2) for _ in range(2)))
 
 
-@needs_passes
-@pytest.mark.parametrize("build", quick([Block, dropping], dropping))
+@pytest.mark.integration
+@pytest.mark.parametrize("build", [Block, dropping])
 def test_code_that_is_there_tells_the_next_training(build):
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -114,8 +113,7 @@ print(sorted(map(str, packing.rows)))
 """
 
 
-@needs_passes
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_process_that_hits_the_caches_lists_what_the_first_did(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     outputs = []

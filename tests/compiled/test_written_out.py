@@ -16,9 +16,7 @@ from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.compilers import planned, uncached
-from tests.support.marks import needs_passes
 
-pytestmark = needs_passes
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -90,16 +88,18 @@ TWICE = ["packed", "signs", "packed"]
 @pytest.mark.parametrize(
     ("attend", "backend", "hows", "autocast"),
     [
-        (written_out(), "aot_eager", ["packed"], True),
-        (written_out(), "aot_eager", ["packed"], False),
-        (written_out(dropped), "aot_eager", ["packed", "packed"], True),
         (written_out(drawn), "aot_eager", TWICE, True),
-        (padded, "aot_eager", ["packed"], True),
-        pytest.param(written_out(mask=True), planned, ["packed"], True, marks=pytest.mark.slow),
-        pytest.param(written_out(dropped), "inductor", AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(written_out(drawn), planned, TWICE, True, marks=pytest.mark.slow),
-        pytest.param(fused, planned, AGAIN, True, marks=pytest.mark.slow),
-        pytest.param(fused, planned, AGAIN, False, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.integration)
+            for case in [
+                (written_out(), "aot_eager", ["packed"], False),
+                (written_out(dropped), "aot_eager", ["packed", "packed"], True),
+                (padded, "aot_eager", ["packed"], True),
+                (written_out(mask=True), planned, ["packed"], True),
+                (written_out(dropped), "inductor", AGAIN, True),
+                (fused, planned, AGAIN, False),
+            ]
+        ),
     ],
 )
 def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
@@ -115,6 +115,7 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
     assert nbytes(found.kept) < 0.7 * nbytes(dense.kept)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "read",
     [
@@ -131,6 +132,7 @@ def test_what_anything_else_reads_stays_as_it_is(read):
     assert "it is a softmax that does more than weigh values" in {row.reason for row in found.rows}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("given", [dropped, lambda p: p.clone(), lambda p: p.bfloat16(), lambda p: p])
 def test_so_does_what_leaves_the_graph(given):
     """Whoever gets it may take its logarithm, of which the gradient has a pole where weights are small."""
@@ -158,6 +160,7 @@ def test_so_does_what_leaves_the_graph(given):
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x.view(-1, 96)])
 def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros(view):
     class Padding(nn.Module):
@@ -187,6 +190,7 @@ def test_what_is_divided_by_another_sum_is_no_softmax():
     assert "it is a quotient by a sum, in which its gradient is not linear" in {row.reason for row in found.rows}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     torch.manual_seed(0)
@@ -206,6 +210,7 @@ def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend):
     assert found.rows[-1].how == "again"
 
 
+@pytest.mark.integration
 def test_a_mask_is_there_for_what_is_made_again_behind_a_norm():
     torch.manual_seed(0)
     first = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8)), Drawn()]

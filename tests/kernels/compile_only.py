@@ -1,6 +1,6 @@
-"""Compile every kernel for real GPUs without one, and print one JSON record per kernel and target.
+"""Compile every kernel for GPUs that are not there, and print one JSON record for each kernel and target.
 
-Run in its own process without TRITON_INTERPRET: the variable is read when a kernel is decorated.
+Run in a process of its own without TRITON_INTERPRET: the variable is read when a kernel is decorated.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, ceil_div
-from lightning_actprune.kernels import linear, pack, sums, unpack
-from lightning_actprune.kernels.places import run_tile, stride_unit
+from lightning_actprune.kernels import activation, channel_norm, gated, linear, norm, pack, sums, unpack
+from lightning_actprune.kernels.formats import encode_format, tile_width, whole_blocks
+from lightning_actprune.kernels.places import choose_turns, run_tile, stride_unit
+from lightning_actprune.operators.activation import StoredDerivative
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 POINTERS = {
@@ -56,70 +58,243 @@ NARROW_ROW = 196
 UNSCALED = {"keys_ptr": None}
 """What a kernel that copies or quantizes blocks gets if these are not scaled."""
 
+FORMATS = [(4, 32), (4, 64), (2, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 128), (4, 256), (2, 16)]
+"""Bits and block sizes; of 24, a quarter of the tile is masked."""
+WIDE = (4, 1024)
+"""The largest block, which the weight gradient does not dequantize by itself."""
+SPARSE = [64, 1000]
+"""Block sizes at which almost nothing is kept."""
+
+ACTIVATIONS = [("gelu", bits) for bits in (8, 4, 3, 2)]
+ACTIVATIONS += [(name, 4) for name in ("silu", "tanh", "softplus", "elu", "relu")]
+PARAMETERS = {"softplus": (1.0, 20.0), "elu": (1.0,)}
+
+GATES = [("silu", bits, 32, 11008, "bf16") for bits in (8, 4, 3, 2)]
+GATES += [(name, 4, 32, 11008, "bf16") for name in ("gelu", "gelu_tanh", "relu", "sigmoid")]
+GATES += [("silu", 4, 32, 8192, "fp32"), ("silu", 4, 1024, 8192, "bf16"), ("gelu", 4, 24, 100, "bf16")]
+"""Function, bits, block size, length and type: those of MLPs, the widest blocks, unaligned ones."""
+
+NORMS = [(4, 32, 768, "fp32"), (2, 32, 4096, "bf16"), (4, 32, 8192, "fp32"), (4, 24, 100, "bf16")]
+"""Bits, block size, length and type: rows of 24 blocks, of a power of two, the longest, unaligned ones."""
+AFFINE, SCALED = (4, 32, 384, "fp32"), (2, 32, 384, "bf16")
+"""The same of an affine layer, and of a branch of 16 bits that is scaled and added to an fp32 residual."""
+
+CUTS = {
+    "nhwc64": (25088, 64, 1), "nhwc40": (25088, 40, 1), "nchw56": (32, 64, 3136), "nchw7": (256, 2048, 49),
+    "groups": (1, 1024, 784),
+}  # fmt: skip
+"""Images, channels and length: channels last (also a number that blocks do not divide) and contiguous."""
+CHANNELS = [("nhwc64", 4, "bf16"), ("nhwc64", 4, "fp32"), ("nhwc40", 8, "fp16"), ("nchw56", 4, "bf16")]
+CHANNELS += [("nchw7", 4, "bf16"), ("groups", 3, "bf16")]
+RELUS = [("nhwc64", 4, "bf16"), ("nhwc40", 8, "fp32"), ("nchw56", 4, "bf16"), ("nchw7", 4, "bf16")]
+"""Batch normalisations that are followed by a ReLU."""
+
 Specimen = tuple[str, Any, dict[str, Any], str, dict[str, int]]
 """Label, kernel, constexprs, value type, options."""
 
 
-def specimens(target: int) -> list[Specimen]:
-    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    shared = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}
+def of_blocks(target: int) -> list[Specimen]:
+    """Kernels that select, copy, unpack and multiply blocks of values that are not quantized."""
+    shared, four = {"CAST": False, "B": 32, "BLOCK": 32, "ZEROS": 4, "SELECT": 0}, {"num_warps": 4}
     tile = shared | {"ROWS": 2, "COLS": 64} | rows(1536, 32)
     narrow = shared | {"ROWS": 16, "COLS": 8} | rows(NARROW_ROW, 32)
-    block = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32)
-    found = [
-        ("keys", pack.block_keys_kernel, tile, "bf16", {"num_warps": 4}),
-        ("keys", pack.block_keys_kernel, tile, "fp32", {"num_warps": 4}),
-        ("keys_swap", pack.block_keys_kernel, tile | {"SELECT": pack.SWAP.value}, "bf16", {"num_warps": 4}),
-        ("keys_unbiased", pack.block_keys_kernel, tile | {"SELECT": pack.UNBIASED.value}, "bf16", {"num_warps": 4}),
-        ("keys_narrow", pack.block_keys_kernel, narrow, "bf16", {"num_warps": 4}),
-        ("keys_block", pack.block_keys_kernel, block, "bf16", {"num_warps": 4}),
-        ("keys_cast_block", pack.block_keys_kernel, block | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "bf16", {"num_warps": 4}),
-        ("keys_cast", pack.block_keys_kernel, tile | {"CAST": True}, "fp16", {"num_warps": 4}),
-        ("keys_cast_narrow", pack.block_keys_kernel, narrow | {"CAST": True}, "bf16", {"num_warps": 4}),
+    block, cast = shared | {"ROWS": 128, "COLS": 1} | rows(32, 32), {"CAST": True}
+    keys = [("keys", tile, "bf16"), ("keys", tile, "fp32"), ("keys_swap", tile | {"SELECT": pack.SWAP.value}, "bf16")]
+    keys += [("keys_unbiased", tile | {"SELECT": pack.UNBIASED.value}, "bf16"), ("keys_narrow", narrow, "bf16")]
+    keys += [("keys_block", block, "bf16"), ("keys_cast_block", block | cast, "bf16")]
+    keys += [("keys_cast", tile | cast, "bf16"), ("keys_cast", tile | cast, "fp16")]
+    keys += [("keys_cast_narrow", narrow | cast, "bf16")]
+    found = [(label, pack.block_keys_kernel, constants, value, four) for label, constants, value in keys]
+    found += [
         ("select", pack.select_kernel, {"BLOCKS": 32768, "PIECE": 8192}, "fp32", {"num_warps": 16}),
         ("select", pack.select_kernel, {"BLOCKS": 16384, "PIECE": 16384}, "fp32", {"num_warps": 8}),
-        ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
+        ("select_rows", pack.select_rows_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", four),
         ("select_shared", pack.select_shared_kernel, {"PIECE": 8192}, "fp32", {"num_warps": 16}),
-        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", {"num_warps": 4}),
-        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", {"num_warps": 4}),
-        ("count_columns", linear.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 4}),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 1, "BLOCKS": 4096}, "fp32", four),
+        ("largest_dropped", pack.largest_dropped_kernel, {"GROUP": 128, "BLOCKS": 32}, "fp32", four),
+        ("count_columns", linear.count_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", four),
         ("list_columns", linear.list_columns_kernel, {"TILE": 128, "COLS": 32}, "fp32", {"num_warps": 8}),
-        ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", {"num_warps": 4}),
+        ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", four),
     ]
-    for value, size in (("bf16", 2), ("fp32", 4)):
-        wide = sums.COLS
-        tile = {
-            "ROWS": sums.TILE_BYTES // (wide * size),
-            "COLS": wide,
-            "WIDE": False,
+    for (value, size), parts in itertools.product((("bf16", 2), ("fp32", 4)), (0, sums.MOST_PARTS)):
+        added = {
+            "ROWS": sums.TILE_BYTES // (sums.COLS * size),
+            "COLS": sums.COLS,
             "STAGES": sums.STAGES,
+            "PARTS": parts,
         }
-        for parts in (0, sums.MOST_PARTS):
-            constants = tile | {"PARTS": parts}
-            found.append(("column_sums", sums.column_sums_kernel, constants, value, {"num_warps": 4}))
-            if value == "fp32":
-                constants = {name: constants[name] for name in constants if name != "WIDE"}
-                found.append(("add_sets", sums.add_sets_kernel, constants, value, {"num_warps": 4}))
-    for value in ("bf16", "fp16", "fp32"):
-        found.extend(weight_grad_specimen(size, value, target) for size in WEIGHT_GRADS[value])
+        found.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
+        if value == "fp32":
+            found.append(("add_sets", sums.add_sets_kernel, added, value, four))
+    found += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
     # Copies: two bytes are two bytes.
     copies = list[Specimen]()
     for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
-        _, tile, options = run_tile(64, 4704, size)
-        constants = dict(zip(("B", "BLOCK", "LANES"), tile, strict=True)) | rows(6 * size, size)
+        _, sizes, options = run_tile(64, 4704, size)
+        constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
         copies.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
         copies.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
         copies.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
-    found.extend(in_turn(copies, target))
-    narrow = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(NARROW_ROW, 32)
-    found.append(("gather_narrow", pack.gather_kernel, narrow | UNSCALED, "bf16", {"num_warps": 4}))
-    block = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(32, 32)
-    found.append(("gather_block", pack.gather_kernel, block | UNSCALED, "bf16", {"num_warps": 4}))
-    found.append(("unpack_block", unpack.unpack_kernel, block | {"FORMAT": 0}, "bf16", {"num_warps": 4}))
-    narrow |= {"FORMAT": 0}
-    found.append(("unpack_narrow", unpack.unpack_kernel, narrow, "bf16", {"num_warps": 4}))
+    found += in_turn(copies, target)
+    for name, length in (("narrow", NARROW_ROW), ("block", 32)):
+        run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
+        found.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
+        found.append((f"unpack_{name}", unpack.unpack_kernel, run | {"FORMAT": 0}, "bf16", four))
     return found
+
+
+def of_formats(target: int) -> list[Specimen]:
+    """Kernels that quantize or read quantized blocks, on values of bf16 and fp32 in turn."""
+    found = []
+    for (bits, size), value in itertools.product((*FORMATS, WIDE), ("bf16", "fp32")):
+        constants, options = turned(bits, size)
+        unscaled = constants | UNSCALED
+        found.append((f"quantize_{bits}_b{size}", pack.quantize_kernel, unscaled, value, options))
+        found.append((f"quantize_scaled_{bits}_b{size}", pack.quantize_kernel, constants, value, options))
+        found.append((f"unpack_{bits}_b{size}", unpack.unpack_kept_kernel, constants, value, options))
+        if (bits, size) != WIDE:
+            found.append(dequantized(bits, size, value))
+            found.append(whole(bits, size, value))
+    for size, value in itertools.product(SPARSE, ("bf16", "fp32")):
+        constants, options = turned(4, size, 6.4, 6 * size + 6)  # rows that are not aligned
+        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, value, options))
+    found.append(whole(4, 32, "bf16", casts=True))
+    found.append(whole(4, 32, "bf16", length=32))
+    found += [unpacked(4, 32, "bf16", length) for length in (192, 32)]
+    return in_turn(found, target)
+
+
+def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) -> tuple[dict[str, Any], dict]:
+    """Return constants and options of kernels that find kept blocks by rank: so many of 128, by default at .6."""
+    _, (_, _, lanes), _ = run_tile(64, 4704, size)
+    turns = choose_turns(tile_width(size), kept)
+    tile = {"B": size, "BLOCK": tile_width(size), "TILE": turns.tile, "PARTS": turns.parts, "LANES": lanes}
+    return tile | {"FORMAT": encode_format(bits, size)} | rows(length or 6 * size, size), {"num_warps": turns.warps}
+
+
+def whole(bits: int, size: int, value: str, casts: bool = False, length: int = 0) -> Specimen:
+    """Return the kernel that stores all blocks: of usual rows, or of rows of one block as a convolution has them."""
+    block, tile = whole_blocks(size)
+    constants = {"CAST": casts, "B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(bits, size)}
+    label = f"quantize_all{'_cast' * casts}_{bits}_b{size}" + "_block" * bool(length)
+    return label, pack.quantize_all_kernel, constants | rows(length or 6 * size, size), value, {"num_warps": 4}
+
+
+def unpacked(bits: int, size: int, value: str, length: int) -> Specimen:
+    """Return the kernel that unpacks a run of which all blocks are kept."""
+    _, (_, _, lanes), options = run_tile(64, 4704, size)
+    tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(bits, size)}
+    label = f"unpack_all_{bits}_b{size}" + "_block" * (length == size)
+    return label, unpack.unpack_kernel, tile | rows(length, size), value, options
+
+
+def dequantized(bits: int, size: int, value: str) -> Specimen:
+    """Return the kernel that dequantizes stored blocks and counts them."""
+    block, blocks = whole_blocks(size)
+    constants = {"TILE": 128, "COLS": 16, "B": size, "BLOCK": block, "BLOCKS": blocks}
+    constants["FORMAT"] = encode_format(bits, size)
+    kernel = linear.count_and_dequantize_kernel
+    return f"count_and_dequantize_{bits}_b{size}", kernel, constants, value, {"num_warps": 4}
+
+
+def of_activations(target: int) -> list[Specimen]:
+    """Activation functions: all of them forward, every kind of codes backward."""
+    found = []
+    for function, bits in ACTIVATIONS:
+        stored = StoredDerivative(function, PARAMETERS.get(function, ()), bits)
+        label = f"{function}_{'bit' if stored.exact() else f'int{bits}'}"
+        kernels = {"activate": (activation.activate_kernel, stored.forward_constants())}
+        if function in ("gelu", "relu"):
+            kernels["activation_grad"] = activation.activation_grad_kernel, stored.backward_constants()
+        for value, (name, (kernel, scalars)) in itertools.product(("bf16", "fp32"), kernels.items()):
+            scalars = (*scalars, activation.TILE)
+            constants = dict(zip(kernel.arg_names[-len(scalars) :], scalars, strict=True))
+            if value == "bf16" or (function, bits) in (("gelu", 4), ("relu", 4)):
+                found.append((f"{name}_{label}", kernel, constants, value, {"num_warps": 4}))
+    mask = {"TILE": 2 * activation.TILE}
+    return [*found, ("pack_mask", activation.pack_mask_kernel, mask, "bf16", {"num_warps": 4})]
+
+
+def of_gates(target: int) -> list[Specimen]:
+    """Gated products, also with what is kept where one input needs no gradient."""
+    found = []
+    names = "FUNCTION", "P", "Q", "LOWER", "HIGHER", "EXACT", "FOR_A", "FOR_U"
+    for function, bits, size, length, value in GATES:
+        single = [(1, 0), (0, 1)] if (function, bits, size, value) == ("silu", 4, 32, "bf16") else []
+        for wanted in [(1, 1), *single]:
+            blocks = rows(length, size) | gated.block_constants(size, bits)
+            label = f"int{bits}_b{size}_{length}" + ("" if all(wanted) else "_for_" + "au"[wanted[1]])
+            stored = StoredDerivative(function, (), bits)
+            scalars = *stored.function_constants(), *stored.bounds(), stored.exact(), *wanted
+            forward = blocks | dict(zip(names, scalars, strict=True))
+            found.append((f"gate_{function}_{label}", gated.gate_kernel, forward, value, {"num_warps": 4}))
+            if function == "silu" or size == 24:
+                backward = blocks | {"FOR_A": wanted[0], "FOR_U": wanted[1]}
+                found.append((f"gate_grad_{label}", gated.gate_grad_kernel, backward, value, {"num_warps": 4}))
+    return found
+
+
+def of_norms(target: int) -> list[Specimen]:
+    """Both kernels of normalised, affine and scaled rows, with everything to be computed."""
+    found = []
+    for case in (*NORMS, AFFINE, SCALED):
+        bits, size, length, value = case
+        normed, added = case in NORMS, case == SCALED
+        sizes, warps = norm.tile_of(length, size)
+        constants = rows(length, size) | sizes | {"WEIGHTED": True, "CENTRED": normed, "NORMED": normed}
+        constants["FORMAT"] = encode_format(bits, size)
+        forward = constants | {"BIASED": not added, "ADDED": added, "ROUNDED": False}
+        backward, options = constants | {"OF_WEIGHT": True, "OF_BIAS": not added}, {"num_warps": warps}
+        label = f"{bits}_b{size}_{length}"
+        found.append((f"normalize_{label}", norm.normalize_kernel, forward, value, options))
+        options = options | {"maxnreg": norm.REGISTERS}
+        found.append((f"normalize_grad_{label}", norm.normalize_grad_kernel, backward, value, options))
+    return found
+
+
+def of_channels(target: int) -> list[Specimen]:
+    """Batch and group normalisation."""
+    merge = dict(zip(("PARTS", "CHANNELS"), channel_norm.merge_tile(528), strict=True))
+    merge |= {"TRACKED": True, "COUNTED": True}
+    add = {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
+    add |= {"ROWS": channel_norm.ADDED_ROWS, "CHANNELS": channel_norm.ADDED_CHANNELS}
+    found = [
+        ("merge_statistics", channel_norm.merge_statistics_kernel, merge, "fp32", {"num_warps": 4}),
+        ("add_sums", channel_norm.add_sums_kernel, add, "fp32", {"num_warps": 4}),
+    ]
+    for name, bits, value in CHANNELS:
+        found += of_cut(name, bits, value, relu=False)
+    for name, bits, value in RELUS:
+        found += of_cut(name, bits, value, relu=True)[1:]  # all but the statistics
+    return found
+
+
+def of_cut(name: str, bits: int, value: str, relu: bool) -> list[Specimen]:
+    """Return the kernels that read the tensor."""
+    _, channels, length = cut = CUTS[name]
+    group, values = channel_norm.statistics_tile(channels, length)
+    flat = channel_norm.flat_constants(channel_norm.Stored(cut, 32, bits, torch.device("cuda"), relu))
+    if length == 1:
+        sums_kernel, tile = channel_norm.pixel_sums_kernel, channel_norm.pixel_tile(channels, 32) | {"EXACT": True}
+    else:
+        sums_kernel, tile = channel_norm.channel_sums_kernel, channel_norm.channel_tile(channels, length, 32)
+    read = {"LENGTH": length, "PIXEL": channels if length == 1 else 0, "CHANNELS": group, "VALUES": values}
+    read["STAGES"] = channel_norm.STAGES
+    written = flat | {"WEIGHTED": True, "BIASED": True, "RELU": relu}
+    made = [
+        ("statistics", channel_norm.channel_statistics_kernel, read),
+        ("channels_normalize", channel_norm.normalize_channels_kernel, written),
+        ("channel_sums", sums_kernel, tile | {"FORMAT": encode_format(bits, 32), "RELU": relu}),
+        ("channels_grad", channel_norm.channel_grad_kernel, flat | {"RELU": relu}),
+    ]
+    label = f"{name}_{bits}" + "_relu" * relu
+    return [(f"{kind}_{label}", kernel, constants, value, {"num_warps": 4}) for kind, kernel, constants in made]
+
+
+FAMILIES = {
+    "blocks": of_blocks, "formats": of_formats, "activations": of_activations, "gates": of_gates, "norms": of_norms,
+    "channels": of_channels,
+}  # fmt: skip
 
 
 def in_turn(found: list[Specimen], target: int) -> list[Specimen]:
@@ -215,29 +390,31 @@ def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
     return dict(found)
 
 
-def print_records(of_target: Callable[[int], list[Specimen]]) -> None:
-    """Compile the specimens of the targets that the command line names, and print a record of each."""
-    made = {target: of_target(target) for target in map(int, sys.argv[1:])}
-    _specimens.update(made)
-    jobs = [(target, index) for target, found in made.items() for index in range(len(found))]
+def main(targets: list[int]) -> None:
+    """Compile all kernels for these targets, and print a record of each."""
+    jobs = [(target, *key) for target in targets for key in _found.setdefault(target, specimens(target))]
     # Forked, because importing torch and triton takes longer than compiling a few kernels, and kernels do not travel.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
         for line in pool.imap(_record, jobs):
             print(line, flush=True)
 
 
-_specimens: dict[int, list[Specimen]] = {}
+def specimens(target: int) -> dict[tuple[str, int], Specimen]:
+    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
+    return {(name, i): one for name, of in FAMILIES.items() for i, one in enumerate(of(target))}
+
+
+_found: dict[int, dict[tuple[str, int], Specimen]] = {}
 """By target; forked processes find them here."""
 
 
-def _record(job: tuple[int, int]) -> str:
-    target, index = job
-    label, kernel, constants, value, options = _specimens[target][index]
+def _record(job: tuple[int, str, int]) -> str:
+    target, family, index = job
+    label, kernel, constants, value, options = _found[target][family, index]
     used = compile_kernel(kernel, constants, value, options, target)
-    return json.dumps(
-        {"kernel": label, "value": value, "target": target, "constants": constants, "options": options, **used}
-    )
+    names = {"family": family, "kernel": label, "value": value, "target": target}
+    return json.dumps({**names, "constants": constants, "options": options, **used})
 
 
 if __name__ == "__main__":
-    print_records(specimens)
+    main(list(map(int, sys.argv[1:])))

@@ -20,6 +20,7 @@ from lightning_actprune.operators.gated import (
 )
 from tests.support.activations import BITS, inputs, stored_of
 from tests.support.gates import largest_error, oracle
+from tests.support.marks import cover
 from tests.support.packing import rounded
 from tests.support.workload import launches
 
@@ -88,6 +89,24 @@ def test_halves_of_a_gradient(kernel_device, layout):
     assert torch.equal(joint, torch.cat(apart if layout == GATE_FIRST else apart[::-1], 1))
 
 
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_one_factor_alone(kernel_device, wanted):
+    """Where one of the inputs needs no gradient."""
+    a, u = pair(5, 70, torch.float32, kernel_device)
+    stored, types = StoredFactors(4, 32, *wanted), (torch.float32, torch.float32)
+    with force_backend("triton"):
+        z, values = gate_eagerly(a, u, stored_of("silu"), stored, torch.float32)
+        found = gate_grad_eagerly(z, values, stored, SEPARATE, *types)
+    with force_backend("reference"):
+        expected = gate_grad_eagerly(z.cpu(), values.cpu(), stored, SEPARATE, *types)
+        _, same = gate_eagerly(a.cpu(), u.cpu(), stored_of("silu"), stored, torch.float32)
+    assert [grad is not None for grad in found] == list(wanted)
+    for ours, right in zip(found, expected, strict=True):
+        assert ours is right is None or torch.equal(ours.cpu(), right)
+    assert values.shape == same.shape
+    assert (values.cpu() != same).float().mean() <= 0.02
+
+
 def test_one_launch_each_way_and_no_copy(kernel_device):
     """Of a joint projection in 16 bits too, as any MLP has it."""
     x = torch.randn(4, 10, 128, device=kernel_device).to(torch.bfloat16).requires_grad_()
@@ -101,9 +120,11 @@ def test_one_launch_each_way_and_no_copy(kernel_device):
 
 
 @pytest.mark.gpu
-@each_dtype
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("shape", [(8192, 11008), (1000, 8192), (517, 4099)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "bits", "dtype"),
+    cover([(8192, 11008), (1000, 8192), (517, 4099)], BITS, list(DTYPES.values())),
+    ids=str,
+)
 def test_large_inputs_on_the_gpu(shape, bits, dtype):
     x = torch.randn(shape[0], 2 * shape[1], device="cuda").to(dtype).requires_grad_()
     a, u = x.chunk(2, 1)

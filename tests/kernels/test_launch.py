@@ -41,35 +41,27 @@ class Packed(Flat):
         self.launch(gridX, gridY, gridZ, stream, function, True, *more, {"signature": 1}, args)
 
 
-class Scratch(Flat):
-    """Allocates memory for each launch."""
-
-    global_scratch_size = 128
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
-        self.launch(gridX, gridY, gridZ, stream, function, object(), *args)
+def other(call, scratch=0):
+    """Return a class of launchers that do something else."""
+    return type("Other", (Flat,), {"__call__": call, "global_scratch_size": scratch})
 
 
-class Twice(Flat):
-    """Calls the native function more than once."""
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
-        self.launch(gridX, gridY, gridZ, stream, function, *args)
-        self.launch(gridX, gridY, gridZ, stream, function, *args)
+def twice(self, gridX, gridY, gridZ, stream, function, *args):
+    self.launch(gridX, gridY, gridZ, stream, function, *args)
+    self.launch(gridX, gridY, gridZ, stream, function, *args)
 
 
-class Wrapped(Flat):
-    """Passes the arguments on in another form."""
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
-        self.launch(gridX, gridY, gridZ, stream, [*args])
+def one_more(self, gridX, gridY, gridZ, stream, cluster, function, *args):
+    """Pass on an argument in front of the kernel's as if it were one of these."""
+    self.launch(gridX, gridY, gridZ, stream, cluster, function, *args)
 
 
-class OneMore(Flat):
-    """Takes another argument before the kernel's, which it passes on as if it were one of these."""
+def wrapped(self, gridX, gridY, gridZ, stream, function, *args):
+    self.launch(gridX, gridY, gridZ, stream, [*args])
 
-    def __call__(self, gridX, gridY, gridZ, stream, cluster, function, *args):
-        self.launch(gridX, gridY, gridZ, stream, cluster, function, *args)
+
+Wrapped = other(wrapped)
+OTHERS = [other(Flat.__call__, scratch=128), other(twice), Wrapped, other(one_more), lambda: mock.Mock(spec=[])]
 
 
 def triton_launcher():
@@ -107,7 +99,7 @@ def test_native_function_gets_what_the_launcher_would_pass(make):
     assert actual == expected
 
 
-@pytest.mark.parametrize("make", [Scratch, Twice, Wrapped, OneMore, lambda: mock.Mock(spec=[])])
+@pytest.mark.parametrize("make", OTHERS)
 def test_launchers_that_do_more_or_are_not_known_are_left_to_triton(make):
     assert runner(compiled(make()), 0, GRID, SCALARS) is None
 

@@ -1,4 +1,4 @@
-"""The kernels that normalise rows: whole tiles, many programs, long rows, and real sizes; see ``operators.norm``."""
+"""The kernels that normalise, shift or scale rows: many programs, long rows, and real sizes; see ``operators.norm``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.kernels import norm as kernels
 from lightning_actprune.operators import norm as operators
 from lightning_actprune.operators.norm import NormSetting
+from tests.kernels.agreement import compare
 from tests.support import oracle
+from tests.support.marks import cover
 from tests.support.saving import saved_tensors
 from tests.support.workload import launches
 
@@ -29,37 +31,54 @@ def run(x: Tensor, grad_y: Tensor, weight: Tensor, centred: bool, bits: int) -> 
 
 
 @pytest.fixture
-def fresh_launches():
-    """Launches made under the sizes of a test, and for it alone."""
+def small_tiles(monkeypatch):
+    """Programs that have several tiles, one that is not full, or none."""
     caches = operators._launches, operators._grad_launches
     for cache in caches:
         cache.clear()
+    for name, value in (("multiprocessors", lambda device: 3), ("TILE_VALUES", 512), ("WARPS", 2)):
+        monkeypatch.setattr(kernels, name, value)
     yield
     for cache in caches:
         cache.clear()
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 33), (29, 100), (7, 1500)])
-def test_sums_of_many_programs_are_those_of_the_reference(kernel_device, rows, length, monkeypatch, fresh_launches):
-    """Programs that have several tiles, one that is not full, or none."""
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(kernels, "TILE_VALUES", 512)
-    monkeypatch.setattr(kernels, "WARPS", 2)
-    x, grad_y = torch.randn(2, rows, length, device=kernel_device)
-    weight, found = torch.randn(length, device=kernel_device), []
-    for backend in ("triton", "reference"):
-        with force_backend(backend), launches() as names:
-            found.append(run(x, grad_y, weight, True, 8))
-        assert bool(names) == (backend == "triton")
-    (y, _, grad_x, *sums), (right_y, _, right_x, *right_sums) = found
-    torch.testing.assert_close(y, right_y, rtol=0, atol=1e-5)
-    # Codes may differ where a value was rounded differently: by a step of 1/255 of a block's range.
-    assert oracle.relative_error(grad_x, right_x) < 3e-3
-    assert oracle.relative_error(sums[0], right_sums[0]) < 1e-2
-    torch.testing.assert_close(sums[1], right_sums[1], rtol=0, atol=1e-4)
+ROWS = [(5, 70, 32), (11, 100, 24), (2, 1500, 32)]
+"""Rows, their length and the block size."""
+KINDS = {
+    "layer": (True, False, True, "wb"),
+    "layer-plain": (True, False, True, ""),
+    "rms": (False, False, True, "w"),
+    "rms-rounded": (False, True, True, "w"),
+    "affine": (False, False, False, "wb"),
+    "scale": (False, False, False, "w"),
+    "scaled-branch": (False, False, False, "wr"),
+}
+"""Whether rows are centred, rounded and normalised, and what there is of weight, bias and residual."""
 
 
-def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, fresh_launches):
+@pytest.mark.parametrize(("kind", "rows", "bits", "dtype"), cover(list(KINDS), ROWS, (8, 4, 3, 2), DTYPES), ids=str)
+@pytest.mark.usefixtures("small_tiles")
+def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype):
+    (count, length, block), (centred, rounded, normed, others) = rows, KINDS[kind]
+    x = (2 * torch.randn(count, length) + 1).to(dtype).to(kernel_device)
+    made = {"w": 1 + torch.randn(length), "b": torch.randn(length), "r": torch.randn(count, length).to(dtype)}
+    weight, bias, residual = (made[name].to(kernel_device) if name in others else None for name in "wbr")
+    setting = NormSetting(centred, rounded, 1e-5, block, bits, normed)
+    if normed:
+        compare(lambda x, w, b: operators.norm(x, w, b, (length,), setting, dtype), (x, weight, bias))
+    else:
+        compare(lambda *given: operators.scaled(*given, block, bits), (x, weight, bias, residual))
+
+
+def test_what_is_not_finite_stays_in_its_row(kernel_device):
+    x = torch.randn(6, 70, device=kernel_device)
+    x[1, 3], x[4, 60], x[2] = float("nan"), float("inf"), 5.0
+    setting = NormSetting(True, False, 1e-5, 32, 4)
+    compare(lambda x: operators.norm(x, None, None, (70,), setting, x.dtype), (x,))
+
+
+def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, small_tiles):
     monkeypatch.setattr(kernels, "MOST_VALUES", 64)
     x, grad_y = torch.randn(2, 5, 100, device=kernel_device)
     with force_backend("triton"), launches() as names:
@@ -85,11 +104,12 @@ def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
         torch.testing.assert_close(of_bias, x.sum(0), rtol=0, atol=1e-4)
 
 
+LARGE = [(25216, 768), (12544, 384), (8192, 4096), (1000, 8192), (517, 8190)]
+LARGE = cover(LARGE, (8, 4, 2), DTYPES, (True, False))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("shape", [(25216, 768), (12544, 384), (8192, 4096), (1000, 8192), (517, 8190)], ids=str)
-@pytest.mark.parametrize("centred", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize(("shape", "bits", "dtype", "centred"), LARGE, ids=str)
 def test_large_inputs_on_the_gpu(shape, bits, dtype, centred):
     x, grad_y = ((2 * torch.randn(shape, device="cuda") + k).to(dtype) for k in (1, 0))
     weight = torch.randn(shape[1], device="cuda", dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -46,14 +48,11 @@ def check(kept: Tensor, device: torch.device) -> None:
         assert torch.equal(in_order.view(-1, lanes)[:samples, :blocks], kept.int())
 
 
-@pytest.mark.parametrize(
-    ("samples", "blocks"),
-    [(300, 1), (50, 12), (9, 32), (3, 65), (3, 129), (2, 300)],
-)
-@pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
-def test_blocks_of_all_ranks(kernel_device, samples, blocks, density):
+@pytest.mark.parametrize(("samples", "blocks"), [(300, 1), (50, 12), (9, 32), (3, 65), (3, 129), (2, 300)])
+def test_blocks_of_all_ranks(kernel_device, samples, blocks):
     """None, some or all kept: one run a sample or several, or several samples a run, the last run not filled."""
-    check(torch.rand(samples, blocks) < density, kernel_device)
+    for density in (0.0, 0.5, 1.0):
+        check(torch.rand(samples, blocks) < density, kernel_device)
 
 
 def one_block_of(device: torch.device) -> Tensor:
@@ -72,12 +71,11 @@ def test_one_dropped_block_anywhere(kernel_device):
     check(~one_block_of(kernel_device), kernel_device)
 
 
-@pytest.mark.parametrize("block", [8, 32, 64, 128, 1024])
-@pytest.mark.parametrize("kept", [0.0, 1.0, 12.8, 51.2, 128.0])
-def test_two_tiles_a_program_cover_what_a_run_keeps_on_average(block, kept):
-    turns = places.choose_turns(block, kept)
-    assert all(number == triton.next_power_of_2(number) for number in turns)
-    assert turns.tile * turns.parts <= RUN_BLOCKS
-    assert 2 * turns.tile * turns.parts >= kept
-    assert turns.parts == 1 or turns.tile * turns.parts < kept
-    assert turns.tile * block <= max(block, THREAD_VALUES * 32 * turns.warps)
+def test_two_tiles_a_program_cover_what_a_run_keeps_on_average():
+    for block, kept in itertools.product([8, 32, 64, 128, 1024], [0.0, 1.0, 12.8, 51.2, 128.0]):
+        turns = places.choose_turns(block, kept)
+        assert all(number == triton.next_power_of_2(number) for number in turns)
+        assert turns.tile * turns.parts <= RUN_BLOCKS
+        assert 2 * turns.tile * turns.parts >= kept
+        assert turns.parts == 1 or turns.tile * turns.parts < kept
+        assert turns.tile * block <= max(block, THREAD_VALUES * 32 * turns.warps)

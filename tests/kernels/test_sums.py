@@ -18,8 +18,11 @@ def column_sums(grad_y, dtype):
     return column_sums_launch(*shape, dtype, grad_y.device)(grad_y)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "outputs"), [(1, 1), (3, 130), (64, 128), (1000, 33), (1031, 300)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype"),
+    [(1, 1, DTYPES[0]), (3, 130, DTYPES[1]), (64, 128, DTYPES[2]), (1000, 33, DTYPES[1]), (1031, 300, DTYPES[0])],
+    ids=str,
+)
 def test_sums_are_exact_on_integers(kernel_device, rows, outputs, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     grad_y = oracle.integers(rows, outputs, dtype=dtype, device=kernel_device)
@@ -108,8 +111,11 @@ def test_non_finite_values_stay_in_their_column(kernel_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(25088, 1536), (25216, 3072), (128, 1000), (1_000_000, 64), (24576, 196)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((25088, 1536), DTYPES[0]), ((25216, 3072), DTYPES[1]), ((128, 1000), DTYPES[2]), ((1_000_000, 64), DTYPES[1])],
+    ids=str,
+)
 def test_large_gradients_are_summed_as_well_as_torch_sums_them(shape, dtype):
     grad_y = torch.randn(shape, device="cuda", dtype=dtype)
     exact, ours = grad_y.double().sum(0), column_sums(grad_y, torch.float32)
@@ -126,8 +132,9 @@ def test_addresses_beyond_32_bits():
     assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
 
 
-@pytest.mark.parametrize("sets", [1, 2])
-@pytest.mark.parametrize(("rows", "outputs", "programs"), [(1, 33, 1), (40, 70, 1), (300, 130, 100)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "programs", "sets"), [(1, 33, 1, 2), (40, 70, 1, 1), (300, 130, 100, 1), (300, 130, 100, 2)]
+)
 def test_sets_are_added_each_to_its_own_result(kernel_device, rows, outputs, programs, sets, monkeypatch):
     """Of other types; in one part or several, whose counters are zero again for the next launch."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: programs)

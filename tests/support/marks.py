@@ -68,3 +68,8 @@ def in_turn(values: Iterable[Any], *others: Sequence[Any]) -> list[Any]:
 
 def _marked(value: Any, mark: str) -> Any:
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=getattr(pytest.mark, mark))
+
+
+def cover(*axes: Sequence[Any]) -> list[Any]:
+    """Return the cases of ``pairs`` that run by default, and no others."""
+    return [case for case in pairs(*axes) if type(case) is tuple]

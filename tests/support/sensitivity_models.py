@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.support.conversion_models import TwoNames, deep, mlp
+from tests.support.conversion_models import deep
 
 BITS = [None, 4, 2]
 
@@ -53,25 +52,12 @@ class Twice(nn.Module):
         return out
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.body, self.reentrant = mlp(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
 # Models with an input of theirs.
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
-    "two dimensions": (mlp, (6, 65)),
     "three": (deep, (3, 5, 65)),
     "token mixing": (TokenMixing, (3, 40, 70)),
-    "two names": (TwoNames, (4, 3, 65)),
     "called twice": (Twice, (4, 3, 66)),
-    "inplace": (lambda: nn.Sequential(nn.Linear(65, 70), nn.ReLU(inplace=True), nn.Linear(70, 5)), (4, 65)),
     "self-attention": (lambda: Attention(True, False), (3, 6, 64)),
-    "cross-attention": (lambda: Attention(False, True), (3, 6, 64)),
     "own weights": (lambda: Attention(True, True, kdim=64, vdim=64, bias=False), (3, 6, 64)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3, padding="same"), nn.Conv2d(8, 4, 2, 2)), (2, 6, 9, 8)),
 }

@@ -1,0 +1,123 @@
+"""The pictures of README and docs/, drawn by `report.py` from the records."""
+
+from __future__ import annotations
+
+import io
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from benchmarks.evidence import findings
+from benchmarks.report import Records, groups, load, main_study, model_name, quickest, score, select, words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ too, for print.
+STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"),
+          ("#999999", "X")]  # fmt: skip
+SETTINGS = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
+TIMELINE = "vit_base_patch16_224"
+
+
+def save(figure: Figure, path: Path, colors: int = 64) -> None:
+    """Write a PNG with few colours, which a line drawing hardly shows."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=150, format="png")
+    Image.open(buffer).convert("RGB").quantize(colors).save(path, optimize=True)
+
+
+def draw_methods(axes: Axes, records: Records, dense: dict[str, Any], styles: dict[str, Any], hollow: bool) -> None:
+    """Draw a dot for each method, with the memory and time of `dense` as units."""
+    for r in records:
+        color, marker = styles[r["method"]]
+        x, y = r["peak_mib"] / dense["peak_mib"], quickest(r) / quickest(dense)
+        axes.plot(x, y, marker, color=color, markersize=4, fillstyle="none" if hollow else "full")
+    for scale, axis in ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis)):
+        scale("log")
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xticks([0.2, 0.3, 0.5, 1.0])
+    axes.set_yticks([0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 4.0, 6.0])
+    axes.grid(alpha=0.25, linewidth=0.5)
+    axes.margins(x=0.2, y=0.15)
+
+
+def frontier() -> Figure:
+    """Draw the peak of a step against its time, a panel for each model; compiled steps are hollow."""
+    eager = groups(select("steps", table="trainer"), "model")
+    compiled = groups(select("steps", table="compiled", mode="default"), "model")
+    methods = dict.fromkeys(r["method"] for rows in (*eager.values(), *compiled.values()) for r in rows)
+    styles = {"dense": ("black", "o")} | dict(zip((m for m in methods if m != "dense"), cycle(STYLES), strict=False))
+    rows = -(-len(eager) // 5)
+    figure = Figure(figsize=(13, 2.6 * rows + 0.4), layout="constrained")
+    panels = figure.subplots(rows, 5, squeeze=False).flatten()
+    for axes in panels[len(eager) :]:
+        axes.set_axis_off()
+    for axes, (key, records) in zip(panels, eager.items(), strict=False):
+        dense = next(r for r in records if r["method"] == "dense")
+        draw_methods(axes, records, dense, styles, hollow=False)
+        draw_methods(axes, compiled.get(key, []), dense, styles, hollow=True)
+        axes.set_title(key[0])
+        axes.set_xlabel("peak of a step, eager dense = 1")
+    for axes in panels[::5]:
+        axes.set_ylabel("time of a step, eager dense = 1")
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle="", label=m) for m, (color, marker) in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=len(handles))
+    return figure
+
+
+def differences() -> Figure:
+    """Draw differences to dense in long trainings and where the truth lies in 19 of 20 such studies."""
+    studies = [main_study(task) for task in ("resnet", "vit", "resmlp", "gpt")]
+    panels = [(study, findings(study, score(study)[2])) for study in studies]
+    figure = Figure(figsize=(6.4, 1 + 0.24 * sum(len(each) + 1 for _, each in panels)), layout="constrained")
+    heights = [len(each) for _, each in panels]
+    for axes, (study, each) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
+        name, _, sign = score(study)
+        for y, finding in enumerate(each.values()):
+            axes.errorbar(sign * finding.difference, -y, xerr=finding.seen, fmt="o", color="#0072B2", markersize=4)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_yticks([-y for y in range(len(each))], [words(setting).replace("`", "") for setting in each])
+        axes.set_ylim(0.5 - len(each), 0.5)
+        axes.set_title(f"{model_name(study[0])}: {'less loss' if sign < 0 else name}")
+    return figure
+
+
+def timeline() -> Figure:
+    """Draw the memory of one step of a ViT-B/16, dense, checkpointed and with `max`, by what holds it."""
+    records = [r for r in load("timeline") if r["model"] == TIMELINE]
+    names = dict.fromkeys(name for r in records for name in r["series_mib"] if name != "in use")
+    palette = matplotlib.color_sequences["tab20"]
+    colors = {name: "#CCCCCC" if name.startswith("other") else palette[i % 20] for i, name in enumerate(names)}
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, r in zip(figure.subplots(1, len(records), sharey=True), records, strict=True):
+        series = {name: r["series_mib"][name] for name in names if name in r["series_mib"]}
+        x = range(len(r["phases"]))
+        axes.stackplot(x, *series.values(), colors=[colors[name] for name in series], linewidth=0)
+        axes.plot(x, r["series_mib"]["in use"], color="black", linewidth=0.8)
+        axes.axvline(r["phases"].index("backward"), color="black", linestyle=":", linewidth=0.8)
+        axes.set_title(f"{r['method']}: peak {r['peak_mib']:.0f} MiB")
+        axes.set_xticks([])
+        axes.set_xlabel("forward, then backward")
+    figure.axes[0].set_ylabel("MiB")
+    handles = [matplotlib.patches.Patch(color=color, label=name) for name, color in colors.items()]
+    figure.legend(handles=handles, loc="outside right", frameon=False, fontsize=7)
+    return figure
+
+
+def draw_all(folder: Path) -> None:
+    """Draw all pictures into a folder."""
+    with matplotlib.rc_context(SETTINGS):
+        save(frontier(), folder / "frontier.png", colors=256)
+        save(differences(), folder / "trainings.png")
+        save(timeline(), folder / f"timeline_{TIMELINE}.png", colors=128)

@@ -1,0 +1,62 @@
+"""Compare the kernels of a layer that keeps its input quantized with plain torch: output, what is stored, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_actprune.codec.dispatch import force_backend
+from tests.support import oracle
+from tests.support.saving import saved_tensors
+from tests.support.workload import launches
+
+FP32 = torch.finfo(torch.float32).eps
+
+
+def eps(dtype: torch.dtype) -> float:
+    """Two units in the last place: Triton's interpreter cuts off to bf16 where torch rounds."""
+    return 2 * torch.finfo(dtype).eps
+
+
+def compare(
+    call: Callable[..., Tensor], given: Sequence[Tensor | None], reference: Callable[..., Tensor] | None = None
+) -> list[Tensor]:
+    """Compare ``call(*given)`` by kernels and in plain torch, and return the statistics that the kernels saved.
+
+    Args:
+        call: Runs the operator.
+        given: Its tensors, the first of which is normalised and stored.
+        reference: Computes what plain torch has no operator for. Its gradients then come from bytes of its own.
+    """
+    given = [None if t is None else t.detach().requires_grad_() for t in given]
+    leaves = [t for t in given if t is not None]
+    made = []
+    for backend, run in (("triton", call), ("reference", reference or call)):
+        with force_backend(backend), launches() as names, saved_tensors() as saved:  # type: ignore[arg-type]
+            made.append((run(*given), saved))
+        assert bool(names) == (backend == "triton")
+    (y, saved), (right, expected) = made
+    assert y.dtype == right.dtype
+    torch.testing.assert_close(y.nan_to_num(), right.nan_to_num(), rtol=eps(y.dtype), atol=1e-5)
+    codes, wanted = saved[0], expected[0]
+    if reference is not None:  # the kernels may store more behind the codes
+        codes, wanted = codes.flatten()[: wanted.numel()], wanted.flatten()
+    assert codes.shape == wanted.shape
+    # Where values differ in the last places, a code does, or a header with its whole block.
+    assert (codes != wanted).float().mean() <= 0.02
+    for mine, theirs in zip(saved[1:], expected[1:], strict=False):
+        if mine.dtype == torch.float32:
+            torch.testing.assert_close(mine, theirs, rtol=16 * FP32, atol=4 * FP32, equal_nan=True)
+    grad_y, found = torch.randn_like(y), []
+    for backend, output in (("triton", y), ("reference", y if reference is None else right)):
+        with force_backend(backend), launches() as names:  # type: ignore[arg-type]
+            found.append(torch.autograd.grad(output, leaves, grad_y, retain_graph=True))
+        assert bool(names) == (backend == "triton")
+    for actual, wanted in zip(*found, strict=True):
+        assert actual.dtype == wanted.dtype
+        assert torch.equal(actual.isnan(), wanted.isnan())
+        error = oracle.relative_error(actual.nan_to_num(), wanted.nan_to_num())
+        assert error < max(1e-5 if reference is None else 5e-3, eps(actual.dtype))
+    return saved[1:]
