@@ -49,10 +49,6 @@ def uses(use: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> ty
     return Uses
 
 
-def attention(**sizes: int) -> Callable[[], nn.Module]:
-    return lambda: nn.MultiheadAttention(E, 2, batch_first=True, **sizes)
-
-
 class Tied(Base):
     def __init__(self):
         super().__init__()
@@ -75,21 +71,21 @@ class RegionPerLayer(Base):
             return self.a(first.exp()[..., :E])
 
 
-class Masked(Base):
+CalledTwice = uses(lambda self, h: self.a(h).exp() * self.a(h.sin()))
+
+
+class Masked(CalledTwice):
     """``torch.nn.utils.prune`` makes the weight anew before each call."""
 
     def __init__(self):
         super().__init__()
         prune.l1_unstructured(self.a, "weight", amount=0.5)
 
-    def use(self, h):
-        return self.a(h).exp() * self.a(h.sin())
 
-
-CalledTwice = uses(lambda self, h: self.a(h).exp() * self.a(h.sin()))
 Checkpointed = uses(lambda self, h: checkpoint(self.a, h, use_reentrant=False) * self.a(h.sin()))
 SizedAttention = uses(
-    lambda self, h: self.attention(h, h.sin()[..., :40], h.cos()[..., :24])[0], attention=attention(kdim=40, vdim=24)
+    lambda self, h: self.attention(h, h.sin()[..., :40], h.cos()[..., :24])[0],
+    attention=lambda: nn.MultiheadAttention(E, 2, kdim=40, vdim=24, batch_first=True),
 )
 Encoder = uses(
     lambda self, h: self.layer(h),
@@ -99,9 +95,7 @@ MODELS = [Base, CalledTwice, Tied, Masked, Checkpointed, Encoder, SizedAttention
 """``Random`` has functions of a weight, cross-attention, and regions without autocast or without its cache."""
 # A parameter that three layers and a function read: autocast makes one copy of it for all.
 LearnedQueries = uses(
-    lambda self, h: (self.a(self.queries) * self.b(self.queries)).sum()
-    + F.linear(self.queries, self.b.weight)
-    + self.a(h),
+    lambda self, h: (self.a(q := self.queries) * self.b(q)).sum() + F.linear(q, self.b.weight) + self.a(h),
     queries=lambda: nn.Parameter(torch.randn(8, E)),
 )
 
@@ -132,14 +126,11 @@ class Random(nn.Module):
         for use, number, context in self.plan:
             with self.contexts[context]():
                 h = self.norm(x.float())
-                match use:
-                    case "layer":
-                        y = self.layers[number](h)
-                    case "function":
-                        y = F.linear(h, self.layers[number].weight)
-                    case "self":
-                        y = self.attention(h, h, h)[0]
-                    case _:
-                        y = self.attention(h, h.sin(), h.cos())[0]
+                if use == "layer":
+                    y = self.layers[number](h)
+                elif use == "function":
+                    y = F.linear(h, self.layers[number].weight)
+                else:
+                    y = self.attention(h, *((h, h) if use == "self" else (h.sin(), h.cos())))[0]
             x = x.float() + y.float()
         return x

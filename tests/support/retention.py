@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,80 +35,38 @@ class Relu(Step):
         return self.fc(F.relu(h))
 
 
-class ReluModule(Step):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.ModuleDict({"act": nn.ReLU()})
+def step(use: Callable[[Any, Tensor], Tensor], **parts: Callable[[], Any]) -> type[Step]:
+    """Return a subclass with further modules or parameters, made by ``parts``."""
 
-    def use(self, h):
-        return self.fc(self.block["act"](h))
+    class Made(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
 
-
-class View(Step):
-    def use(self, h):
-        return self.fc(h.relu()[1:].unsqueeze(1))
-
-
-class Sdpa(Step):
-    def use(self, h):
-        q, k, v = (t.unflatten(2, (2, 32)).transpose(1, 2) for t in (h, h.sin(), h.cos()))
-        return self.fc(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    Made.use = use
+    return Made
 
 
-class NormReadsResidual(Step):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-
-    def use(self, h):
-        h = h + 1
-        return self.fc(h) + self.norm(h)
+def square() -> nn.Linear:
+    return nn.Linear(64, 64)
 
 
-class DenseSister(Step):
-    def __init__(self):
-        super().__init__()
-        self.k = nn.Linear(64, 64)
-
-    def use(self, h):
-        return self.fc(h) * self.k(h)
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(2, (2, 32)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-class KeptFeatures(Step):
-    def use(self, h):
-        self.features.append(h)
-        return self.fc(h)
-
-
-class Parameter(Step):
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(16, 64))
-
-    def use(self, h):
-        return self.fc(self.queries).mean() + h
-
-
-class LeakyRelu(Step):
-    def use(self, h):
-        return self.fc(F.leaky_relu(h))
-
-
-class Residual(Step):
-    def use(self, h):
-        h = h + 1
-        return h + self.fc(h)
-
-
-class Sisters(Step):
-    """All compressed: they do not count against each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.k = nn.Linear(64, 64)
-
-    def use(self, h):
-        return self.fc(h) * self.k(h)
+ReluModule = step(lambda self, h: self.fc(self.block["act"](h)), block=lambda: nn.ModuleDict({"act": nn.ReLU()}))
+View = step(lambda self, h: self.fc(h.relu()[1:].unsqueeze(1)))
+Sdpa = step(lambda self, h: self.fc(attend(h, h.sin(), h.cos())))
+NormReadsResidual = step(lambda self, h: self.fc(h := h + 1) + self.norm(h), norm=lambda: nn.LayerNorm(64))
+DenseSister = step(lambda self, h: self.fc(h) * self.k(h), k=square)
+KeptFeatures = step(lambda self, h: (self.features.append(h), self.fc(h))[1])
+Parameter = step(lambda self, h: self.fc(self.queries).mean() + h, queries=lambda: nn.Parameter(torch.randn(16, 64)))
+LeakyRelu = step(lambda self, h: self.fc(F.leaky_relu(h)))
+Residual = step(lambda self, h: (h := h + 1) + self.fc(h))
+Sisters = step(lambda self, h: self.fc(h) * self.k(h), k=square)  # all compressed
 
 
 BY = "its input is kept for backward by "
@@ -162,8 +123,7 @@ class Block(nn.Module):
             case "gelu":
                 return self.fc(F.gelu(h))
             case "sdpa":
-                q, k, v = (f(h).unflatten(2, (2, 32)).transpose(1, 2) for f in (self.dense, self.k, self.v))
-                return self.fc(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+                return self.fc(attend(self.dense(h), self.k(h), self.v(h)))
             case "norm":
                 return self.fc(self.norm(h))
             case "residual":
