@@ -23,17 +23,10 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Case:
-    """One way to call attention.
+    """One way to call attention."""
 
-    Args:
-        inputs: Which tensors are one: "self", "cross" (key is value), "three", or "sizes" (and of sizes of their own).
-        options: Arguments of the module.
-        call: Arguments of the call.
-        batched: Whether there is a batch.
-    """
-
-    inputs: str = "self"
-    options: dict[str, Any] = field(default_factory=dict)
+    inputs: str = "self"  # or "cross" (key is value), "three", or "sizes" (three tensors of sizes of their own)
+    options: dict[str, Any] = field(default_factory=dict)  # of the module
     call: dict[str, Any] = field(default_factory=dict)
     batched: bool = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +45,7 @@ class Region(nn.Module):
 
 
 def _selective(inner: nn.Module, x: Tensor) -> Tensor:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.gelu.default])
-
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])
     return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -55,21 +54,18 @@ def _early_stop_off(inner: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(inner, x, use_reentrant=False)
 
 
-def _nested(outer: bool, inner: bool) -> Callable[[nn.Module, Tensor], Tensor]:
-    def run(module: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: checkpoint(module, y, use_reentrant=inner), x, use_reentrant=outer)
-
-    return run
+def _nested(module: nn.Module, x: Tensor, outer: bool, inner: bool) -> Tensor:
+    return checkpoint(lambda y: checkpoint(module, y, use_reentrant=inner), x, use_reentrant=outer)
 
 
 # The wrappers of FSDP and Hugging Face are among them or call one of them.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "reentrant": lambda m: Region(m, lambda inner, x: checkpoint(inner, x, use_reentrant=True)),
-    "non_reentrant": lambda m: Region(m, lambda inner, x: checkpoint(inner, x, use_reentrant=False)),
+    "reentrant": lambda m: Region(m, partial(checkpoint, use_reentrant=True)),
+    "non_reentrant": lambda m: Region(m, partial(checkpoint, use_reentrant=False)),
     "early_stop_off": lambda m: Region(m, _early_stop_off),
-    "nested": lambda m: Region(m, _nested(False, False)),
-    "nested_reentrant": lambda m: Region(m, _nested(True, True)),
-    "nested_mixed": lambda m: Region(m, _nested(True, False)),
+    "nested": lambda m: Region(m, partial(_nested, outer=False, inner=False)),
+    "nested_reentrant": lambda m: Region(m, partial(_nested, outer=True, inner=True)),
+    "nested_mixed": lambda m: Region(m, partial(_nested, outer=True, inner=False)),
     "selective": lambda m: Region(m, _selective),
     "wrapper_reentrant": lambda m: checkpoint_wrapper(m, CheckpointImpl.REENTRANT),
     "wrapper": lambda m: checkpoint_wrapper(m, CheckpointImpl.NO_REENTRANT),

@@ -38,8 +38,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
         return importlib.import_module(MODULE).Conv1D
     for name in ("transformers", MODULE):
         module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.Conv1D = Conv1D
+        module.__spec__, module.Conv1D = ModuleSpec(name, None), Conv1D
         monkeypatch.setitem(sys.modules, name, module)
     return Conv1D
 
@@ -47,6 +46,5 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
 def block(conv1d: type[nn.Module], width: int = 65) -> nn.Sequential:
     """Return the MLP of a block: ``norm``, ``c_fc``, ``act``, ``c_proj``; its biases are not zero."""
     fc, proj = conv1d(97, width), conv1d(width, 97)
-    nn.init.normal_(fc.bias)
-    nn.init.normal_(proj.bias)
+    nn.init.normal_(fc.bias), nn.init.normal_(proj.bias)
     return nn.Sequential(OrderedDict(norm=nn.LayerNorm(width), c_fc=fc, act=nn.GELU(approximate="tanh"), c_proj=proj))

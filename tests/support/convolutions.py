@@ -17,16 +17,9 @@ CONVOLUTIONS = {1: (nn.Conv1d, F.conv1d), 2: (nn.Conv2d, F.conv2d), 3: (nn.Conv3
 
 
 class Case(NamedTuple):
-    """A convolution and its input.
+    """A convolution and its input."""
 
-    Args:
-        shape: Of the input.
-        outputs: Channels of the output.
-        kernel: Size of the filters.
-        options: Arguments of torch's convolution.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the input
     outputs: int
     kernel: tuple[int, ...]
     options: Mapping[str, Any] = MappingProxyType({})
@@ -36,13 +29,11 @@ class Case(NamedTuple):
         return len(self.kernel)
 
     def layer(self, **more: Any) -> nn.Module:
-        """Return the layer of torch."""
         return CONVOLUTIONS[self.dims][0](self.shape[1], self.outputs, self.kernel, **self.options, **more)
 
     def input(self, last: bool, **kind: Any) -> Tensor:
         """Return an input that needs a gradient, its channels last in memory or not."""
-        x = torch.randn(self.shape, **kind)
-        return laid_out(x, last).requires_grad_()
+        return laid_out(torch.randn(self.shape, **kind), last).requires_grad_()
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return CONVOLUTIONS[self.dims][1](x, weight, bias, **self.options)
@@ -73,18 +64,11 @@ def in_memory(x: Tensor, last: bool) -> Tensor:
     return (x.movedim(1, -1) if last else x).reshape(x.shape[0], -1)
 
 
-def from_memory(values: Tensor, like: Tensor, last: bool) -> Tensor:
-    """Undo ``in_memory``."""
-    if not last:
-        return values.reshape(like.shape)
-    channels, *spatial = like.shape[1:]
-    return values.reshape(like.shape[0], *spatial, channels).movedim(-1, 1)
-
-
 def pruned(x: Tensor, last: bool, block_size: int = BLOCK, sparsity: float = SPARSITY) -> Tensor:
     """Return ``x`` with the dropped blocks, cut from its samples as they lie in memory, set to zero."""
-    values = in_memory(x.detach(), last)
-    return from_memory(oracle.pruned(values.unsqueeze(1), block_size, sparsity).squeeze(1), x, last)
+    x = x.detach().movedim(1, -1) if last else x.detach()
+    kept = oracle.pruned(in_memory(x, False).unsqueeze(1), block_size, sparsity).reshape(x.shape)
+    return kept.movedim(-1, 1) if last else kept
 
 
 def weight_gradient(case: Case, x: Tensor, weight: Tensor, grad_y: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
-"""Train a small pruned model twice in every configuration and print a digest of all gradients and parameters.
+"""Train a small pruned model twice in every configuration and print digests, in a process of its own.
 
-Run in its own process, because CUBLAS_WORKSPACE_CONFIG is read when cuBLAS starts and TRITON_INTERPRET when a kernel is
-decorated: ``python -m tests.support.determinism cuda``.
+CUBLAS_WORKSPACE_CONFIG is read when cuBLAS starts: ``python -m tests.support.determinism cuda``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def model(tokens: int) -> nn.Module:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Return a hash of the bits."""
     found = hashlib.sha256()
     for tensor in tensors:
         assert torch.isfinite(tensor).all()

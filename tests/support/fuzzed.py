@@ -1,9 +1,7 @@
-"""Layers of any arguments, inputs of any form and circumstances of any kind, as Hypothesis draws them.
+"""Layers, inputs and circumstances as Hypothesis draws them, and bounds for each element of their gradients.
 
-By how much a gradient may be off is a bound for each of its elements here, not a likely size, since thousands of cases
-find what is unlikely. A stored value is off by half a step at most (``codec.formats``). A step is at most 9/8 of what
-its block needs, and no block needs more than the whole tensor, zero included. ``error`` is that, and ``u`` a few
-roundings of the type in which the layer computes.
+A stored value is off by half a step at most (``codec.formats``). A step is at most 9/8 of what its block needs, and no
+block needs more than the whole tensor, zero included. ``error`` is that, and ``u`` a few roundings of the layer's type.
 
 =============  ========================================================================================================
 products       ``grad_w`` is linear in the input: the gradient of absolute values, of ``error + u |x|`` in place of x
@@ -70,11 +68,9 @@ class Step:
 
 
 def of_products(step: Step) -> Named:
-    """Return the gradients of absolute values: those of the weight with the error in place of the input."""
     absolute = copy.deepcopy(step.layer)
-    with torch.no_grad():
-        for parameter in absolute.parameters():
-            parameter.abs_()
+    for parameter in absolute.parameters():
+        parameter.data.abs_()
     sizes = gradients(absolute, step.x.abs(), step.grad.abs())
     off = gradients(absolute, step.error(step.x) + step.u * step.x.abs(), step.grad.abs())
     bounds = {name: off[name] if name == "weight" else step.u * size for name, size in sizes.items()}
@@ -84,11 +80,8 @@ def of_products(step: Step) -> Named:
 def of_derivative(extent: float) -> Callable[[Step], Named]:
     """Return the bound of a derivative that is stored in the given range; of one in a bit, the range is 0."""
 
-    def bounds(step: Step) -> Named:
-        off = extent * 1.01 / 2 / (2 ** (step.keep.bits or 2) - 1)
-        return {"input": step.grad.abs() * (off + step.u)}  # the output is equal
-
-    return bounds
+    half_a_step = lambda step: extent * 1.01 / 2 / (2 ** (step.keep.bits or 2) - 1)  # noqa: E731
+    return lambda step: {"input": step.grad.abs() * (half_a_step(step) + step.u)}  # the output is equal
 
 
 def of_gate(step: Step) -> Named:
@@ -164,13 +157,9 @@ def to_weight(layer: nn.Module, terms: Tensor) -> Tensor:
 
 def gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> Named:
     """Return the gradients by name, ``"input"`` among them."""
-    x = x.detach().clone().requires_grad_()
-    wanted = {"input": x} | dict(layer.named_parameters())
-    for parameter in layer.parameters():
-        parameter.requires_grad_()
+    wanted = {"input": x.detach().clone().requires_grad_()} | dict(layer.requires_grad_().named_parameters())
     with torch.enable_grad():
-        y = layer(x * 1.0)
-    found = torch.autograd.grad(y, list(wanted.values()), grad)
+        found = torch.autograd.grad(layer(wanted["input"] * 1.0), list(wanted.values()), grad)
     return dict(zip(wanted, found, strict=True))
 
 
@@ -202,29 +191,24 @@ def convolution(draw: st.DrawFn) -> Drawn:
     return Drawn(make, shape, "convolution", of_products, cut=cut)
 
 
-SMOOTH: dict[str, tuple[Callable[..., nn.Module], float]] = {
-    "gelu": (nn.GELU, 1.26), "gelu-tanh": (lambda: nn.GELU(approximate="tanh"), 1.26), "tanh": (nn.Tanh, 1.0),
-}  # fmt: skip
-WRITING: dict[str, tuple[Callable[..., nn.Module], float]] = {
+ACTIVATIONS: dict[str, tuple[Callable[..., nn.Module], float]] = {
+    "gelu": (lambda inplace: nn.GELU(), 1.26), "gelu-tanh": (lambda inplace: nn.GELU(approximate="tanh"), 1.26),
+    "tanh": (lambda inplace: nn.Tanh(), 1.0),
     "silu": (nn.SiLU, 1.2), "mish": (nn.Mish, 1.21), "hardswish": (nn.Hardswish, 2.0), "elu": (nn.ELU, 1.0),
     "elu-2": (lambda inplace: nn.ELU(2.0, inplace), 2.0), "relu": (nn.ReLU, 0.0), "relu6": (nn.ReLU6, 0.0),
     "hardtanh": (lambda inplace: nn.Hardtanh(-0.5, 2.0, inplace), 0.0), "hardsigmoid": (nn.Hardsigmoid, 0.0),
     "leaky": (lambda inplace: nn.LeakyReLU(0.1, inplace), 0.0),
     **{f"dropout {p}": (lambda inplace, p=p: nn.Dropout(p, inplace), 0.0) for p in (0.0, 0.3, 1.0)},
 }  # fmt: skip
-"""Activation functions that can write to their input."""
+"""Activation functions, most of which can write to their input, and the ranges of their derivatives."""
 
 
 @st.composite
 def activation(draw: st.DrawFn) -> Drawn:
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 7, 40]), max_size=4)))
-    name = draw(st.sampled_from([*SMOOTH, *WRITING]))
-    if name in SMOOTH:
-        make, extent = SMOOTH[name]
-        return Drawn(make, shape, "activation", of_derivative(extent))
-    build, extent = WRITING[name]
+    make, extent = ACTIVATIONS[draw(st.sampled_from(list(ACTIVATIONS)))]
     inplace = draw(st.booleans())
-    return Drawn(lambda: build(inplace=inplace), shape, "activation", of_derivative(extent))
+    return Drawn(lambda: make(inplace=inplace), shape, "activation", of_derivative(extent))
 
 
 @st.composite
@@ -239,13 +223,9 @@ def row_norm(draw: st.DrawFn) -> Drawn:
     cut = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 32, 72]), min_size=1, max_size=2)))
     shape = *draw(st.lists(SIZES, max_size=2)), *cut
     affine, eps = draw(st.booleans()), draw(st.sampled_from([1e-5, 1e-3]))
-    if draw(st.booleans()):
-        make: Callable[[], nn.Module] = lambda: nn.RMSNorm(cut, eps, affine)  # noqa: E731
-    else:
-        bias = draw(st.booleans())
-        make = lambda: nn.LayerNorm(cut, eps, affine, bias)  # noqa: E731
-    sets = lambda x: x.reshape(-1, torch.Size(cut).numel())  # noqa: E731
-    return Drawn(make, shape, "norm", of_norm(sets, lambda y, x: y.reshape(x.shape)), False)
+    kind, options = draw(st.sampled_from([(nn.RMSNorm, ()), (nn.LayerNorm, (True,)), (nn.LayerNorm, (False,))]))
+    bounds = of_norm(lambda x: x.reshape(-1, torch.Size(cut).numel()), lambda y, x: y.reshape(x.shape))
+    return Drawn(lambda: kind(cut, eps, affine, *options), shape, "norm", bounds, False)
 
 
 @st.composite
@@ -257,9 +237,9 @@ def batch_norm(draw: st.DrawFn) -> Drawn:
     }  # fmt: skip
     shape = draw(SIZES), channels, *[draw(st.sampled_from([1, 2, 4])) for _ in range(dims)]
     kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims]
-    sets = lambda x: x.transpose(0, 1).reshape(channels, -1)  # noqa: E731
     back = lambda y, x: y.reshape(x.transpose(0, 1).shape).transpose(0, 1)  # noqa: E731
-    return Drawn(lambda: kind(channels, **options), shape, "norm", of_norm(sets, back), False)
+    bounds = of_norm(lambda x: x.transpose(0, 1).reshape(channels, -1), back)
+    return Drawn(lambda: kind(channels, **options), shape, "norm", bounds, False)
 
 
 @st.composite
@@ -267,8 +247,8 @@ def group_norm(draw: st.DrawFn) -> Drawn:
     groups, each, affine = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 3, 8])), draw(st.booleans())
     shape = draw(SIZES), groups * each, *draw(st.lists(st.sampled_from([1, 2, 4]), max_size=3))
     sets = lambda x: x.reshape(len(x) * groups, x[0].numel() // groups if len(x) else 1)  # noqa: E731
-    back = lambda y, x: y.reshape(x.shape)  # noqa: E731
-    return Drawn(lambda: nn.GroupNorm(groups, groups * each, affine=affine), shape, "norm", of_norm(sets, back), False)
+    bounds = of_norm(sets, lambda y, x: y.reshape(x.shape))
+    return Drawn(lambda: nn.GroupNorm(groups, groups * each, affine=affine), shape, "norm", bounds, False)
 
 
 @st.composite
@@ -330,14 +310,12 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 class Watcher:
     """A hook on a layer that counts its calls and changes nothing, or hands on a copy."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
     def __call__(self, *arguments: Any) -> None:
         self.calls += 1
 
     def copied(self, module: nn.Module, *arguments: Any) -> Any:
-        """Return the output, or the inputs of a call, as new tensors."""
         self.calls += 1
         return arguments[-1] * 1.0 if isinstance(arguments[-1], Tensor) else tuple(x * 1.0 for x in arguments[0])
 
@@ -388,9 +366,8 @@ class Model(nn.Module):
 
 def keep_of(drawn: Drawn, given: Circumstances) -> Keep:
     """Return how the layer keeps its tensor: only some layers drop blocks, the others need bits."""
-    if drawn.cut is not None:
-        return given.keep
-    return Keep(bits=given.keep.bits or 4, block_size=max(given.keep.block_size, 8))
+    without_drops = Keep(bits=given.keep.bits or 4, block_size=max(given.keep.block_size, 8))
+    return without_drops if drawn.cut is None else given.keep
 
 
 def build(drawn: Drawn, given: Circumstances, device: str) -> tuple[Model, Model]:
@@ -400,9 +377,8 @@ def build(drawn: Drawn, given: Circumstances, device: str) -> tuple[Model, Model
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0, parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 1.0)
-        for name, buffer in layer.named_buffers():
-            if name == "running_var":
-                buffer.uniform_(0.5, 2)
+        if getattr(layer, "running_var", None) is not None:
+            layer.running_var.uniform_(0.5, 2)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name not in given.frozen)
     dense = Model(layer.train(given.trained), given.shared).to(device)
@@ -412,7 +388,5 @@ def build(drawn: Drawn, given: Circumstances, device: str) -> tuple[Model, Model
 
 
 def values_of(drawn: Drawn, given: Circumstances, device: str) -> Tensor:
-    """Return the input, which is no leaf yet."""
-    generator = torch.Generator().manual_seed(given.seed)
-    x = torch.randn(drawn.shape, generator=generator, dtype=torch.float64)
+    x = torch.randn(drawn.shape, generator=torch.Generator().manual_seed(given.seed), dtype=torch.float64)
     return FORMS[given.layout](VALUES[given.values](x).to(given.dtype).to(device))

@@ -18,11 +18,9 @@ def oracle(name: str, a: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def largest_error(factor: Tensor, block_size: int, bits: int) -> Tensor:
-    """Return by what each value that is read of ``factor [..., L]`` (fp64) may be off.
+    """Return by what each value that is read of ``factor [..., L]`` (fp64) may be off: half a step of its block.
 
-    That is half a step of its block: the spread of 31 of 32 steps of the base, or 63 of these to the lowest value,
-    whichever is more, rounded up to a number with three bits of mantissa. Values behind the end of a row are zero. fp32
-    maths adds a few units in the last place of what is there.
+    A step is rounded up to three bits of mantissa; fp32 maths adds a few units in the last place.
     """
     length = factor.shape[-1]
     blocks = F.pad(factor, (0, -length % block_size)).unflatten(-1, (-1, block_size))

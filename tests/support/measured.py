@@ -50,30 +50,23 @@ def gradients(
 
 
 def exact_gradients(case: Case, dense: Holder, x: Tensor, keep: Keep | None = None) -> dict[str, Tensor]:
-    """Return the gradients of the dense model in fp64; those of weights are of the input without its dropped blocks.
-
-    A forward that draws random numbers draws others in fp64, so its gradients are those in fp32.
-    """
-    if case.seeded:
+    """Return the gradients of the dense model in fp64; those of weights are of the input without its dropped blocks."""
+    if case.seeded:  # in fp64 other random numbers would be drawn
         return gradients(copy.deepcopy(dense), x)
     wide = copy.deepcopy(dense).double()
     found = gradients(wide, x.detach().double().requires_grad_())
     if keep is not None and keep.sparsity and case.dropped is not None:
         kept = case.dropped(x, keep).double().requires_grad_()
-        y = wide(x.detach().double())
-        pruned = gradients(wide, kept, grad=grad_of(y.float()).double())
-        found["layer.weight"] = pruned["layer.weight"]
+        grad = grad_of(wide(x.detach().double()).float()).double()
+        found["layer.weight"] = gradients(wide, kept, grad=grad)["layer.weight"]
     return found
 
 
 def bound(case: Case, name: str, keep: Keep) -> float:
-    """Return what the relative error of a gradient may be.
+    """Return what the relative error of a gradient may be: a sum over stored values has their relative error.
 
-    A stored value is off by a uniform number within half a step, so by ``step / sqrt(12)`` on average. A step is the
-    range of its block over ``2^bits - 1``, rounded up to three bits of mantissa and by the grid of the base, 9/8 and
-    32/31 at most. In 32 normal numbers the range is 5.5 times their size at most, so the error of what is stored is
-    ``5.5 * 9/8 * 32/31 / sqrt(12) = 1.9`` of ``2^bits - 1`` of its size. Gradients are sums over it with random
-    factors, which have the same relative error.
+    A stored value is off by ``step / sqrt(12)`` on average. A step is the range of its block over ``2^bits - 1``,
+    rounded up by 9/8 and 32/31 at most, and 32 normal numbers have a range of 5.5 at most: 1.9 in all.
     """
     if case.is_exact(name) or keep.bits is None:
         return ROUNDING

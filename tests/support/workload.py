@@ -1,14 +1,10 @@
-"""The kernels that pack, unpack and reduce, once each at small odd shapes, compared on the CPU: for sanitizers.
-
-No product of the vendor's library runs here, and next to nothing of torch's on the GPU: what a tool reports is ours.
-Kernels of layers have checks of their own, which ``CHECKS`` lists: whoever adds a kernel adds one there.
-"""
+"""Every kernel once at small odd shapes, compared on the CPU: for sanitizers, hence hardly any kernel of others."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import torch
@@ -39,13 +35,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 OUTPUTS = 33
 SPLITS = (1, 3)
 MODULES = [packs, unpack, linear, sums, activation, gated, norm, channel_norm]
-"""Where the kernels are that have to be launched."""
-CHECKS: list[Callable[[torch.device], None]] = []
-"""Further checks, one for each family of kernels, given the device."""
 
 
 def kernel_names() -> set[str]:
-    """Return the names of all kernels of ``MODULES``: jitted functions called ``*_kernel``."""
     return {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 
 
@@ -80,37 +72,36 @@ def weight_grad(
     return launch(grad_y, values, bitmap, offsets)
 
 
+def assert_equal(actual: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
+    for one, right in zip(actual, wanted, strict=True):
+        assert torch.equal(one.cpu(), right)
+
+
 def check_packed(
     x: Tensor, block_size: int, bits: int = 0, selection: str = "largest", all_blocks: bool = False
 ) -> None:
     """Pack ``x [S, T, L]``, unpack it in both orders, and compare with the reference."""
     samples, rows, length = x.shape
-    keep = ALL_BLOCKS if all_blocks else BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
-    case = x.shape, x.dtype, block_size, bits, selection, all_blocks
+    keep = ALL_BLOCKS if all_blocks else BlockGeometry.of(*x.shape, block_size, 0.6).keep
     stored = pack(x, block_size, keep, bits, selection)
     right = blocks.pack(x.cpu(), block_size, keep, bits, selection)
-    for actual, wanted in zip(stored, right, strict=True):
-        assert torch.equal(actual.cpu(), wanted), case
+    assert_equal(stored, right)
     dense = blocks.unpack(right[0], right[1], samples * rows, length, block_size, bits, x.dtype).view(x.shape)
-    for features_first, wanted in ((False, dense), (True, dense.transpose(0, 1))):
-        actual = unpack_batch(stored, (samples, rows, length), features_first, block_size, bits, x.dtype)
-        assert torch.equal(actual.cpu(), wanted), (*case, features_first)
+    read = [unpack_batch(stored, x.shape, first, block_size, bits, x.dtype) for first in (False, True)]
+    assert_equal(read, (dense, dense.transpose(0, 1)))
 
 
 def check_cast(x: Tensor, block_size: int, dtype: torch.dtype, keep: int) -> None:
     """Pack ``x [S, T, L]`` as ``dtype``, and compare the copy made on the way too."""
-    copy = torch.empty(x.shape, dtype=dtype, device=x.device)
-    expected = (x.cpu().to(dtype), *blocks.pack(x.cpu().to(dtype), block_size, keep))
+    copy, expected = torch.empty(x.shape, dtype=dtype, device=x.device), x.cpu().to(dtype)
     packed = packs.pack_launch(x.shape, x.stride(), block_size, keep, x.device, dtype)(x, copy)
-    for actual, right in zip((copy, *packed), expected, strict=True):
-        assert torch.equal(actual.cpu(), right), (x.shape, dtype, block_size)
+    assert_equal((copy, *packed), (expected, *blocks.pack(expected, block_size, keep)))
 
 
 def check_weight_grad(x: Tensor, block_size: int, bits: int) -> None:
     """Compute the weight gradient of packed integers, whole and in parts: sums of what is not quantized are exact."""
     samples, rows, length = x.shape
-    keep = BlockGeometry.of(samples, rows, length, block_size, 0.6).keep
-    stored = blocks.pack(x.cpu(), block_size, keep, bits)
+    stored = blocks.pack(x.cpu(), block_size, BlockGeometry.of(*x.shape, block_size, 0.6).keep, bits)
     dense = blocks.unpack(stored[0], stored[1], samples * rows, length, block_size, bits, x.dtype)
     grad_y = oracle.integers(samples * rows, OUTPUTS, dtype=x.dtype)
     for parts in SPLITS:
@@ -135,7 +126,6 @@ def check_sums(grad_y: Tensor) -> None:
 
 
 def check_packing(device: torch.device) -> None:
-    """Pack, unpack, gather and add up: every kernel of ``MODULES``."""
     for (shape, block_size), dtype in itertools.product(SHAPES, DTYPES):
         x = oracle.integers(*shape, dtype=dtype, device=device)
         check_packed(x, block_size)
@@ -156,11 +146,7 @@ def check_packing(device: torch.device) -> None:
         check_sums(oracle.integers(1031, 150, dtype=dtype, device=device))
 
 
-CHECKS.append(check_packing)
-
-
 def check_activations(device: torch.device) -> None:
-    """Apply functions and products, and compare the gradients from the same bytes with those of plain torch."""
     for name, bits, dtype in (("gelu", 3, torch.float32), ("silu", 8, torch.bfloat16), ("relu", 4, torch.float16)):
         stored, x = StoredDerivative(name, (), bits), torch.randn(2051).to(dtype).to(device)[1:]
         _, codes = activation_operator.activate_eagerly(x, stored, dtype)
@@ -172,36 +158,27 @@ def check_activations(device: torch.device) -> None:
         z, values = gated_operator.gate_eagerly(a, u, stored, factors, dtype)
         grads = gated_operator.gate_grad_eagerly(z, values, factors, gated_operator.SEPARATE, dtype, dtype)
         settings = factors, gated_operator.SEPARATE, torch.float32, torch.float32
-        for actual, wanted in zip(grads, gated_operator.gate_grad(z.cpu(), values.cpu(), *settings), strict=True):
-            assert torch.equal(actual.cpu(), rounded(wanted, dtype, device)), (name, bits)
+        right = gated_operator.gate_grad(z.cpu(), values.cpu(), *settings)
+        assert_equal(grads, (rounded(wanted, dtype, device) for wanted in right))
     mask = torch.rand(1003).to(device) < 0.3
     assert torch.equal(pack_mask(mask).cpu(), activation_operator.encode_mask(mask.cpu()))
 
 
-CHECKS.append(check_activations)
-
-
 def check_norms(device: torch.device) -> None:
-    """Normalise rows and channels, and compare the gradients from the same bytes with those of plain torch."""
     settings = norm_operator.NormSetting(True, False, 1e-5, 24, 4), norm_operator.NormSetting(False, True, 1e-5, 32, 3)
     for setting, dtype in itertools.product(settings, DTYPES):
-        x = torch.randn(37, 103).to(dtype).to(device)[1:, 3:]
-        check_same_gradients(
-            lambda *given, chosen=setting: norm_operator.norm(*given, (100,), chosen, torch.float32), x
-        )
+        x, form = torch.randn(37, 103).to(dtype).to(device)[1:, 3:], ((100,), setting, torch.float32)
+        check_same_gradients(lambda *given, form=form: norm_operator.norm(*given, *form), x)
     for groups, last, relu in ((0, False, False), (0, True, True), (4, False, False)):
         x = torch.randn(3, 5, 7, 20).to(device) if last else torch.randn(3, 20, 5, 7).to(device)
-        channels = channel_operator.ChannelSetting(groups, 1e-5, 32, 4, relu)
-        check_same_gradients(
-            lambda *given, chosen=channels: channel_operator.channel_norm(*given, chosen, torch.float32),
-            x.movedim(-1, 1) if last else x,
-        )
+        form = channel_operator.ChannelSetting(groups, 1e-5, 32, 4, relu), torch.float32
+        norm = lambda *given, form=form: channel_operator.channel_norm(*given, *form)  # noqa: E731
+        check_same_gradients(norm, x.movedim(-1, 1) if last else x)
 
 
 def check_same_gradients(norm: Callable[..., Tensor], x: Tensor) -> None:
     """Compare the gradients that kernels and plain torch make of what the kernels stored of ``x [N, C, ...]``."""
-    size = x.shape[1]
-    given = [t.to(x.device).requires_grad_() for t in (x.detach(), *torch.randn(2, size).unbind())]
+    given = [t.to(x.device).requires_grad_() for t in (x.detach(), *torch.randn(2, x.shape[1]).unbind())]
     y = norm(*given)
     grad_y, found = torch.randn(y.shape).to(x.device), []
     for backend in ("triton", "reference"):
@@ -211,14 +188,11 @@ def check_same_gradients(norm: Callable[..., Tensor], x: Tensor) -> None:
         assert oracle.relative_error(actual, wanted) < max(1e-5, 2 * torch.finfo(actual.dtype).eps), x.shape
 
 
-CHECKS.append(check_norms)
-
-
 def run_all(device: torch.device) -> list[str]:
     """Launch everything on ``device`` and return the names of the kernels; raise if one is missing or wrong."""
     torch.manual_seed(0)
     with launches() as names, force_backend("triton"):
-        for check in CHECKS:
+        for check in (check_packing, check_activations, check_norms):
             check(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
