@@ -15,21 +15,6 @@ from torch import nn
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
 
-MODULE_PHASES = [
-    "setup",
-    "configure_model",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_train_start",
-    "training_step",
-    "on_before_zero_grad",
-    "on_after_backward",
-    "validation_step",
-    "on_train_epoch_end",
-    "on_train_end",
-]
-
-
 class Boom(Exception):
     pass
 
@@ -38,8 +23,14 @@ def failing(*args, **kwargs):
     raise Boom
 
 
-@pytest.mark.parametrize("phase", MODULE_PHASES)
-@pytest.mark.parametrize("make", [Net, ConfiguredNet])
+@pytest.mark.parametrize(
+    ("make", "phase"),
+    [
+        *((Net, phase) for phase in ("setup", "on_fit_start", "on_train_start", "on_before_zero_grad")),
+        *((ConfiguredNet, phase) for phase in ("setup", "configure_model", "configure_optimizers", "training_step")),
+        *((ConfiguredNet, phase) for phase in ("on_after_backward", "validation_step", "on_train_end")),
+    ],
+)
 def test_an_exception_in_any_phase_leaves_a_plain_model(make, phase: str):
     model = make()
     setattr(model, phase, failing)
@@ -54,13 +45,12 @@ def test_an_exception_in_any_phase_leaves_a_plain_model(make, phase: str):
     assert_plain(model)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("phase", ["setup", "on_fit_start", "on_train_start", "on_train_batch_end", "state_dict"])
+@pytest.mark.parametrize(
+    ("phase", "first"),
+    [("setup", True), ("setup", False), ("on_fit_start", True), ("on_train_batch_end", True), ("state_dict", False)],
+)
 def test_an_exception_of_another_callback_leaves_a_plain_model(phase: str, first: bool, tmp_path):
-    class Other(pl.Callback):
-        pass
-
-    other = Other()
+    other = pl.Callback()
     setattr(other, phase, failing)
     ours = ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)
     model = ConfiguredNet()
@@ -76,9 +66,8 @@ def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
         trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
 
 
-@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
-@pytest.mark.parametrize("same_trainer", [True, False])
-def test_fit_twice(make, same_trainer: bool):
+@pytest.mark.parametrize(("make", "same_trainer"), [(ConfiguredNet, True), (lambda: Net("setup"), False)])
+def test_one_callback_fits_twice_and_then_another_model(make, same_trainer: bool):
     model, callback = make(), ActivationPruning(sparsity=0.5, verbose=False)
     first = trainer(callback)
     first.fit(model)
@@ -86,18 +75,11 @@ def test_fit_twice(make, same_trainer: bool):
     second.fit_loop.max_epochs = 2
     model.seen.clear()
     second.fit(model)
-    assert set(map(tuple, model.seen)) == {("ActivationPrunedLinear",) * 3}
+    trainer(callback).fit(other := Net())
+    for fitted in model, other:
+        assert set(map(tuple, fitted.seen)) == {("ActivationPrunedLinear",) * 3}
+        assert_plain(fitted)
     assert len(callback.converted) == 3
-    assert_plain(model)
-
-
-def test_one_callback_on_two_models():
-    callback = ActivationPruning(sparsity=0.6, rules={"head": None}, verbose=False)
-    models = Net(), ConfiguredNet()
-    for model in models:
-        trainer(callback).fit(model)
-        assert_plain(model)
-        assert len(model.seen) == BATCHES
 
 
 def test_parameters_hooks_and_identity_survive():

@@ -20,16 +20,13 @@ from lightning_actprune import (
     ActivationMemoryMonitor,
     ActivationPrunedLinear,
     ActivationPruning,
-    ActivationSensitivity,
     Keep,
 )
-from lightning_actprune.config import REMOVED
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.schedules import ConstantSchedule, LinearSchedule
 from tests.support.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
 
 LAYERS = ["body.0", "body.2", "head"]
-CALLBACKS = [ActivationPruning, ActivationMemoryMonitor, ActivationSensitivity]
 
 
 class Retained(Net):
@@ -61,20 +58,15 @@ def compressed(model: nn.Module) -> list[str]:
         ({"skip_retained": "no"}, "`skip_retained` must be a bool, got 'no' of type str. HINT"),
         ({"rules": {"head": {"sparsity": 3}}}, r"`rules\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
         ({"rules": {"head": "int4"}}, r"`rules\['head'\]` must be one of 'dense', .*HINT"),
+        ({"rules": {"head": {"max_dropped_energy": 1.1}}}, r"`max_dropped_energy` must be in .* got 1.1"),
+        ({"rules": {"head": {"max_dropped_energy": "0.2"}}}, r"`max_dropped_energy` must be a number in .* got '0.2'"),
+        ({"preset": "paper", "total_steps": 100}, r"`total_steps`.*got 100.*HINT"),
+        *(({"verbose": value}, "`verbose` must be a bool, 0, 1 or 2, got .* HINT: 0") for value in (3, 1.0, "1", None)),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str):
     with pytest.raises(MisconfigurationException, match=message):
         ActivationPruning(**arguments)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-@pytest.mark.parametrize("make", [ActivationPruning, ActivationSensitivity])
-def test_former_arguments_are_named_with_what_came_in_their_place(make: Any, name: str):
-    if name in inspect.signature(make).parameters:
-        return
-    with pytest.raises(MisconfigurationException, match=rf"`{name}` is no argument any more. HINT: "):
-        make(**{name: None})
 
 
 def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
@@ -105,65 +97,48 @@ def test_without_a_preset_it_is_balanced_or_with_a_sparsity_the_paper():
     assert ActivationPruning(sparsity=0.6).preset == ActivationPruning(sparsity=ConstantSchedule(0.3)).preset == "paper"
 
 
-@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet], ids=["init", "setup", "configure_model"])
-def test_layers_are_converted_wherever_they_are_made(make):
-    model, callback = make(), ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
-    trainer(callback).fit(model)
+@pytest.mark.parametrize(
+    ("make", "in_setup"),
+    [(Net, LAYERS[:2]), (lambda: Net("setup"), []), (ConfiguredNet, [])],
+    ids=["init", "setup", "configure_model"],
+)
+def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup: list[str]):
+    callback = ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
+    model, before, after = make(), Recorder(), Recorder()
+    made = trainer(before, callback, after)
+    made.fit(model)
+    made.test(model)
+    made.predict(model)
     assert model.seen == [["ActivationPrunedLinear", "ActivationPrunedLinear", "Linear"]] * BATCHES
     assert [(c.fqn, c.sparsity, c.keep) for c in callback.converted] == [
-        ("body.0", 0.5, Keep(sparsity=0.5, block_size=16)),
-        ("body.2", 0.5, Keep(sparsity=0.5, block_size=16)),
+        (name, 0.5, Keep(sparsity=0.5, block_size=16)) for name in LAYERS[:2]
     ]
     assert [(s.fqn, s.reason) for s in callback.skipped] == [("head", "the rule 'head' keeps it dense")]
+    during = "on_sanity_check_start", "on_train_start", "on_train_batch_start", "on_validation_start", "on_fit_end"
+    assert before.pruned["setup"] == []
+    assert after.pruned["setup"] == in_setup
+    assert after.pruned["on_fit_start"] == LAYERS[:2]
+    assert all(before.pruned[hook] == LAYERS[:2] for hook in (*during, "teardown"))
+    assert after.pruned["teardown"] == after.pruned["on_test_start"] == after.pruned["on_predict_start"] == []
     assert_plain(model)
 
 
-@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet], ids=["init", "setup", "configure_model"])
-def test_all_operators_are_converted_for_the_time_of_a_fit(make):
-    model = make()
-    model.watch = compressed
-    callback = ActivationPruning(verbose=False)
-    fitted = trainer(callback)
-    fitted.fit(model)
-    assert model.seen == [["body.0", "body.1", "body.2", "body.3", "head"]] * BATCHES
+def test_all_operators_are_converted_for_the_time_of_a_fit_that_learns_as_the_dense_one():
+    losses = []
+    for callbacks in ([], [callback := ActivationPruning(verbose=False)]):
+        torch.manual_seed(0)
+        model = Net()
+        model.watch = compressed
+        fitted = trainer(*callbacks, max_epochs=3)
+        fitted.fit(model)
+        losses.append(fitted.callback_metrics["loss"])
+    assert model.seen == [["body.0", "body.1", "body.2", "body.3", "head"]] * 3 * BATCHES
     assert callback.report.saved == Keep(bits=8)
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
     assert_plain(model)
     assert compressed(model) == []
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
     fitted.validate(model, verbose=False)
-
-
-def test_losses_are_those_of_dense_training_at_first_and_near_them_later():
-    losses = {}
-    for name, callbacks in {"dense": (), "ours": (ActivationPruning(verbose=False),)}.items():
-        torch.manual_seed(0)
-        model = Net()
-        run = trainer(*callbacks, max_epochs=3)
-        run.fit(model)
-        losses[name] = run.callback_metrics["loss"]
-    torch.testing.assert_close(losses["ours"], losses["dense"], rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("make", "in_setup"),
-    [(Net, LAYERS), (lambda: Net("setup"), []), (ConfiguredNet, [])],
-    ids=["init", "setup", "model"],
-)
-def test_order_of_conversion(make, in_setup: list[str]):
-    """Converted as early as the layers exist, compressed in all of fit, plain in ``teardown`` and outside of fit."""
-    model, before, after = make(), Recorder(), Recorder()
-    made = trainer(before, ActivationPruning(sparsity=0.5), after)
-    made.fit(model)
-    made.test(model)
-    made.predict(model)
-    during = "on_sanity_check_start", "on_train_start", "on_train_batch_start", "on_validation_start", "on_fit_end"
-    assert before.pruned["setup"] == []
-    assert after.pruned["setup"] == in_setup
-    assert after.pruned["on_fit_start"] == LAYERS
-    assert all(before.pruned[hook] == LAYERS for hook in during)
-    assert before.pruned["teardown"] == LAYERS
-    assert after.pruned["teardown"] == []
-    assert after.pruned["on_test_start"] == after.pruned["on_predict_start"] == []
 
 
 def test_configure_model_is_the_users_own_again_and_sees_conversion_once():
@@ -189,11 +164,10 @@ def test_a_configure_model_set_on_the_instance_is_put_back():
     assert model.configure_model is hook
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_other_stages_are_untouched(stage: str):
+def test_other_stages_are_untouched():
     model, callback, recorder = Net(), ActivationPruning(sparsity=0.5), Recorder()
-    getattr(trainer(callback, recorder), stage)(model)
-    assert recorder.pruned["setup"] == []
+    trainer(callback, recorder).validate(model)
+    assert recorder.pruned["setup"] == recorder.pruned["on_validation_start"] == []
     assert callback.converted == []
     assert_plain(model)
 
@@ -226,9 +200,8 @@ def test_quantized_values_and_double_precision_do_not_go_together():
         ),
     ],
 )
-@pytest.mark.parametrize("made_in", ["init", "setup"])
-def test_a_conversion_that_cannot_be_meant_is_an_error(rules: dict[str, Any], message: str, made_in: str):
-    model = Net(made_in)
+def test_a_conversion_that_cannot_be_meant_is_an_error(rules: dict[str, Any], message: str):
+    model = Net("setup")
     with pytest.raises(MisconfigurationException, match=message):
         trainer(ActivationPruning("paper", rules=rules)).fit(model)
     assert_plain(model)
@@ -250,9 +223,8 @@ def test_two_instances_with_layers_of_their_own():
     assert_plain(model)
 
 
-@pytest.mark.parametrize("make", [Net, ConfiguredNet])
-def test_a_layer_claimed_twice_is_an_error_that_names_both(make):
-    model = make()
+def test_a_layer_claimed_twice_is_an_error_that_names_both():
+    model = ConfiguredNet()
     callbacks = [ActivationPruning(sparsity=0.6, rules={name: None}) for name in ("head", "body.0")]
     first, second = r"rules=\['head \(dense\)'\]", r"rules=\['body.0 \(dense\)'\]"
     both = rf"'body.2' is already converted by ActivationPruning\({first}.*ActivationPruning\({second}"
@@ -331,36 +303,27 @@ def test_the_summary_counts_what_is_not_covered_and_what_else_is_kept(caplog):
     assert "What else modules keep for backward: 8 bits." in " ".join(caplog.text.split())
 
 
-def test_a_long_summary_is_cut(caplog):
+def test_a_long_summary_is_cut_and_corresponding_layers_are_one_row(caplog):
     class Deep(Net):
         def make(self) -> None:
             super().make()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
             self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
 
-    with caplog.at_level("INFO"):
-        trainer(ActivationPruning(sparsity=0.6, verbose=2), max_steps=1).fit(Deep())
-    assert "63 linear layers (values as they are, drops 60 %) converted" in " ".join(caplog.text.split())
-    assert "... and 23 more" in caplog.text
-    assert "extra.36" in caplog.text
-    assert "extra.37" not in caplog.text
-
-
-def test_layers_at_corresponding_places_are_one_row_of_the_summary(caplog):
-    class Deep(Net):
-        def make(self) -> None:
-            super().make()
-            self.extra = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
-
     caplog.set_level("INFO")
-    trainer(ActivationPruning(sparsity=0.6, rules={"extra.7.*": Keep(bits=4)}, verbose=2), max_steps=1).fit(Deep())
-    assert "extra.*.0 (59) │ Linear │ values as they are, drops 60 % │" in " ".join(caplog.text.split())
-    assert "extra.7.0 │ Linear │ 4 bits │" in " ".join(caplog.text.split())
+    rules = {"blocks.7.*": Keep(bits=4)}
+    trainer(ActivationPruning(sparsity=0.6, rules=rules, verbose=2), max_steps=1).fit(Deep())
+    text = " ".join(caplog.text.split())
+    assert "122 linear layers (values as they are, drops 60 %)" in text
+    assert "blocks.*.0 (59) │ Linear │ values as they are, drops 60 % │" in text
+    assert "blocks.7.0 │ Linear │ 4 bits │" in text
+    assert "... and 25 more" in text
+    assert ("extra.34" in text, "extra.35" in text) == (True, False)
 
 
-@pytest.mark.parametrize(("verbose", "level"), [(False, 0), (0, 0), (1, 1), (np.int64(1), 1), (2, 2), (True, 2)])
-def test_verbose_means_the_same_to_all_callbacks(verbose: Any, level: int, capsys):
-    sensitivity = ActivationSensitivity([0.5], [None], batches=1, verbose=verbose)
-    ours = ActivationPruning(sparsity=0.5, verbose=verbose), ActivationMemoryMonitor(verbose=verbose), sensitivity
+@pytest.mark.parametrize(("verbose", "level"), [(False, 0), (np.int64(1), 1), (True, 2)])
+def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, capsys):
+    ours = ActivationPruning(sparsity=0.5, verbose=verbose), ActivationMemoryMonitor(verbose=verbose)
     made = trainer(*ours, TQDMProgressBar(), enable_progress_bar=True, max_epochs=3)
     made.fit(Retained())
     text = capsys.readouterr().out
@@ -369,7 +332,6 @@ def test_verbose_means_the_same_to_all_callbacks(verbose: Any, level: int, capsy
         "1 linear layer stays dense",
         "MiB dense ->",
         "Peak of the step",
-        "With a cosine of",
     )
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
     in_detail = "Layers that stay dense", "by who keeps", "Memory of the step"
@@ -378,13 +340,6 @@ def test_verbose_means_the_same_to_all_callbacks(verbose: Any, level: int, capsy
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
     assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)
     assert made.callback_metrics["actprune/saved_frac"] > 0
-
-
-@pytest.mark.parametrize("make", CALLBACKS)
-@pytest.mark.parametrize("value", [3, -1, 1.0, "1", None, np.bool_(True)])
-def test_wrong_values_of_verbose_are_refused(make: Any, value: Any):
-    with pytest.raises(MisconfigurationException, match=r"`verbose` must be a bool, 0, 1 or 2, got .* HINT: 0"):
-        make(verbose=value)
 
 
 def test_pruning_changes_the_weight_gradient_and_nothing_else():

@@ -14,45 +14,27 @@ from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, Linear
 from tests.support.helpers import BATCHES, Net, assert_plain, loader, sparsities, trainer
 
 
-def test_schedule_follows_the_optimizer_step():
-    model = Net()
-    model.watch = lambda m: (m.trainer.global_step, *sparsities(m))
-    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8, start=0.4)), max_epochs=2).fit(model)
-    expected = [0.4 + 0.4 * step / (2 * BATCHES) for step in range(2 * BATCHES)]
-    assert [step for step, *_ in model.seen] == list(range(2 * BATCHES))
-    assert [values for _, *values in model.seen] == [pytest.approx([s] * 3) for s in expected]
-
-
-def test_schedule_is_constant_while_gradients_accumulate():
-    model = Net()
-    model.watch = lambda m: sparsities(m)[0]
-    schedule = LinearSchedule(end=0.8)
-    trainer(ActivationPruning(sparsity=schedule), accumulate_grad_batches=2).fit(model)
-    assert model.seen == [0.0, 0.0, 0.4, 0.4]
-
-
 @pytest.mark.parametrize(
-    ("scheduling", "options", "expected"),
+    ("schedule", "scheduling", "options", "expected"),
     [
-        ({0: 4}, {}, [0.0] * 4 + [0.4] * 4),
-        ({0: 1, 1: 2}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 5, 5)]),
-        ({1: 3}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 4, 5)]),
-        ({0: 2}, {"max_steps": 2}, [0.0, 0.0, 0.4, 0.4]),
+        (LinearSchedule(0.8, start=0.4), None, {}, [0.4 + 0.4 * step / 8 for step in range(8)]),
+        (LinearSchedule(0.8), None, {"accumulate_grad_batches": 2}, [0.0, 0.0, 0.2, 0.2, 0.4, 0.4, 0.6, 0.6]),
+        # A callback that accumulates another number of batches each epoch.
+        (LinearSchedule(0.8), {0: 4}, {}, [0.0] * 4 + [0.4] * 4),
+        (LinearSchedule(0.8), {1: 3}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 4, 5)]),
+        (LinearSchedule(0.8), {0: 2}, {"max_steps": 2}, [0.0, 0.0, 0.4, 0.4]),
+        # The progress stops at one.
+        (LinearSchedule(0.8), None, {"total_steps": 2}, [0.0, 0.4] + [0.8] * 6),
+        (LinearSchedule(0.6), {0: 1, 1: 2}, {"total_steps": 6}, [step / 10 for step in (0, 1, 2, 3, 4, 4, 5, 5)]),
     ],
 )
-def test_a_schedule_knows_of_accumulation_that_a_callback_sets(scheduling, options, expected):
-    model = Net()
-    model.watch = lambda m: sparsities(m)[0]
-    accumulation = GradientAccumulationScheduler(scheduling)
-    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8)), accumulation, max_epochs=2, **options).fit(model)
-    assert model.seen == pytest.approx(expected)
-
-
-def test_total_steps_sets_the_horizon_and_progress_stops_at_one():
-    model = Net()
-    model.watch = lambda m: sparsities(m)[0]
-    trainer(ActivationPruning(sparsity=LinearSchedule(end=0.8), total_steps=2)).fit(model)
-    assert model.seen == [0.0, 0.4, 0.8, 0.8]
+def test_the_sparsity_follows_the_optimizer_step(schedule, scheduling, options, expected):
+    model, options = Net(), dict(options)
+    model.watch = sparsities
+    callbacks = [ActivationPruning(sparsity=schedule, total_steps=options.pop("total_steps", None))]
+    callbacks += [GradientAccumulationScheduler(scheduling)] if scheduling else []
+    trainer(*callbacks, max_epochs=2, **options).fit(model)
+    assert model.seen == [pytest.approx([sparsity] * 3) for sparsity in expected]
 
 
 def test_layers_are_assigned_only_when_the_sparsity_changes(monkeypatch):

@@ -56,11 +56,11 @@ def fit(*callbacks: pl.Callback, **options) -> Blocks:
     return model
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_fit_learns_what_the_dense_one_does(accumulated: int):
-    options = {"max_epochs": 3, "accumulate_grad_batches": accumulated}
-    dense = fit(**options)
-    pruning, monitor = ActivationPruning("recompute"), ActivationMemoryMonitor()
+def test_a_fit_learns_what_the_dense_one_does(caplog):
+    caplog.set_level("INFO")
+    options = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    dense, monitor = fit(**options), ActivationMemoryMonitor()
+    pruning = ActivationPruning("recompute", rules={"blocks.3": None}, verbose=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = fit(pruning, monitor, **options)
@@ -69,21 +69,15 @@ def test_a_fit_learns_what_the_dense_one_does(accumulated: int):
     torch.testing.assert_close(torch.stack(ours.losses), torch.stack(dense.losses), rtol=0.01, atol=0.01)
     assert_plain(ours)
     assert not any(isinstance(module, RecomputedModule) for module in ours.modules())
-    assert [block.fqn for block in pruning.report.recomputed] == [f"blocks.{n}" for n in range(4)]
-    assert monitor.report.saved_fraction > 0.7
+    assert [block.fqn for block in pruning.report.recomputed] == [f"blocks.{n}" for n in range(3)]
+    assert monitor.report.saved_fraction > 0.5
+    assert "Run again in backward: blocks.* (3 Block, inputs in 8 bits)." in " ".join(caplog.text.split())
 
 
 def test_exact_inputs_make_it_a_checkpoint():
     rules = {"blocks.*": Recompute(None), "*": None, "type:saved": None}
     dense, ours = fit(), fit(ActivationPruning(rules=rules))
     assert torch.equal(torch.stack(ours.losses), torch.stack(dense.losses))
-
-
-def test_the_summary_names_blocks(capsys, caplog):
-    caplog.set_level("INFO")
-    fit(ActivationPruning("recompute", rules={"blocks.3": None}, verbose=1), enable_progress_bar=False)
-    said = capsys.readouterr().out + caplog.text
-    assert "Run again in backward: blocks.* (3 Block, inputs in 8 bits)." in " ".join(said.split())
 
 
 def test_a_model_without_blocks_is_an_error():
