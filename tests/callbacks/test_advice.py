@@ -71,7 +71,8 @@ def test_the_dtype_and_an_open_dispatch_mode_are_named():
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "total_steps", "horizon", "count"), [(2, None, 8, 1), (2, 8, 8, 0), (1, None, 8, 0), (2, None, None, 0)]
+    ("optimizers", "total_steps", "horizon", "count"),
+    [(2, None, 8, 1), (2, 8, 8, 0), (1, None, 8, 0), (2, None, None, 0)],
 )
 def test_schedules_that_would_end_early_for_several_optimizers(optimizers, total_steps, horizon, count):
     made = SimpleNamespace(optimizers=[None] * optimizers)

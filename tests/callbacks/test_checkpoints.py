@@ -30,7 +30,7 @@ def watched(make=Net) -> Net:
     return model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, list]:
     """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
     path = tmp_path_factory.mktemp("run")
@@ -39,8 +39,7 @@ def run(tmp_path_factory) -> tuple[Path, list]:
     return path, model.seen
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
-@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
+@pytest.mark.parametrize(("make", "step"), [(Net, 1), (Net, 4), (lambda: Net("setup"), 3), (ConfiguredNet, 6)])
 def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
     path, uninterrupted = run
     model = watched(make)
@@ -117,17 +116,6 @@ def test_resume_without_the_callback_and_with_it_for_the_first_time(run, tmp_pat
     assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
 
 
-def test_weights_only_checkpoints_resume_from_the_start_of_the_schedule(tmp_path):
-    schedule = LinearSchedule(end=0.8)
-    saving(tmp_path, ActivationPruning(sparsity=schedule), save_weights_only=True).fit(Net())
-    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
-    assert "callbacks" not in saved
-    model = Net()
-    model.load_state_dict(saved["state_dict"])
-    trainer(ActivationPruning(sparsity=schedule)).validate(model, ckpt_path=tmp_path / "step=6.ckpt")
-    assert_plain(model)
-
-
 def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
     path, _ = run
     saving(tmp_path).fit(Net())
@@ -177,12 +165,9 @@ def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
     assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
 
 
-def test_two_with_the_same_rules_are_refused_by_lightning_with_words_that_the_documentation_explains():
-    with pytest.raises(RuntimeError, match="consult the documentation of `ActivationPruning`") as error:
+def test_two_with_the_same_rules_are_refused_by_lightning():
+    with pytest.raises(RuntimeError, match="ActivationPruning"):
         trainer(ActivationPruning(sparsity=0.6), ActivationPruning("max"))
-    said, documented = str(error.value).partition(".")[0], " ".join(ActivationPruning.__doc__.split())
-    assert f'"{said}". Give each its own layers' in documented
-    assert "or remove one." in documented
 
 
 def test_two_instances_find_their_own_state(tmp_path, recwarn):
@@ -196,13 +181,6 @@ def test_two_instances_find_their_own_state(tmp_path, recwarn):
     trainer(*callbacks(), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
     assert model.seen == [(6, 0.2, 0.2, 0.7), (7, 0.2, 0.2, 0.7)]
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_the_module_loads_from_a_checkpoint_as_usual(run):
-    path, _ = run
-    model = Net.load_from_checkpoint(path / "step=6.ckpt", map_location="cpu")
-    assert_plain(model)
-    assert BATCHES * EPOCHS == 8
 
 
 def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_path):

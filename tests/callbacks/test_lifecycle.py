@@ -15,6 +15,7 @@ from torch import nn
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
 
+
 class Boom(Exception):
     pass
 

@@ -105,7 +105,10 @@ def test_callback_metrics_have_the_totals_of_the_report_alone(fitted):
 
 def test_the_history_is_plain_rows_of_the_measured_batches(fitted):
     history = fitted.monitor.history
-    assert [(row["epoch"], row["step"], row["sparsity"]) for row in history] == [(0, 3, 0.8 * 3 / 8), (1, 7, 0.8 * 7 / 8)]
+    assert [(row["epoch"], row["step"], row["sparsity"]) for row in history] == [
+        (0, 3, 0.8 * 3 / 8),
+        (1, 7, 0.8 * 7 / 8),
+    ]
     assert json.loads(json.dumps(history)) == history
     last = fitted.monitor.report.totals()
     assert {name: value for name, value in history[-1].items() if name not in ("epoch", "step")} == last

@@ -9,7 +9,6 @@ import gc
 import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, loader, sparsities, trainer
-from tests.support.marks import one_in
+from tests.support.helpers import BATCHES, FEATURES, ConfiguredNet, Net, assert_plain, loader, trainer
+from tests.support.marks import only
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -42,17 +41,11 @@ class Backboned(Net):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=self.lr)
 
 
-def ema(folder: Path) -> pl.Callback:
-    if not hasattr(theirs, "EMAWeightAveraging"):
-        pytest.skip("this Lightning has no EMAWeightAveraging")
-    return theirs.EMAWeightAveraging(decay=0.5)
-
-
 MADE: dict[str, Callable[[Path], pl.Callback]] = {
     "EarlyStopping": lambda folder: theirs.EarlyStopping("val_loss", patience=1, min_delta=1.0),
     "ModelCheckpoint": lambda folder: theirs.ModelCheckpoint(folder, "{epoch}", "val_loss", save_top_k=2),
     "OnExceptionCheckpoint": lambda folder: theirs.OnExceptionCheckpoint(folder),
-    "EMAWeightAveraging": ema,
+    "EMAWeightAveraging": lambda folder: theirs.EMAWeightAveraging(decay=0.5),
     "StochasticWeightAveraging": lambda folder: theirs.StochasticWeightAveraging(0.01, swa_epoch_start=1),
     "LearningRateFinder": lambda folder: theirs.LearningRateFinder(num_training_steps=3),
     "BatchSizeFinder": lambda folder: theirs.BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=2),
@@ -90,9 +83,9 @@ def long_sequences() -> Dataset[Any]:
     return loader(2**12, 1, tokens=512).dataset
 
 
-CHANGE_THE_MODEL = {
+CHANGE_THE_MODEL = (
     "EMAWeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BackboneFinetuning", "ModelPruning",
-}  # fmt: skip
+)  # fmt: skip
 """Or copy it, so that the order might matter."""
 
 
@@ -138,7 +131,9 @@ def _device_stats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_device_stats")
-@pytest.mark.parametrize("name", one_in(2, MADE))
+@pytest.mark.parametrize(
+    "name", only(MADE, *CHANGE_THE_MODEL, "ModelCheckpoint", "BatchSizeFinder", "RichModelSummary")
+)
 def test_a_fit_is_the_same_with_ours(name: str, tmp_path: Path):
     places = [{}, {"before": ours(sparsity=0.0)}]
     if name in CHANGE_THE_MODEL:
@@ -160,14 +155,26 @@ def ours(**arguments: Any) -> list[pl.Callback]:
     return [ActivationPruning(**arguments, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
 
 
-def test_the_sparsity_moves_with_the_optimizer_where_accumulation_changes():
-    model = Net()
-    model.watch = lambda m: (m.trainer.global_step, sparsities(m)[0])
-    scheduler = theirs.GradientAccumulationScheduler({0: 1, 1: 2})
-    pruning = ActivationPruning(sparsity=LinearSchedule(end=0.6), total_steps=6, verbose=False)
-    trainer(scheduler, pruning, max_epochs=2).fit(model)
-    steps = [0, 1, 2, 3, 4, 4, 5, 5]
-    assert model.seen == [(step, pytest.approx(step / 10)) for step in steps]
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: theirs.EMAWeightAveraging(decay=0.9),
+        lambda: theirs.LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2),
+        lambda: theirs.BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=2),
+        lambda: theirs.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+    ],
+)
+def test_others_see_pruned_layers_that_configure_model_makes(other, first: bool, tmp_path, recwarn):
+    """But for SWA that comes first: it copies the model in ``setup``, which then has no layers yet."""
+    model = Net() if first and other().__class__ is theirs.StochasticWeightAveraging else ConfiguredNet()
+    mine = ours(sparsity=LinearSchedule(end=0.5))
+    callbacks = [other(), *mine] if first else [*mine, other()]
+    trainer(*callbacks, max_epochs=3, default_root_dir=tmp_path).fit(model)
+    assert set(map(tuple, model.seen)) == {("ActivationPrunedLinear",) * 3}
+    assert_plain(model)
+    assert "configure_model" not in vars(model)
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
 def test_a_backbone_saves_once_it_is_no_longer_frozen():
@@ -184,8 +191,9 @@ def test_a_backbone_saves_once_it_is_no_longer_frozen():
     assert_plain(model)
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_zero_grad"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("hook", "error"), [("on_before_backward", KeyboardInterrupt), ("on_before_zero_grad", RuntimeError)]
+)
 def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, error: type[BaseException]):
     """The same callbacks and the same model, whose weights are put back, train as if nothing had happened."""
     model, callbacks = Net(), ours(preset="max")
@@ -213,28 +221,19 @@ def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, e
     assert len(model.seen) == BATCHES
 
 
-def stopped_by(other: pl.Callback) -> tuple[pl.Trainer, Net]:
-    made, model = trainer(*ours(preset="max"), other, max_epochs=4), Net()
+@pytest.mark.parametrize(
+    ("other", "epochs", "steps"),
+    [
+        (lambda: theirs.EarlyStopping("val_loss", patience=1, min_delta=10.0), 2, 2 * BATCHES),
+        (lambda: theirs.Timer(timedelta(microseconds=1), interval="step"), None, 1),
+    ],
+)
+def test_callbacks_that_end_the_fit_leave_a_plain_model(other, epochs: int | None, steps: int):
+    made, model = trainer(ActivationPruning("max", verbose=0), other(), max_epochs=4), Net()
     made.fit(model)
+    assert made.global_step == len(model.seen) == steps
+    assert epochs is None or made.current_epoch == epochs
     assert_plain(model)
-    return made, model
-
-
-def test_early_stopping_ends_the_fit():
-    """On the loss of a validation, which never falls by so much; on a metric of ours, see ``test_memory``."""
-    stopping = theirs.EarlyStopping("val_loss", patience=1, min_delta=10.0)
-    made, model = stopped_by(stopping)
-    assert stopping.stopped_epoch == 1
-    assert made.current_epoch == 2
-    assert len(model.seen) == 2 * BATCHES
-
-
-def test_a_timer_ends_the_fit():
-    timer = theirs.Timer(timedelta(microseconds=1), interval="step")
-    with pytest.warns(UserWarning, match="has measured no step"):  # it would have been the second
-        made, model = stopped_by(timer)
-    assert timer.time_remaining() < 0
-    assert made.global_step == len(model.seen) == 1
 
 
 def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
@@ -264,8 +263,7 @@ def test_a_larger_batch_fits_under_the_same_cap():
         torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
         try:
             model = Blocks()
-            margin = {"margin": 0.1} if "margin" in signature(theirs.BatchSizeFinder).parameters else {}
-            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, **margin)
+            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, margin=0.1)
             options = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 3, "limit_val_batches": 0}
             trainer(*callbacks, finder, **options).fit(model)
             found[name] = model.batch_size

@@ -16,7 +16,9 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.everything import BATCHES, Everything
 from tests.support.helpers import trainer
-from tests.support.marks import one_in
+from tests.support.marks import only
+
+pytestmark = pytest.mark.integration
 
 EPOCHS = 2
 KILLED = 6
@@ -75,7 +77,9 @@ SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
 }
 
 
-@pytest.mark.parametrize("name", one_in(3, SETTINGS))
+@pytest.mark.parametrize(
+    "name", only(SETTINGS, "max that drops", "judged at the end of a schedule", "at random", "two of them")
+)
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path, recwarn):
     """In the middle of an epoch and at its end, also with a monitor, which measures another batch of that epoch."""
 
@@ -115,7 +119,7 @@ def reasons(pruning: ActivationPruning) -> dict[str, str | None]:
     return {layer.fqn: layer.reason for layer in pruning.skipped if "rule" not in (layer.reason or "")}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed(tmp_path_factory.mktemp("run"), ActivationPruning("max", sparsity=0.5, verbose=False))
 
@@ -130,7 +134,7 @@ def test_a_checkpoint_holds_what_was_decided(ckpt: Path):
 
 @pytest.mark.parametrize("tuner", [[], [LearningRateFinder(num_training_steps=2)]], ids=["", "with a tuner"])
 def test_what_a_checkpoint_says_counts_and_is_shown(ckpt: Path, tuner: list[pl.Callback], monkeypatch, caplog):
-    """The first batch after it is not asked, nor is the first batch of a tuner."""
+    """Neither the first batch after it decides anew nor the first batch of a tuner."""
     monkeypatch.chdir(ckpt.parent)  # where tuners write
     caplog.set_level("INFO")
     pruning = ActivationPruning("max", sparsity=0.5)
@@ -139,15 +143,6 @@ def test_what_a_checkpoint_says_counts_and_is_shown(ckpt: Path, tuner: list[pl.C
     assert pruning.spread == {"spread.1": 0.5}
     if not tuner:  # of which the lines before the training tell
         assert "1 linear layer stays dense" in " ".join(caplog.text.split())
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_decisions_are_taken_over_whether_weights_are_loaded_strictly_or_not(ckpt: Path, strict: bool):
-    """Neither keys of the model nor classes of this package are in the checkpoint."""
-    model, pruning = Stopped(), ActivationPruning("max", sparsity=0.5, verbose=False)
-    model.strict_loading = strict
-    trainer(pruning, max_epochs=EPOCHS).fit(model, ckpt_path=edited(ckpt, retained={"head": "as it was"}))
-    assert reasons(pruning) == {"head": "as it was"}
 
 
 def test_an_older_checkpoint_says_only_what_drops_no_block(ckpt: Path, recwarn):
