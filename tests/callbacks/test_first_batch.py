@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException

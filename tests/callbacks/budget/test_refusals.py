@@ -26,22 +26,16 @@ def test_a_budget_that_cannot_be_met_is_an_error_and_the_model_is_restored():
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_an_exception_restores_the_model(after: int):
+def test_an_exception_restores_the_model_and_the_next_fit_decides_anew(after: int):
     class Failing(Stack):
         def on_train_batch_end(self, *args: Any) -> None:
             if self.trainer.global_step == after:
                 raise ZeroDivisionError
 
-    model = Failing()
+    model, pruning = Failing(), ActivationPruning(memory_budget=HALF, verbose=0)
     with pytest.raises(ZeroDivisionError):
-        fit(ActivationPruning(memory_budget=HALF, verbose=0), model)
+        fit(pruning, model)
     assert_restored(model)
-    fit(ActivationPruning(memory_budget=HALF, verbose=0), model.__class__.__base__())
-
-
-@pytest.mark.slow
-def test_the_next_fit_decides_anew():
-    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
     first, second = fit(pruning), fit(pruning)
     assert second.kinds == first.kinds
     assert second.kinds[1] == AGAIN
@@ -63,11 +57,6 @@ def test_wrong_arguments(options: dict[str, Any], match: str):
     with pytest.raises(MisconfigurationException, match=match):
         ActivationPruning(**options)
     ActivationPruning("max", memory_budget=0.5)
-
-
-def test_it_cannot_be_changed_later():
-    with pytest.raises(MisconfigurationException, match="`memory_budget` of ActivationPruning cannot be changed"):
-        ActivationPruning(memory_budget=0.5).memory_budget = 0.6
 
 
 def surroundings(strategy: Any, precision: str = "bf16-mixed", budget: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""precision="16-mixed" through Lightning: the scaler skips the steps that it skips for the dense model."""
+"""Precisions of the Trainer in one process: sparsity 0 is the dense fit, and the scaler skips the steps it skips."""
 
 from __future__ import annotations
 
@@ -15,9 +15,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationPruning, Keep
-from tests.support.helpers import trainer
+from tests.support.helpers import Gradients, Net, assert_plain, trainer
 
+ACCELERATORS = pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 WIDTH = 256
+
+
+@ACCELERATORS
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed", "bf16-mixed", "64-true"])
+def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
+    """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
+    found = []
+    for pruning in ([], [ActivationPruning(sparsity=0.0, verbose=False)]):
+        torch.manual_seed(0)
+        model, noted = Net(), Gradients()
+        options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer(*pruning, noted, accelerator=accelerator, precision=precision, **options).fit(model)
+        found.append([noted.seen, model.state_dict()])
+        assert_plain(model)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 class Mixed(pl.LightningModule):
@@ -50,7 +66,7 @@ class Mixed(pl.LightningModule):
         return DataLoader(x, batch_size=1)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@ACCELERATORS
 def test_16_mixed_decides_as_the_dense_model(accelerator: str):
     seen = []
     for callbacks in ([], [ActivationPruning(rules={"*": Keep(sparsity=0.9, block_size=16)}, skip_retained=False)]):
