@@ -165,11 +165,6 @@ def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
     assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
 
 
-def test_two_with_the_same_rules_are_refused_by_lightning():
-    with pytest.raises(RuntimeError, match="ActivationPruning"):
-        trainer(ActivationPruning(sparsity=0.6), ActivationPruning("max"))
-
-
 def test_two_instances_find_their_own_state(tmp_path, recwarn):
     def callbacks() -> tuple[pl.Callback, ...]:
         return ActivationPruning(sparsity=0.2, rules={"head": None}), ActivationPruning(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -116,23 +115,3 @@ def test_every_hook_is_called_as_without_ours_and_parameters_move(demo, data):
         assert parameter.isfinite().all()
         assert not torch.equal(parameter, initial[name]), name
     assert made.global_step == 3
-
-
-@pytest.mark.parametrize("demo", [ManualOptimBoringModel, Transformer])
-def test_checkpoints_load_both_ways_with_the_state_of_the_optimizer(demo, tmp_path: Path):
-    """At sparsity 0 it is all the same which half of a training had the callbacks."""
-    saved, resumed = {}, {}
-    for first, second in ((False, False), (False, True), (True, False)):
-        path = tmp_path / f"{first}.ckpt"
-        if first not in saved:
-            fit(recorded(demo, []), 1, *(ours(0.0) if first else [])).save_checkpoint(path)
-            saved[first] = torch.load(path, weights_only=True)
-        model = recorded(demo, [])
-        made = fit(model, 2, *(ours(0.0) if second else []), ckpt_path=path)
-        assert made.global_step == 6
-        resumed[first, second] = [model.state_dict(), made.optimizers[0].state_dict()]
-    assert saved[True].keys() == saved[False].keys() | {"callbacks"}
-    for part in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(saved[True][part], saved[False][part], rtol=0, atol=0)
-    for found in resumed.values():
-        torch.testing.assert_close(found, resumed[False, False], rtol=0, atol=0)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.callbacks import first_batch
@@ -106,25 +105,3 @@ def test_no_layer_left_is_an_error():
     with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left to convert.*max_dropped_energy"):
         trainer(ActivationPruning(rules={SPREAD: Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None})).fit(model)
     assert_plain(model)
-
-
-def test_retained_layers_are_dense_whatever_their_energy():
-    class Retained(Uneven):
-        def make(self) -> None:
-            super().make()
-            self.body[3] = nn.ReLU()
-
-    rules = {"type:linear": Keep(4, 0.5, max_dropped_energy=0.0), "*": None}
-    model, callback = Retained(), ActivationPruning(rules=rules)
-    trainer(callback).fit(model)
-    assert "head" in {layer.fqn for layer in callback.skipped}
-    assert "head" not in callback.spread
-
-
-def test_what_is_found_is_shown(caplog):
-    caplog.set_level("INFO")
-    trainer(ActivationPruning(rules=judged(), verbose=2)).fit(Uneven())
-    text = " ".join(caplog.text.split())
-    assert "1 linear layer drops no block" in text
-    assert "drop some all the same): body.0." in text
-    assert "body.0 │ 41." in text

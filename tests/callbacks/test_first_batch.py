@@ -15,7 +15,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BARS, BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -84,16 +84,6 @@ def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, o
     assert_hooks_gone(model)
 
 
-def test_a_layer_on_the_batch_is_dense():
-    class OnBatch(Retained):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x)).mean(1)
-
-    callback = ActivationPruning(sparsity=0.6)
-    trainer(callback).fit(OnBatch())
-    assert outcome(callback) == {"body.0": "its input is part of the batch", "head": RELU}
-
-
 def test_without_skip_retained_all_are_pruned():
     model, callback = Retained(), ActivationPruning(sparsity=0.6, skip_retained=False)
     trainer(callback).fit(model)
@@ -151,16 +141,6 @@ def test_manual_optimization(through_lightning: bool, kept: bool):
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
     assert_hooks_gone(model)
-
-
-def test_a_closure_that_runs_several_forwards():
-    class Lbfgs(Retained):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-    model, callback = Lbfgs(), ActivationPruning(sparsity=0.6)
-    trainer(callback).fit(model)
-    assert outcome(callback) == {"head": RELU}
 
 
 def test_the_first_batch_with_a_forward_decides():
@@ -280,17 +260,6 @@ def test_the_monitor_measures_the_probed_batch(order: int):
     alone = ActivationMemoryMonitor()
     trainer(alone, ActivationPruning(sparsity=0.5, rules={"head": None}), limit_train_batches=1).fit(Retained())
     assert monitor.report.stored_bytes == alone.report.stored_bytes
-
-
-@pytest.mark.parametrize("bar", BARS)
-def test_the_retained_layers_are_shown_once(bar, capsys, caplog):
-    callbacks = [ActivationPruning(sparsity=0.5), *([bar()] if bar else [])]
-    with caplog.at_level("INFO"):
-        trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Retained())
-    text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
-    assert text.count("1 linear layer stays dense, since packing its input would add memory") == 1
-    assert text.count("skip_retained=False") == 1
-    assert "'body.3' (relu)" in text
 
 
 @pytest.mark.integration

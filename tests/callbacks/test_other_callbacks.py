@@ -6,7 +6,6 @@ import copy
 import csv
 import functools
 import gc
-import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -175,50 +174,6 @@ def test_others_see_pruned_layers_that_configure_model_makes(other, first: bool,
     assert_plain(model)
     assert "configure_model" not in vars(model)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_a_backbone_saves_once_it_is_no_longer_frozen():
-    model, monitor = Backboned(), ActivationMemoryMonitor(1, verbose=False)
-    kept: list[dict[str, int]] = []
-    noting = theirs.LambdaCallback(
-        on_train_epoch_end=lambda *_: kept.append({row.fqn: row.accounted_bytes for row in monitor.report.rows})
-    )
-    finetuning = theirs.BackboneFinetuning(1, backbone_initial_lr=0.01)
-    trainer(finetuning, ActivationPruning(sparsity=0.6, verbose=False), monitor, noting, max_epochs=2).fit(model)
-    frozen, free = kept
-    assert set(frozen) == {"head"}
-    assert set(free) == {"body.0", "body.2", "head"}
-    assert_plain(model)
-
-
-@pytest.mark.parametrize(
-    ("hook", "error"), [("on_before_backward", KeyboardInterrupt), ("on_before_zero_grad", RuntimeError)]
-)
-def test_a_cell_of_a_notebook_that_was_interrupted_can_be_run_again(hook: str, error: type[BaseException]):
-    """The same callbacks and the same model, whose weights are put back, train as if nothing had happened."""
-    model, callbacks = Net(), ours(preset="max")
-    initial, untouched = copy.deepcopy(model.state_dict()), all_traces(model)
-
-    def cell(*others: pl.Callback) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        model.load_state_dict(initial)
-        model.seen.clear()
-        trainer(*callbacks, *others, max_epochs=1).fit(model)
-        return copy.deepcopy(model.state_dict())
-
-    expected = cell()
-    fitted = all_traces(model)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises((error, SystemExit)):
-            cell(Interrupting(hook, error))
-    finally:
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
-    assert len(model.seen) == 3
-    assert all_traces(model) == fitted
-    assert {name: found[0] for name, found in fitted.items()} == {name: found[0] for name, found in untouched.items()}
-    torch.testing.assert_close(cell(), expected, rtol=0, atol=0)
-    assert len(model.seen) == BATCHES
 
 
 @pytest.mark.parametrize(

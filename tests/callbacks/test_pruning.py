@@ -18,13 +18,12 @@ from torch import nn
 
 from lightning_actprune import (
     ActivationMemoryMonitor,
-    ActivationPrunedLinear,
     ActivationPruning,
     Keep,
 )
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.schedules import ConstantSchedule, LinearSchedule
-from tests.support.helpers import BARS, BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
 
 LAYERS = ["body.0", "body.2", "head"]
 
@@ -234,33 +233,6 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both():
     assert "configure_model" not in vars(model)
 
 
-def test_two_of_the_model_itself_with_the_same_rules_are_an_error_that_says_what_to_do():
-    """Lightning checks the keys of the Trainer's own callbacks alone."""
-
-    class WithCallbacks(Net):
-        def configure_callbacks(self):
-            return [ActivationPruning("max", rules={"head": None}) for _ in range(2)]
-
-    model, rules = WithCallbacks(), r"ActivationPruning\(rules=\['head \(dense\)'\]\) #\w+"
-    wrong = rf"already converted by {rules}, and {rules} claims it too. HINT: give each its own .* take a callback out"
-    with pytest.raises(MisconfigurationException, match=wrong):
-        trainer().fit(model)
-    assert_plain(model)
-
-
-def test_layers_built_compressed_stay_as_they_are():
-    class Built(Net):
-        def make(self) -> None:
-            super().make()
-            self.body[2] = ActivationPrunedLinear(128, 64, sparsity=0.1, block_size=8)
-
-    model, callback = Built(), ActivationPruning(sparsity=0.5)
-    trainer(callback).fit(model)
-    assert type(model.body[2]) is ActivationPrunedLinear
-    assert (model.body[2].sparsity, model.body[2].block_size) == (0.1, 8)
-    assert [c.fqn for c in callback.converted] == ["body.0", "head"]
-
-
 def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
     callback = ActivationPruning(sparsity=0.5, rules={"body.0": None, "type:activation": Keep(bits=4)}, verbose=False)
     assert callback.report.to_rows() == []
@@ -275,50 +247,6 @@ def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
     assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
     with pytest.raises(AttributeError):
         callback.report = None  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("bar", BARS)
-def test_the_summary_says_once_how_each_layer_is_kept(bar, capsys, caplog):
-    rules = {"head": None, "body.2": Keep(bits=2, sparsity=LinearSchedule(end=0.5)), "type:activation": Keep(bits=3)}
-    callbacks = [ActivationPruning(sparsity=0.5, rules=rules, verbose=2), *([bar()] if bar else [])]
-    with caplog.at_level("INFO"):
-        trainer(*callbacks, enable_progress_bar=bar is not None).fit(Net())
-    text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
-    said = (
-        "1 linear layer (values as they are, drops 50 %), 1 linear layer (2 bits, drops 0 to 50 %) and 2 activation "
-        "functions (3 bits) converted, 1 dense. Dense: head: the rule 'head' keeps it dense."
-    )
-    assert text.count(said) == 1
-    assert "body.0 │ Linear │ values as they are, drops 50 % │" in text
-    assert "body.1 │ GELU │ 3 bits │" in text
-    assert "body.2 │ Linear │ 2 bits, drops 0 to 50 % │" in text
-    assert "head │ Linear │ dense: the rule 'head' keeps it dense │" in text
-
-
-def test_the_summary_counts_what_is_not_covered_and_what_else_is_kept(caplog):
-    caplog.set_level("INFO")
-    trainer(ActivationPruning(sparsity=0.5), max_steps=1).fit(Net())
-    assert "Not covered: 2 activation functions." in " ".join(caplog.text.split())
-    trainer(ActivationPruning(), max_steps=1).fit(Net())
-    assert "What else modules keep for backward: 8 bits." in " ".join(caplog.text.split())
-
-
-def test_a_long_summary_is_cut_and_corresponding_layers_are_one_row(caplog):
-    class Deep(Net):
-        def make(self) -> None:
-            super().make()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
-            self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
-
-    caplog.set_level("INFO")
-    rules = {"blocks.7.*": Keep(bits=4)}
-    trainer(ActivationPruning(sparsity=0.6, rules=rules, verbose=2), max_steps=1).fit(Deep())
-    text = " ".join(caplog.text.split())
-    assert "122 linear layers (values as they are, drops 60 %)" in text
-    assert "blocks.*.0 (59) │ Linear │ values as they are, drops 60 % │" in text
-    assert "blocks.7.0 │ Linear │ 4 bits │" in text
-    assert "... and 25 more" in text
-    assert ("extra.34" in text, "extra.35" in text) == (True, False)
 
 
 @pytest.mark.parametrize(("verbose", "level"), [(False, 0), (np.int64(1), 1), (True, 2)])
@@ -340,15 +268,3 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, caps
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
     assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)
     assert made.callback_metrics["actprune/saved_frac"] > 0
-
-
-def test_pruning_changes_the_weight_gradient_and_nothing_else():
-    losses: dict[float, list[float]] = {}
-    for sparsity in (0.1, 0.9):
-        torch.manual_seed(0)
-        model = Net(lr=0.1)
-        model.watch = lambda m: m.trainer.callback_metrics.get("loss", torch.tensor(0.0)).item()
-        trainer(ActivationPruning(sparsity=sparsity)).fit(model)
-        losses[sparsity] = model.seen
-    assert losses[0.1][1] == losses[0.9][1]  # the first forward
-    assert losses[0.1][2:] != losses[0.9][2:]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_first_batch import assert_hooks_gone
-from tests.support.helpers import BATCHES, FEATURES, Net, pruned_layers, trainer
+from tests.support.helpers import FEATURES, Net, trainer
 
 BODY = "2 converted linear layers run only inside an activation checkpoint: body.0, body.2. "
 
@@ -44,20 +41,6 @@ class Manual(Checkpointed):
         for _ in range(2):
             nn.functional.cross_entropy(self(batch[0]), batch[1]).backward()
         self.optimizers().step()
-
-
-class Deep(Net):
-    """Twelve blocks of two layers, all of them checkpointed."""
-
-    def make(self) -> None:
-        linear = partial(nn.Linear, FEATURES, FEATURES)
-        self.body = nn.ModuleList(nn.Sequential(linear(), nn.GELU(), linear()) for _ in range(12))
-        self.head = nn.Linear(FEATURES, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.body:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x).mean(1)
 
 
 def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> list[str]:
@@ -95,19 +78,6 @@ def test_the_remedies_silence_it(skip_retained: bool):
     assert warnings_of(Net(), ActivationPruning(sparsity=0.6, skip_retained=skip_retained)) == []
 
 
-def test_a_schedule_that_starts_at_0_is_warned_of_at_once():
-    model = Checkpointed()
-    model.watch = pruned_layers
-    assert len(warnings_of(model, ActivationPruning(sparsity=LinearSchedule(end=0.5)), max_epochs=2)) == 1
-
-
-def test_many_layers_are_shortened():
-    [text] = warnings_of(Deep(), ActivationPruning(sparsity=0.6, skip_retained=False))
-    assert text.startswith("24 converted linear layers")
-    listing = re.search(r"checkpoint: (.*?)\. Of", text).group(1)
-    assert listing == ", ".join(f"body.{i}.{j}" for i in range(4) for j in (0, 2)) + ", ... (24 in all)"
-
-
 def test_each_callback_warns_of_its_own_layers():
     callbacks = [
         ActivationPruning(sparsity=0.6, rules=dict.fromkeys(dense))
@@ -115,18 +85,6 @@ def test_each_callback_warns_of_its_own_layers():
     ]
     found = warnings_of(Checkpointed(), *callbacks)
     assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
-
-
-def test_the_first_batch_with_a_forward_tells():
-    class Late(Checkpointed):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if self.current_epoch == 0 else None
-
-    for skip_retained in (True, False):
-        model = Late()
-        model.watch = lambda m: bool(m.head._forward_pre_hooks)
-        assert len(warnings_of(model, ActivationPruning(sparsity=0.6, skip_retained=skip_retained), max_epochs=2)) == 1
-        assert model.seen == [True] + [False] * (BATCHES - 1)
 
 
 @pytest.mark.integration

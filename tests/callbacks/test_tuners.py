@@ -155,16 +155,6 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwar
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-def test_a_first_trial_that_runs_out_of_memory_leaves_nothing_open():
-    """What it would have shown is shown by the next, or by the fit."""
-    model, pruning = Judged(batch_size=2 * SIZE), judged()
-    fitted(pruning, BatchSizeFinder(steps_per_trial=1, init_val=2 * SIZE), model=model)
-    assert model.batch_size == SIZE
-    assert pruning.spread.keys() == {SPREAD}
-    assert model.seen[:3] == [[0.0] * 3, [0.0] * 3, [0.0, 0.5]]
-    assert torch.overrides._get_current_function_mode() is None
-
-
 def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
     model, pruning = Judged(), judged()
     made = trainer(pruning, **QUICK)
