@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
@@ -184,12 +185,18 @@ def test_every_fit_decides_anew_but_a_resumed_one(tmp_path, recwarn):
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-def test_no_layer_left_is_an_error_that_names_the_retainers():
-    model, callback = Retained(), ActivationPruning(sparsity=0.6, rules={"body.*": None})
-    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left.*'body.3' \(relu\).*skip_retained"):
+@pytest.mark.parametrize(
+    ("make", "rules", "named"),
+    [
+        (lambda: Retained(), {"body.*": None}, r"'body.3' \(relu\).*skip_retained"),
+        (lambda: Uneven(), {"body.0": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}, "max_dropped_energy"),
+    ],
+)
+def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
+    model, callback = make(), ActivationPruning(sparsity=0.6, rules=rules)
+    with pytest.raises(MisconfigurationException, match=rf"(?s)No layer is left.*{named}"):
         trainer(callback).fit(model)
     assert_hooks_gone(model)
-    assert outcome(callback)["head"] == RELU
 
 
 @pytest.mark.parametrize(
@@ -285,3 +292,87 @@ def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monk
     with pytest.warns(UserWarning, match=r"Finding out in the first batch .* needs torch\._C\..* All stay converted"):
         trainer(callback).fit(model)
     assert model.seen == [PRUNED] * len(model.seen)
+
+
+# Layers whose dropped blocks hold much of the energy drop none.
+
+NAMES = ["body.0", "body.2", "head"]
+SPREAD, CONCENTRATED = "body.0", "body.2"
+
+
+def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
+    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit), "*": None}
+
+
+class Uneven(Net):
+    """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watch = sparsities
+
+    def make(self) -> None:
+        super().make()
+        with torch.no_grad():
+            self.body[0].bias.copy_(torch.where(torch.arange(128) < 32, 10.0, -10.0))
+
+
+def test_spread_layers_are_only_quantised_from_the_second_batch_on():
+    model, callback = Uneven(), ActivationPruning(rules=judged())
+    trainer(callback).fit(model)
+    assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
+    assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
+    assert list(callback.spread) == [SPREAD]
+    assert 0.2 < callback.spread[SPREAD] < 0.5
+    assert_plain(model)
+
+
+def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
+    model, callback = Uneven(), ActivationPruning(rules=judged(bits=None), verbose=2)
+    model.watch = pruned_layers
+    trainer(callback).fit(model)
+    assert model.seen == [NAMES[:2]] + [[CONCENTRATED]] * (BATCHES - 1)
+    assert SPREAD in {layer.fqn for layer in callback.skipped}
+
+
+def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
+    schedule = LinearSchedule(end=0.5, until=0.5)
+    model = Uneven()
+    trainer(ActivationPruning(rules=judged(schedule))).fit(model)
+    assert [seen[0] for seen in model.seen] == [0.0] * BATCHES
+    assert [seen[1] for seen in model.seen] == [0.0, 0.25, 0.5, 0.5]
+
+
+def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(monkeypatch):
+    monkeypatch.setattr(first_batch, "EnergyProbe", None)
+    for callback, expected in (
+        (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
+        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
+    ):
+        model = Uneven()
+        trainer(callback).fit(model)
+        assert model.seen == [expected] * BATCHES
+        assert callback.spread == {}
+
+
+def test_a_resumed_fit_goes_on_with_what_the_first_one_found(tmp_path, recwarn):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    first = ActivationPruning(rules=judged())
+    trainer(first, save, enable_checkpointing=True).fit(Uneven())
+    resumed, callback = Uneven(), ActivationPruning(rules=judged())
+    with torch.no_grad():
+        resumed.body[0].weight.zero_()
+    trainer(callback).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.seen == [[0.0, 0.5]] * (BATCHES - 2)
+    assert callback.spread == first.spread
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+@pytest.mark.parametrize(("sparsity", "limit", "found"), [(0.5, 0.9, [0.5, 0.5]), (0.9, 0.2, [0.0, 0.0])])
+def test_other_settings_than_those_of_the_checkpoint_are_judged_anew(tmp_path, sparsity, limit, found):
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer(ActivationPruning(rules=judged()), save, enable_checkpointing=True).fit(Uneven())
+    resumed = Uneven()
+    with pytest.warns(UserWarning, match=r"max_dropped_energy=0.2\) -> Keep\("):
+        trainer(ActivationPruning(rules=judged(sparsity, limit=limit))).fit(resumed, ckpt_path=tmp_path / "step=2.ckpt")
+    assert resumed.seen == [[sparsity] * 2, found]

@@ -1,39 +1,42 @@
-"""Arguments, what is converted and when, the summary."""
+"""ActivationPruning: arguments, what is converted and when, the sparsity of each step, and what every exit restores."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import json
 import pickle
+import weakref
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from torch import nn
 
-from lightning_actprune import (
-    ActivationMemoryMonitor,
-    ActivationPruning,
-    Keep,
-)
+from lightning_actprune import ActivationMemoryMonitor, ActivationPrunedLinear, ActivationPruning, Keep
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.schedules import ConstantSchedule, LinearSchedule
-from tests.support.helpers import BATCHES, ConfiguredNet, Net, Recorder, assert_plain, sparsities, trainer
+from lightning_actprune.schedules import ConstantSchedule, CubicSchedule, LinearSchedule, SparsitySchedule
+from tests.callbacks.test_first_batch import Retained
+from tests.support.helpers import (
+    BATCHES,
+    ConfiguredNet,
+    Gradients,
+    Net,
+    Recorder,
+    assert_plain,
+    loader,
+    sparsities,
+    trainer,
+)
 
 LAYERS = ["body.0", "body.2", "head"]
-
-
-class Retained(Net):
-    """The last layer reads what a ReLU keeps, which the first batch shows."""
-
-    def make(self) -> None:
-        super().make()
-        self.body[3] = nn.ReLU()
+PRUNED = ["ActivationPrunedLinear"] * 3
 
 
 def compressed(model: nn.Module) -> list[str]:
@@ -47,10 +50,7 @@ def compressed(model: nn.Module) -> list[str]:
         ({"sparsity": "0.6"}, r"`sparsity` must be a number in \[0, 1\), got '0.6'"),
         ({"block_size": 0}, "`block_size` must be a positive int, got 0. HINT"),
         ({"block_size": 4}, "`block_size` must be at least 8 with bits=4, got 4. HINT"),
-        (
-            {"preset": "best"},
-            "`preset` must be one of 'paper', .*'max' and 'recompute' or None, got 'best'.*HINT",
-        ),
+        ({"preset": "best"}, "`preset` must be one of 'paper', .* or None, got 'best'.*HINT"),
         ({"preset": 0.6}, "`preset` must be one of .*HINT: .*`sparsity=0.6`"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"total_steps": 1.5}, "`total_steps` must be a positive int or None, got 1.5. HINT"),
@@ -152,15 +152,8 @@ def test_configure_model_is_the_users_own_again_and_sees_conversion_once():
 
     model.configure_optimizers = configure
     trainer(ActivationPruning(sparsity=0.5)).fit(model)
-    assert seen_by_optimizer == [["ActivationPrunedLinear"] * 3]
+    assert seen_by_optimizer == [PRUNED]
     assert "configure_model" not in vars(model)
-
-
-def test_a_configure_model_set_on_the_instance_is_put_back():
-    model = Net("setup")
-    hook = model.configure_model = lambda: model.make()
-    trainer(ActivationPruning(sparsity=0.5)).fit(model)
-    assert model.configure_model is hook
 
 
 def test_other_stages_are_untouched():
@@ -186,6 +179,20 @@ def test_quantized_values_and_double_precision_do_not_go_together():
         with pytest.raises(MisconfigurationException, match=r"64-true'\) in \d bits.*HINT: set `preset='paper'`"):
             trainer(ActivationPruning(**arguments), precision="64-true").fit(Net())
     trainer(ActivationPruning("paper"), precision="64-true", max_steps=1).fit(Net())
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed", "64-true"])
+def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
+    """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
+    found = []
+    for pruning in ([], [ActivationPruning(sparsity=0.0, verbose=False)]):
+        torch.manual_seed(0)
+        model, noted = Net(), Gradients()
+        options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer(*pruning, noted, accelerator=accelerator, precision=precision, **options).fit(model)
+        found.append([noted.seen, model.state_dict()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +275,215 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, caps
     assert tables == {0: [0, 0, 0], 1: [1, 0, 0], 2: [1, 1, 1]}[level]
     assert ("actprune/saved_frac" in made.progress_bar_metrics) is (level > 0)
     assert made.callback_metrics["actprune/saved_frac"] > 0
+
+
+# The sparsity of each step.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "scheduling", "options", "expected"),
+    [
+        (LinearSchedule(0.8, start=0.4), None, {}, [0.4 + 0.4 * step / 8 for step in range(8)]),
+        (LinearSchedule(0.8), None, {"accumulate_grad_batches": 2}, [0.0, 0.0, 0.2, 0.2, 0.4, 0.4, 0.6, 0.6]),
+        # A callback that accumulates another number of batches each epoch.
+        (LinearSchedule(0.8), {0: 4}, {}, [0.0] * 4 + [0.4] * 4),
+        (LinearSchedule(0.8), {1: 3}, {}, [0.8 * step / 6 for step in (0, 1, 2, 3, 4, 4, 4, 5)]),
+        (LinearSchedule(0.8), {0: 2}, {"max_steps": 2}, [0.0, 0.0, 0.4, 0.4]),
+        # The progress stops at one.
+        (LinearSchedule(0.8), None, {"total_steps": 2}, [0.0, 0.4] + [0.8] * 6),
+        (LinearSchedule(0.6), {0: 1, 1: 2}, {"total_steps": 6}, [step / 10 for step in (0, 1, 2, 3, 4, 4, 5, 5)]),
+    ],
+)
+def test_the_sparsity_follows_the_optimizer_step(schedule, scheduling, options, expected):
+    model, options = Net(), dict(options)
+    model.watch = sparsities
+    callbacks = [ActivationPruning(sparsity=schedule, total_steps=options.pop("total_steps", None))]
+    callbacks += [GradientAccumulationScheduler(scheduling)] if scheduling else []
+    trainer(*callbacks, max_epochs=2, **options).fit(model)
+    assert model.seen == [pytest.approx([sparsity] * 3) for sparsity in expected]
+
+
+def test_layers_are_assigned_only_when_the_sparsity_changes(monkeypatch):
+    assigned: list[float] = []
+    original = ActivationPrunedLinear.__setattr__
+
+    def spy(layer: nn.Module, name: str, value: object) -> None:
+        if name == "sparsity":
+            assigned.append(value)
+        original(layer, name, value)
+
+    callback = ActivationPruning(sparsity=CubicSchedule(end=0.5, until=0.5), rules={"body.*": None})
+    monkeypatch.setattr(ActivationPrunedLinear, "__setattr__", spy)
+    trainer(callback, max_epochs=2).fit(Net())
+    assert assigned[-4:] == [callback.sparsity(p) for p in (0.125, 0.25, 0.375, 0.5)]
+    assert assigned.count(0.5) == 1
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(8, 64), 1
+
+
+@pytest.mark.parametrize("endless", ["epochs", "batches"])
+def test_an_unknown_length_is_an_error_only_if_it_is_needed(endless: str):
+    data = loader(8, 4) if endless == "epochs" else torch.utils.data.DataLoader(Endless(), batch_size=2)
+    options = {"max_epochs": -1} if endless == "epochs" else {}
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            trainer.should_stop = True
+            if not trainer.num_training_batches < float("inf"):
+                trainer.limit_train_batches = 1
+
+    schedule = LinearSchedule(end=0.5)
+    with pytest.raises(MisconfigurationException, match=r"needs the length of the training.*HINT: set .*total_steps"):
+        trainer(ActivationPruning(sparsity=schedule), **options).fit(Net(), data)
+    for fine in (
+        {"sparsity": schedule, "total_steps": 3},
+        {"sparsity": ConstantSchedule(0.5)},
+        {"sparsity": 0.5},
+    ):
+        trainer(ActivationPruning(**fine), Stop(), **options).fit(Net(), data)
+    trainer(ActivationPruning(sparsity=schedule), max_steps=2, **options).fit(Net(), data)
+
+
+def test_a_schedule_of_ones_own_is_checked():
+    class Percent(SparsitySchedule):
+        def __call__(self, progress: float) -> float:
+            return 60 * progress
+
+    model = Net()
+    with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.017\)` must be in \[0, 1\), got 1.02"):
+        trainer(ActivationPruning(sparsity=Percent(), verbose=False)).fit(model)
+    assert_plain(model)
+    assert model.seen == []  # the highest sparsity is needed, and so known, before the first step
+
+
+def test_schedule_reaches_both_projections_of_attention():
+    class AttentionNet(Net):
+        def make(self) -> None:
+            self.body = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(64, 4)
+
+    model, attention = AttentionNet(), ["body.self_attn", "body.self_attn.out_proj"]
+    model.watch = lambda m: [m.get_submodule(name).sparsity for name in attention]
+    rules = {"body.self_attn*": Keep(sparsity=LinearSchedule(end=0.8)), "*": None}
+    trainer(callback := ActivationPruning(rules=rules, skip_retained=False)).fit(model)
+    assert model.seen == [pytest.approx([0.8 * step / BATCHES] * 2) for step in range(BATCHES)]
+    assert [layer.fqn for layer in callback.converted] == attention
+    assert type(model.body.self_attn) is nn.MultiheadAttention
+    assert "_pruning" not in vars(model.body.self_attn)
+
+
+# What every exit restores; see test_interruptions for all operators.
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(*args, **kwargs):
+    raise Boom
+
+
+@pytest.mark.parametrize(
+    ("make", "phase"),
+    [
+        *((Net, phase) for phase in ("setup", "on_fit_start", "on_train_start", "on_before_zero_grad")),
+        *((ConfiguredNet, phase) for phase in ("setup", "configure_model", "configure_optimizers", "training_step")),
+        *((ConfiguredNet, phase) for phase in ("on_after_backward", "validation_step", "on_train_end")),
+    ],
+)
+def test_an_exception_in_any_phase_leaves_a_plain_model(make, phase: str):
+    model = make()
+    setattr(model, phase, failing)
+    with pytest.raises(Boom):
+        trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)).fit(model)
+    assert_plain(model)
+    assert vars(model).pop(phase) is failing
+    assert "configure_model" not in vars(model)
+    model.seen.clear()
+    trainer(ActivationPruning(sparsity=0.5)).fit(model)
+    assert model.seen == [PRUNED] * BATCHES
+    assert_plain(model)
+
+
+@pytest.mark.parametrize(
+    ("phase", "first"),
+    [("setup", True), ("setup", False), ("on_fit_start", True), ("on_train_batch_end", True), ("state_dict", False)],
+)
+def test_an_exception_of_another_callback_leaves_a_plain_model(phase: str, first: bool, tmp_path):
+    other = pl.Callback()
+    setattr(other, phase, failing)
+    ours = ActivationPruning(sparsity=0.6), ActivationMemoryMonitor(measure_batch=0)
+    model = ConfiguredNet()
+    callbacks = (other, *ours) if first else (*ours, other)
+    with pytest.raises(Boom):
+        trainer(*callbacks, enable_checkpointing=True, default_root_dir=tmp_path).fit(model)
+    assert_plain(model)
+    assert "configure_model" not in vars(model)
+
+
+def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
+    with pytest.raises(TypeError, match="LightningModule"):
+        trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(("make", "same_trainer"), [(ConfiguredNet, True), (lambda: Net("setup"), False)])
+def test_one_callback_fits_twice_and_then_another_model(make, same_trainer: bool):
+    model, callback = make(), ActivationPruning(sparsity=0.5, verbose=False)
+    first = trainer(callback)
+    first.fit(model)
+    second = first if same_trainer else trainer(callback)
+    second.fit_loop.max_epochs = 2
+    model.seen.clear()
+    second.fit(model)
+    trainer(callback).fit(other := Net())
+    for fitted in model, other:
+        assert set(map(tuple, fitted.seen)) == {tuple(PRUNED)}
+        assert_plain(fitted)
+    assert len(callback.converted) == 3
+
+
+def test_parameters_hooks_and_identity_survive():
+    model = Net()
+    layer, parameters = model.head, list(map(id, model.parameters()))
+    calls = []
+    handle = layer.register_forward_hook(lambda *args: calls.append(1))
+    trainer(ActivationPruning(sparsity=0.6), num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+    handle.remove()
+    assert model.head is layer
+    assert list(map(id, model.parameters())) == parameters
+    assert len(calls) == BATCHES
+    assert_plain(model)
+
+
+def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer():
+    copies: list[nn.Module] = []
+
+    class Copying(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            for module in pl_module.body, pl_module.head:
+                state = pickle.dumps(module)
+                assert b"callbacks" not in state
+                copies.extend([copy.deepcopy(module), pickle.loads(state)])
+
+    trainer(ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(measure_batch=0), Copying()).fit(Net())
+    for module in copies:
+        assert not any(m._forward_hooks for m in module.modules())
+        module(torch.randn(2, 3, next(module.parameters()).shape[1])).sum().backward()
+
+
+def test_nothing_is_left_alive_after_the_fit():
+    model, callback, monitor = ConfiguredNet(), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()
+    made = trainer(callback, monitor)
+    made.fit(model)
+    alive = weakref.ref(model)
+    for ours in callback, monitor:
+        del ours.log, ours.log_dict  # which Lightning put there
+    del made, model
+    gc.collect()
+    assert alive() is None
+    assert len(callback.converted) == 3
+    assert monitor.report is not None

@@ -80,8 +80,8 @@ def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     ]
     if accelerator == "gpu":
         return of_all
-    max_dense = [({"preset": "max"}, compiles) for compiles in (False, True)] + [(None, False)]
-    of_all += [compiled(strategy, *each) for strategy in ("ddp", "fsdp2") for each in max_dense]
+    both = [({"preset": "max"}, False), ({"preset": "max"}, True), (None, False), (None, True)]
+    of_all += [compiled(strategy, *each) for strategy in ("ddp", "fsdp2") for each in both]
     return [*of_all, scheduled, decided_by_energy, measured_alone, with_a_budget, with_too_small_a_budget]
 
 
@@ -208,7 +208,7 @@ def test_compiled_models_in_both_processes(runs, strategy):
     assert "body.*" in one.packed
     assert eager.packed == []
     assert list(one.state) == list(eager.state)
-    assert one.left == dense.left
+    assert one.left == seen(runs, "cpu", compiled(strategy, None, True))[0].left
     found, exact = (torch.cat([grad.flatten() for grad in of_run.gradients[1].values()]) for of_run in (one, dense))
     assert torch.cosine_similarity(found, exact, 0) > 0.98
     assert not torch.allclose(found, exact, rtol=1e-3)
@@ -231,7 +231,7 @@ def scheduled(folder: Path) -> Any:
     model.watch = sparsities
     made = fit(model, folder, ActivationPruning(sparsity=CubicSchedule(end=0.8), verbose=0), ActivationMemoryMonitor(1))
     assert_plain(model)
-    return model.seen, {name: float(value) for name, value in made.callback_metrics.items()}
+    return model.seen, {n: float(value) for n, value in made.callback_metrics.items() if "actprune" in n}
 
 
 def test_a_schedule_in_both_processes(runs):

@@ -20,7 +20,7 @@ from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.callbacks import tuning
 from lightning_actprune.schedules import LinearSchedule
-from tests.callbacks.test_dropped_energy import CONCENTRATED, SPREAD, Uneven
+from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, trainer
 from tests.support.marks import only
 
@@ -199,31 +199,21 @@ def test_a_trial_that_fails_before_it_starts_leaves_a_plain_model():
     assert not {"on_train_start", "on_exception"} & vars(made.strategy).keys()
 
 
-class Wrapping(pl.Callback):
-    """Does something in a hook of the module."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        original = pl_module.on_train_start
-
-        @functools.wraps(original)
-        def on_train_start() -> None:
-            self.calls += 1
-            original()
-
-        pl_module.on_train_start = on_train_start
-
-
 def test_hooks_that_others_have_put_on_the_module_stay():
-    model, wrapping = Judged(), Wrapping()
+    calls, model = [], Judged()
+
+    def setup(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        original = module.on_train_start
+        module.on_train_start = functools.wraps(original)(lambda: calls.append(original()))
+
+    wrapping = pl.Callback()
+    wrapping.setup = setup
     trainer(judged(), wrapping, LearningRateFinder(num_training_steps=3), **QUICK).fit(model)
-    assert wrapping.calls == 2  # in the trial and in the fit
+    assert len(calls) == 2  # in the trial and in the fit
     assert_plain(model)
     model.seen.clear()
     trainer(**QUICK).fit(model)
-    assert wrapping.calls == 3
+    assert len(calls) == 3
     assert model.seen == [[]] * BATCHES  # no layer is pruned
 
 
