@@ -128,6 +128,13 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     assert 0 < monitor.report.compiled_bytes <= monitor.report.stored_bytes
     metrics = {name: float(value) for name, value in made[0].callback_metrics.items() if "actprune" in name}
     assert metrics == {"actprune/stored_mib": pytest.approx(monitor.report.stored_bytes / 2**20)}
+    rows, told = pruning._compiled.rows, pruning.compiled
+    listed = told[: len(told) // told.count(told[0])]
+    assert _compiled_rows(made[0], monitor.report) == listed != []
+    rows.extend(told)  # compiled again
+    assert _compiled_rows(made[0], monitor.report) == listed
+    rows.append(told[0])  # of another batch size
+    assert _compiled_rows(made[0], monitor.report) == []
     assert installed() == before
     kinds = [type(module) for module in Wide().body]
     assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
@@ -175,19 +182,6 @@ def test_accumulation_and_validation_in_between(mode):
     assert packed[0] == packed[1] != []
 
 
-def test_code_of_several_graphs_is_not_listed_by_the_monitor():
-    pruning, monitor, losses = ActivationPruning(verbose=0), ActivationMemoryMonitor(2, verbose=0), Losses()
-    torch._dynamo.reset()
-    training = trainer(pruning, monitor, losses, limit_val_batches=0)
-    training.fit(torch.compile(Wide(), backend="aot_eager"))
-    rows, told = pruning._compiled.rows, pruning.compiled
-    assert _compiled_rows(training, monitor.report) == told[: len(told) // told.count(told[0])] != []
-    rows.extend(told)  # compiled again
-    assert _compiled_rows(training, monitor.report) == told[: len(told) // told.count(told[0])]
-    rows.append(told[0])  # of another batch size
-    assert _compiled_rows(training, monitor.report) == []
-
-
 @pytest.mark.parametrize(
     ("preset", "part"),
     only(product(["max", "recompute"], ["all", "body", "blocks"]), ("max", "all"), ("recompute", "blocks")),
@@ -210,14 +204,6 @@ def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: st
     assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense.report.stored_bytes
 
 
-def test_the_pass_is_taken_out_after_an_exception():
-    before, pruning = installed(), ActivationPruning("balanced", verbose=0)
-    with pytest.raises(KeyError, match="a step"):
-        fit(Wide(), pruning, Losses(fails_at=2))
-    assert installed() == before
-    assert pruning.compiled
-
-
 def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves(monkeypatch):
     dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning(verbose=0)
     right = fit(Wide(), dense, backend=None)
@@ -234,7 +220,8 @@ def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themsel
     fit(Wide(), ActivationPruning("balanced", verbose=0), backend=None)  # is not warned
 
 
-def test_what_others_compile_is_left_alone_and_a_copy_of_the_callback_packs_nothing():
+def test_what_others_compile_is_left_alone_and_an_exception_takes_the_pass_out():
+    before = installed()
     pruning, other = ActivationPruning("balanced", verbose=0), nn.Linear(64, 64)
     grads = []
 
@@ -253,6 +240,10 @@ def test_what_others_compile_is_left_alone_and_a_copy_of_the_callback_packs_noth
     assert all(torch.equal(grad, other.weight.grad) for grad in grads)
     assert not any(row.shape == (8, 64) for row in rows)
     assert copy.deepcopy(pruning).compiled == rows
+    with pytest.raises(KeyError, match="a step"):
+        fit(Wide(), pruning, Losses(fails_at=2))
+    assert installed() == before
+    assert pruning.compiled
 
 
 class Wider(Wide):

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -141,11 +142,10 @@ def test_one_step_an_epoch_is_measured(measure_batch: int, options: dict[str, An
 
 
 def test_a_resumed_epoch_is_measured(tmp_path):
-    first = trainer(max_steps=6, max_epochs=2)
-    first.fit(Net())
-    first.save_checkpoint(tmp_path / "last.ckpt")
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer(save, enable_checkpointing=True, max_epochs=2).fit(Net())
     monitor = Counting(1)
-    trainer(monitor, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "last.ckpt")
+    trainer(monitor, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "step=6.ckpt")
     assert monitor.measured == [(1, 2)]
 
 
@@ -251,7 +251,9 @@ class Fetching(Net):
 
 @pytest.mark.parametrize("make", [Lbfgs, Fetching])
 def test_a_closure_of_several_forwards_and_a_step_that_fetches_its_batch_are_measured_as_any(make):
-    found, usual = (fit(ActivationPruning(verbose=False), model=model, max_epochs=2)[0] for model in (make(), Net()))
+    found, usual = monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(1)
+    for monitor, model in zip(monitors, (make(), Net()), strict=True):
+        trainer(ActivationPruning(verbose=False), monitor, max_epochs=2).fit(model)
     assert [row.calls for row in found.report.rows] == [1] * 3
     assert [row["epoch"] for row in found.history] == [0, 1]
     assert [row["saved_bytes"] for row in found.history] == [row["saved_bytes"] for row in usual.history]
