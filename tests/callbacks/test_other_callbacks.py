@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
-import gc
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +15,10 @@ import torch
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BATCHES, FEATURES, ConfiguredNet, Net, assert_plain, loader, trainer
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -49,29 +46,6 @@ MADE: dict[str, Callable[[Path], pl.Callback]] = {
     "ModelPruning": lambda folder: theirs.ModelPruning("l1_unstructured", amount=0.5),
     "RichModelSummary": lambda folder: theirs.RichModelSummary(max_depth=2),
 }
-
-
-class Blocks(Net):
-    """Residual blocks whose activations outweigh their parameters by far."""
-
-    def make(self) -> None:
-        if self.body is None:
-            block = [nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 256), nn.GELU(), nn.Linear(256, FEATURES)]
-            self.body = nn.ModuleList(copy.deepcopy(nn.Sequential(*block)) for _ in range(8))
-            self.head = nn.Linear(FEATURES, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.body:
-            x = x + block(x)
-        return self.head(x).mean(1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(long_sequences(), self.batch_size)
-
-
-@functools.cache
-def long_sequences() -> Dataset[Any]:
-    return loader(2**12, 1, tokens=512).dataset
 
 
 CHANGE_THE_MODEL = (
@@ -176,23 +150,3 @@ def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
     resumed = trainer()
     resumed.fit(dense, ckpt_path=saving.ckpt_path)
     assert resumed.global_step == len(dense.seen) + 2 == BATCHES
-
-
-@pytest.mark.gpu
-def test_a_larger_batch_fits_under_the_same_cap():
-    """What the finder finds by itself, less its margin, is then trained with."""
-    found = {}
-    total = torch.cuda.get_device_properties(0).total_memory
-    for name, callbacks in {"dense": [], "ours": ours(preset="max")}.items():
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total)
-        try:
-            model = Blocks()
-            finder = theirs.BatchSizeFinder("binsearch", steps_per_trial=3, init_val=16, margin=0.1)
-            options = {"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 3, "limit_val_batches": 0}
-            trainer(*callbacks, finder, **options).fit(model)
-            found[name] = model.batch_size
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    assert found["ours"] > 1.5 * found["dense"]

@@ -277,6 +277,25 @@ def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, caps
     assert made.callback_metrics["actprune/saved_frac"] > 0
 
 
+def test_the_summary_has_how_each_layer_is_kept(caplog):
+    class Deep(Net):
+        def make(self) -> None:
+            super().make()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(60))
+            self.extra = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
+
+    caplog.set_level("INFO")
+    rules = {"head": None, "body.2": Keep(bits=2, sparsity=LinearSchedule(end=0.5)), "blocks.7.*": Keep(bits=4)}
+    trainer(ActivationPruning(sparsity=0.5, rules=rules, verbose=2), max_steps=1).fit(Deep())
+    text = " ".join(caplog.text.split())
+    for part in (
+        "120 linear layers (values as they are, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
+        "head: the rule 'head' keeps it dense", "2 activation functions", "... and 25 more", "blocks.7.0 │ Linear │ 4 bits │",
+        "blocks.*.0 (59) │ Linear │ values as they are, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
+    ):  # fmt: skip
+        assert part in text, part
+
+
 # The sparsity of each step.
 
 
