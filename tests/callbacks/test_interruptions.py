@@ -30,20 +30,14 @@ from tests.support.ranks import all_traces
 
 pytestmark = pytest.mark.integration
 
-AROUND = [
-    *("setup", "on_fit_start", "on_validation_start", "on_validation_batch_start", "on_validation_batch_end"),
-    *("on_validation_end", "on_train_start", "on_train_epoch_start", "on_save_checkpoint", "state_dict"),
-    *("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"),
-]
-IN_BATCHES = [
-    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_train_batch_end"),
-]
-OWN_AROUND = ["prepare_data", "configure_model", "configure_optimizers", "train_dataloader", "validation_step", "eval"]
-OWN_IN_BATCHES = [
-    *("transfer_batch_to_device", "on_after_batch_transfer", "forward", "training_step", "optimizer_step"),
-    *("optimizer_zero_grad", "backward", "clip_gradients"),
-]
+AROUND = "setup on_fit_start on_validation_batch_end on_validation_end on_train_start on_train_epoch_start state_dict"
+AROUND += " on_save_checkpoint on_train_epoch_end on_train_end on_fit_end teardown"
+IN_BATCHES = "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
+IN_BATCHES += " on_train_batch_end"
+OWN_AROUND = "prepare_data configure_model configure_optimizers train_dataloader validation_step eval"
+OWN_IN_BATCHES = (
+    "on_after_batch_transfer forward training_step optimizer_step optimizer_zero_grad backward clip_gradients"
+)
 
 
 class Trap:
@@ -182,10 +176,6 @@ def on_gradient(name: str) -> Lay:
     return lay
 
 
-def on_parameter(model: Model, trap: Trap) -> None:
-    trap.undo.append(model.first.weight.register_post_accumulate_grad_hook(trap).remove)
-
-
 def on_recomputation(use_reentrant: bool) -> Lay:
     """In the forward that an activation checkpoint runs in backward."""
 
@@ -206,17 +196,16 @@ def on_optimizer(model: Model, trap: Trap) -> None:
 INSIDE: dict[str, Lay] = {
     **{f"behind {name}": on_module(name) for name in ("first", "spread.1", "convolution", "attention", "")},
     **{f"backward of {name}": on_gradient(name) for name in ("late", "spread")},
-    "gradient of a parameter": on_parameter,
     "reentrant checkpoint": on_recomputation(use_reentrant=True),
     "checkpoint": on_recomputation(use_reentrant=False),
     "optimizer": on_optimizer,
     "loader": lambda model, trap: trap.lay(everything, "sample"),
-    **{f"module: {name}": in_module(name) for name in (*IN_BATCHES[::2], *OWN_IN_BATCHES)},
-    **{f"callback: {name}": in_callback(name) for name in IN_BATCHES},
+    **{f"module: {name}": in_module(name) for name in OWN_IN_BATCHES.split()},
+    **{f"callback: {name}": in_callback(name) for name in IN_BATCHES.split()},
 }
 OUTSIDE: dict[str, Lay] = {
-    **{f"module: {name}": in_module(name) for name in (*AROUND[::2], *OWN_AROUND)},
-    **{f"callback: {name}": in_callback(name) for name in AROUND},
+    **{f"module: {name}": in_module(name) for name in OWN_AROUND.split()},
+    **{f"callback: {name}": in_callback(name) for name in AROUND.split()},
 }
 STEPS = [(torch.OutOfMemoryError, 1), (RuntimeError, 2), (KeyboardInterrupt, 0)]
 PLACES = [(name, *at) for name, at in zip(INSIDE, itertools.cycle(STEPS), strict=False)]

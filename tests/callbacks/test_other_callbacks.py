@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +117,6 @@ def test_others_see_pruned_layers_that_configure_model_makes(other, first: bool,
     assert_plain(model)
     assert "configure_model" not in vars(model)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-@pytest.mark.parametrize(
-    ("other", "epochs", "steps"),
-    [
-        (lambda: theirs.EarlyStopping("val_loss", patience=1, min_delta=10.0), 2, 2 * BATCHES),
-        (lambda: theirs.Timer(timedelta(microseconds=1), interval="step"), None, 1),
-    ],
-)
-def test_callbacks_that_end_the_fit_leave_a_plain_model(other, epochs: int | None, steps: int):
-    made, model = trainer(ActivationPruning("max", verbose=0), other(), max_epochs=4), Net()
-    made.fit(model)
-    assert made.global_step == len(model.seen) == steps
-    assert epochs is None or made.current_epoch == epochs
-    assert_plain(model)
 
 
 def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.callbacks import tuning
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, trainer
@@ -215,11 +213,3 @@ def test_hooks_that_others_have_put_on_the_module_stay():
     trainer(**QUICK).fit(model)
     assert len(calls) == 3
     assert model.seen == [[]] * BATCHES  # no layer is pruned
-
-
-def test_a_strategy_without_a_hook_is_left_alone():
-    strategy = SimpleNamespace()
-    undo = tuning._also(strategy, "on_train_start", lambda: pytest.fail("nobody calls it"))
-    assert vars(strategy) == {}
-    undo()
-    assert vars(strategy) == {}
