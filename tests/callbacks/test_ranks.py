@@ -29,11 +29,13 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.integration
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
+PRECISIONS = "32-true", "bf16-mixed", "bf16-true"
 MATRIX = {
-    "cpu": [("ddp", "32-true"), ("ddp", "bf16-mixed"), ("fsdp2", "32-true"), ("fsdp2", "bf16-true")],
+    "cpu": [*(("ddp", precision) for precision in (*PRECISIONS, "64-true")), *(("fsdp2", p) for p in PRECISIONS)],
     "gpu": [
-        *(("ddp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed", "bf16-true")),
-        *(("fsdp", "32-true"), ("fsdp", "16-mixed"), ("fsdp2", "32-true"), ("fsdp2", "bf16-true")),
+        *(("ddp", precision) for precision in (*PRECISIONS, "16-mixed")),
+        *(("fsdp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
+        *(("fsdp2", precision) for precision in PRECISIONS),
         *((stage, precision) for stage in ZERO for precision in ("32-true", "bf16-mixed")),
     ],
 }
