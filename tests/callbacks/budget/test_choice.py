@@ -115,6 +115,7 @@ def test_rules_of_the_user_come_first():
     assert all(kinds[0][1] == "Linear" and kinds[1][1] == "ActivationPrunedLinear" for kinds in model.kinds)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("made_in", ["setup", "configure_model"])
 def test_blocks_that_are_made_late_run_again_from_the_first_step_on(made_in: str):
     class Late(Stack):
@@ -196,6 +197,7 @@ def killed(folder: Path, budget: float | str, at: int, **options: Any) -> Path:
     return folder / f"step={at}.ckpt"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("budget", "at"), [(HALF, 6), (0.8, 8)])
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(budget: float, at: int, tmp_path: Path, recwarn):
     """It goes on with the setting that was chosen, from its first step on."""
@@ -221,6 +223,7 @@ def test_a_checkpoint_from_before_the_decision_decides_after_two_steps(tmp_path:
     assert found.kinds[2] not in (AGAIN, DENSE)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("now", [0.5, 2.0])
 def test_where_torch_may_take_less_than_before_a_resumed_fit_decides_anew(now: float, tmp_path: Path, monkeypatch):
     module, cap = importlib.import_module("lightning_actprune.callbacks.budget"), 2.0**40
@@ -234,6 +237,7 @@ def test_where_torch_may_take_less_than_before_a_resumed_fit_decides_anew(now: f
     assert pruning.state_dict()["memory_budget"]["cap"] == min(now, 1) * cap
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("changes", [{"number": 1000}, {"setting": "another one"}, {"budget": 0.9}])
 def test_a_checkpoint_of_other_blocks_or_another_budget_decides_anew(changes: dict[str, Any], tmp_path: Path):
     ckpt = killed(tmp_path, HALF, 6)
@@ -263,6 +267,7 @@ class Sized(Stack):
         return batches(64 // self.batch_size * 2, self.batch_size)
 
 
+@pytest.mark.integration
 def test_trials_have_the_fewest_bytes_and_the_fit_decides_for_the_batch_that_was_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pruning, model = ActivationPruning(memory_budget=1.0, verbose=0), Sized()

@@ -128,6 +128,7 @@ def test_an_error_of_rank_zero_is_one_of_all_ranks():
     assert [module._by_rank_zero(rank(zero), lambda: 3) for zero in (True, False)] == [3, 3]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("budget", [1.0, "12MiB"])
 def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: float | str):
     """Less what lies idle between tensors; the setting of the fewest bytes is taken even if that is above it."""

@@ -52,6 +52,7 @@ class Inner(pl.LightningModule):
         return x
 
 
+@pytest.mark.integration
 def test_metrics_logs_and_what_the_trainer_knows(tmp_path):
     model, pruning = Measuring(), ActivationPruning(memory_budget=HALF, verbose=0)
     monitor = ActivationMemoryMonitor(verbose=False)
@@ -93,6 +94,7 @@ class OptimizerOf(Stack):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("asks", ["numbers", "the strategy"])
 def test_the_optimizer_may_ask_the_trainer(asks: str):
     """Where it cannot be made for a copy, one with a state of the same size stands in."""
