@@ -85,9 +85,19 @@ def copied(tree: Path, folder: str) -> Path:
     return copy
 
 
+def stages(fault: Fault, tree: Path) -> list[list[str]]:
+    """Return pytest's arguments for the listed files, and for all else in the listed folders."""
+    there = [path for path in fault.tests if (tree / path).exists()]
+    files, folders = ([path for path in there if path.endswith(".py") is wanted] for wanted in (True, False))
+    parts = files, [*folders, *(f"--ignore={path}" for path in files)] if folders else []
+    return [["-n", "0", *part] for part in parts if part]
+
+
 def try_fault(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
     """Return what the tests make of a fault."""
-    row = {"name": fault.name, "kind": fault.kind, "file": fault.file, "result": "error", "by": "", "seconds": 0.0}
+    status: int | None
+    row: dict[str, Any] = {"name": fault.name, "kind": fault.kind, "file": fault.file}
+    row |= {"result": "error", "by": "", "seconds": 0.0}
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         tree = copied(options.tree, folder)
         try:
@@ -95,19 +105,22 @@ def try_fault(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
         except (OSError, SyntaxError, ValueError) as error:
             return row | {"by": str(error)}
         (tree / fault.file).write_text(changed)
-        listed = [] if options.whole else ["-n", "0", *(path for path in fault.tests if (tree / path).exists())]
-        status, output, seconds = run_tests(tree, [*options.marks, "-x", *listed], options.limit)
+        status, output = NO_TESTS, ""
+        for listed in [[]] if options.whole else stages(fault, tree):
+            limit = options.limit - row["seconds"]
+            status, output, seconds = run_tests(tree, [*options.marks, "-x", *listed], limit)
+            row["seconds"] = round(row["seconds"] + seconds, 1)
+            if status not in (0, NO_TESTS):
+                break
     failed = FAILED.search(output)
     if status is None:
         result = "late"
     elif status == 1 and failed:
         result = "caught"
-    elif status == 0:
-        result = "missed"
     else:
-        result = "no tests" if status == NO_TESTS else "error"
-    by = failed[1] if result == "caught" and failed else "" if status in (0, None) else output[-300:]
-    return row | {"result": result, "by": by, "seconds": round(seconds, 1)}
+        result = "missed" if status in (0, NO_TESTS) else "error"
+    by = failed[1] if result == "caught" and failed else output[-300:] if result == "error" else ""
+    return row | {"result": result, "by": by}
 
 
 def verify(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
