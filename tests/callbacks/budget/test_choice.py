@@ -215,6 +215,7 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(budget: float, at
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
+@pytest.mark.integration
 def test_a_checkpoint_from_before_the_decision_decides_after_two_steps(tmp_path: Path):
     ckpt = killed(tmp_path, HALF, 1)
     found = fit(ActivationPruning(memory_budget=HALF, verbose=0), Stack(), max_epochs=2, ckpt_path=ckpt)

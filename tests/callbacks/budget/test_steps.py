@@ -140,6 +140,7 @@ def state_of(model: Random) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.integration
 def test_a_simulation_leaves_everything_as_it_is(monkeypatch):
     compared = []
     original = module.simulate
