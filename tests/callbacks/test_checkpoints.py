@@ -1,4 +1,4 @@
-"""Checkpoints are the plain model's; a resumed run continues the schedule."""
+"""Checkpoints are the plain model's, and a resumed run equals the one that was never stopped."""
 
 from __future__ import annotations
 
@@ -6,55 +6,51 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
+from torch import Tensor
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.schedules import CubicSchedule, LinearSchedule, SparsitySchedule
+from tests.support.everything import Everything
 from tests.support.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
+from tests.support.marks import only
 
 EPOCHS = 2
+CUBIC = CubicSchedule(end=0.8, start=0.1)
 
 
-def saving(path: Path, *callbacks: pl.Callback, **options) -> pl.Trainer:
-    save = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1, **options)
-    return trainer(save, *callbacks, enable_checkpointing=True, max_epochs=EPOCHS, default_root_dir=path)
+def saving(path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    save = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    return trainer(save, *callbacks, enable_checkpointing=True, max_epochs=EPOCHS, default_root_dir=path, **options)
 
 
-def watched(make=Net) -> Net:
+def watched(make: Callable[[], Net] = Net) -> Net:
     model = make()
     model.watch = lambda m: (m.trainer.global_step, *sparsities(m))
     return model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, list]:
     """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
-    path = tmp_path_factory.mktemp("run")
-    model = watched()
-    saving(path, ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()).fit(model)
+    path, model = tmp_path_factory.mktemp("run"), watched()
+    saving(path, ActivationPruning(sparsity=CUBIC), ActivationMemoryMonitor()).fit(model)
     return path, model.seen
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 6])
-@pytest.mark.parametrize("make", [Net, lambda: Net("setup"), ConfiguredNet])
+@pytest.mark.parametrize(("make", "step"), [(Net, 1), (lambda: Net("setup"), 4), (ConfiguredNet, 6)])
 def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
     path, uninterrupted = run
     model = watched(make)
-    callbacks = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1)), ActivationMemoryMonitor()
+    callbacks = ActivationPruning(sparsity=CUBIC), ActivationMemoryMonitor()
     trainer(*callbacks, max_epochs=EPOCHS).fit(model, ckpt_path=path / f"step={step}.ckpt")
     assert model.seen == uninterrupted[step:]
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_a_training_of_another_length_is_reported(run):
-    path, _ = run
-    callback = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1))
-    with pytest.warns(UserWarning, match=r"other settings \(total_steps: 8 -> 12\)"):
-        trainer(callback, max_epochs=3).fit(Net(), ckpt_path=path / "step=6.ckpt")
 
 
 class Own(SparsitySchedule):
@@ -74,71 +70,36 @@ def test_a_schedule_that_prints_an_address_is_the_same_in_another_process(tmp_pa
 
 
 def test_other_settings_are_used_and_reported_once(run):
-    path, _ = run
-    model = watched()
-    callback = ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16)
-    made = trainer(callback, max_epochs=EPOCHS)
+    path, model = run[0], watched()
+    made = trainer(ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16), max_epochs=3)
     with pytest.warns(
-        UserWarning,
-        match=r"other settings \(kept\['linear'\]: Keep\(sparsity=Cubic.* -> Keep\(sparsity=Linear.*block_size=16\)",
-    ) as caught:
+        UserWarning, match=r"Keep\(sparsity=Cubic.* -> Keep\(sparsity=Linear.*total_steps: 8 -> 12"
+    ) as found:
         made.fit(model, ckpt_path=path / "step=6.ckpt")
-    assert len([w for w in caught if "other settings" in str(w.message)]) == 1
-    assert [s for _, s, *_ in model.seen] == [0.5 * 6 / 8, 0.5 * 7 / 8]
-
-
-def test_a_changed_model_is_reported(run):
-    path, _ = run
-    callback = ActivationPruning(sparsity=CubicSchedule(end=0.8, start=0.1))
-    model = Net()
-    model.head.forward = model.head.forward  # replaced, so that the layer is left as it is
+    assert len([w for w in found if "other settings" in str(w.message)]) == 1
+    assert [s for _, s, *_ in model.seen] == pytest.approx([0.5 * step / 12 for step in range(6, 12)])
+    changed = Net()
+    changed.head.forward = changed.head.forward  # replaced, so that the layer is left as it is
     with pytest.warns(UserWarning, match=r"layers: \['body.0', 'body.2', 'head'\] -> \['body.0', 'body.2'\]"):
-        trainer(callback, max_epochs=EPOCHS).fit(model, ckpt_path=path / "step=6.ckpt")
+        trainer(ActivationPruning(sparsity=CUBIC), max_epochs=EPOCHS).fit(changed, ckpt_path=path / "step=6.ckpt")
 
 
 def test_a_checkpoint_read_by_another_stage_says_nothing_to_the_next_fit(run, recwarn):
-    path, _ = run
     made, model = trainer(ActivationPruning(sparsity=0.5)), Net()
-    made.validate(model, ckpt_path=path / "step=6.ckpt")
+    made.validate(model, ckpt_path=run[0] / "step=6.ckpt")
     assert_plain(model)
     made.fit(model)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-def test_resume_without_the_callback_and_with_it_for_the_first_time(run, tmp_path):
-    path, _ = run
-    model = Net()
-    with pytest.warns(UserWarning, match="Please add the following callbacks"):
-        trainer(max_epochs=EPOCHS).fit(model, ckpt_path=path / "step=6.ckpt")
-    assert model.seen == [["Linear"] * 3] * 2
+def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_without_ours(run, tmp_path):
     saving(tmp_path).fit(Net())
-    model = watched()
-    trainer(ActivationPruning(sparsity=0.5), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
-    assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
-
-
-def test_weights_only_checkpoints_resume_from_the_start_of_the_schedule(tmp_path):
-    schedule = LinearSchedule(end=0.8)
-    saving(tmp_path, ActivationPruning(sparsity=schedule), save_weights_only=True).fit(Net())
-    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
-    assert "callbacks" not in saved
-    model = Net()
-    model.load_state_dict(saved["state_dict"])
-    trainer(ActivationPruning(sparsity=schedule)).validate(model, ckpt_path=tmp_path / "step=6.ckpt")
-    assert_plain(model)
-
-
-def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
-    path, _ = run
-    saving(tmp_path).fit(Net())
-    ours = torch.load(path / "step=6.ckpt", weights_only=True)
-    plain = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    ours, plain = (torch.load(path / "step=6.ckpt", weights_only=True) for path in (run[0], tmp_path))
     assert list(ours) == list(plain)
     assert list(ours["state_dict"]) == list(plain["state_dict"]) == list(PlainNet().state_dict())
-    [key] = ours["callbacks"].keys() - {k for k in ours["callbacks"] if "ModelCheckpoint" in k}
+    [key] = [key for key in ours["callbacks"] if "ModelCheckpoint" not in key]
     assert key == "ActivationPruning{'rules': []}"
-    state = ours["callbacks"][key]
-    assert state == {
+    assert ours["callbacks"][key] == {
         "kept": {"linear": "Keep(sparsity=CubicSchedule(end=0.8, start=0.1, warmup=0.0, until=1.0))"},
         "rules": [],
         "total_steps": BATCHES * EPOCHS,
@@ -148,61 +109,41 @@ def test_checkpoints_have_the_keys_of_the_plain_model(run, tmp_path):
         "retained": {},
         "saved": {"sites": {}, "settled": []},
     }
+    model = Net()
+    with pytest.warns(UserWarning, match="Please add the following callbacks"):
+        trainer(max_epochs=EPOCHS).fit(model, ckpt_path=run[0] / "step=6.ckpt")
+    assert model.seen == [["Linear"] * 3] * 2
+    model = watched()
+    trainer(ActivationPruning(sparsity=0.5), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
+    assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
 
 
+@pytest.mark.integration
 def test_a_checkpoint_loads_where_the_package_is_missing(run):
-    path, _ = run
     script = f"""
 import sys
 sys.modules["lightning_actprune"] = None  # importing it is an error
 import torch
-from torch import nn
-saved = torch.load({str(path / "step=6.ckpt")!r}, weights_only=True)
-model = nn.Module()
-model.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.GELU())
-model.head = nn.Linear(64, 4)
-print(model.load_state_dict(saved["state_dict"]))
-full = torch.load({str(path / "step=6.ckpt")!r}, weights_only=False)
+torch.load({str(run[0] / "step=6.ckpt")!r}, weights_only=False)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "All keys matched" in done.stdout
 
 
-def test_state_is_keyed_by_the_layers_and_not_by_the_settings():
-    def key(**arguments) -> str:
+def test_two_instances_find_their_own_state_by_the_layers(tmp_path, recwarn):
+    def key(**arguments: Any) -> str:
         return ActivationPruning(**arguments).state_key
+
+    def callbacks() -> list[pl.Callback]:
+        return [ActivationPruning(sparsity=s, rules={name: None}) for s, name in ((0.2, "head"), (0.7, "body.*"))]
 
     assert key(sparsity=0.5, rules={"a": Keep(bits=4)}) == key(block_size=16, rules={"a": Keep(bits=3)})
     assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
-
-
-def test_two_with_the_same_rules_are_refused_by_lightning_with_words_that_the_documentation_explains():
-    with pytest.raises(RuntimeError, match="consult the documentation of `ActivationPruning`") as error:
-        trainer(ActivationPruning(sparsity=0.6), ActivationPruning("max"))
-    said, documented = str(error.value).partition(".")[0], " ".join(ActivationPruning.__doc__.split())
-    assert f'"{said}". Give each its own layers' in documented
-    assert "or remove one." in documented
-
-
-def test_two_instances_find_their_own_state(tmp_path, recwarn):
-    def callbacks() -> tuple[pl.Callback, ...]:
-        return ActivationPruning(sparsity=0.2, rules={"head": None}), ActivationPruning(
-            sparsity=0.7, rules={"body.*": None}
-        )
-
     saving(tmp_path, *callbacks()).fit(Net())
     model = watched()
     trainer(*callbacks(), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
     assert model.seen == [(6, 0.2, 0.2, 0.7), (7, 0.2, 0.2, 0.7)]
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_the_module_loads_from_a_checkpoint_as_usual(run):
-    path, _ = run
-    model = Net.load_from_checkpoint(path / "step=6.ckpt", map_location="cpu")
-    assert_plain(model)
-    assert BATCHES * EPOCHS == 8
 
 
 def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_path):
@@ -216,3 +157,159 @@ def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_pat
     assert losses[0] == losses[1] == losses[2]
     assert len(made.predict(model, ckpt_path="best")) == 1
     assert_plain(model)
+
+
+# A model with a layer of each operator, killed in the second epoch, two batches after the first.
+
+KILLED = 6
+SQUARE = "its input is kept for backward by square"
+
+
+class Killed(Exception):
+    pass
+
+
+class Stopped(Everything):
+    """Drops out, and raises an exception in a batch."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(dropout=0.1)
+        self.killed_at = killed_at
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == self.killed_at:
+            raise Killed
+        torch.manual_seed(self.trainer.global_step)  # Lightning does not restore the generator that dropout draws from
+        return super().training_step(batch, batch_idx)
+
+
+def fit(*callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, Tensor]:
+    model = Stopped()
+    trainer(*callbacks, max_epochs=EPOCHS, limit_val_batches=1).fit(model, ckpt_path=ckpt)
+    return model.state_dict()
+
+
+def killed(folder: Path, *callbacks: pl.Callback) -> Path:
+    """Return the last checkpoint of a run that an exception has stopped; others are beside it."""
+    with pytest.raises(Killed):
+        saving(folder, *callbacks, limit_val_batches=1).fit(Stopped(KILLED))
+    return folder / f"step={KILLED}.ckpt"
+
+
+def quiet(**options: Any) -> ActivationPruning:
+    return ActivationPruning("max", sparsity=0.5, verbose=False, **options)
+
+
+SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
+    "dense": list,
+    "balanced": lambda: [ActivationPruning("balanced")],
+    "max that drops": lambda: [quiet()],
+    "whatever is retained": lambda: [quiet(skip_retained=False)],
+    "cubic": lambda: [ActivationPruning(sparsity=CubicSchedule(end=0.8))],
+    "judged at the end of a schedule": lambda: [
+        ActivationPruning(rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5)})
+    ],
+    "at random": lambda: [ActivationPruning(rules={"type:linear": Keep(4, 0.5, selection="unbiased"), "*": "max"})],
+    "two of them": lambda: [
+        quiet(rules={"late": None, "spread.1": None}),
+        ActivationPruning("paper", rules={"late": "paper", "spread.1": "paper", "*": None}),
+    ],
+}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "name", only(SETTINGS, "max that drops", "judged at the end of a schedule", "at random", "two of them")
+)
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path, recwarn):
+    """In the middle of an epoch and at its end, also with a monitor, which measures another batch of that epoch."""
+
+    def callbacks() -> list[pl.Callback]:
+        return [*SETTINGS[name](), ActivationMemoryMonitor(1, verbose=False)]
+
+    whole = callbacks()
+    expected = fit(*whole)
+    last = killed(tmp_path, *callbacks())
+    for ckpt in (last, tmp_path / f"step={BATCHES}.ckpt"):
+        parts = callbacks()
+        torch.testing.assert_close(fit(*parts, ckpt=ckpt), expected, rtol=0, atol=0)
+        for one, other in zip(whole[:-1], parts[:-1], strict=True):
+            assert other.report.to_rows() == one.report.to_rows()
+            assert other.spread == one.spread
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+def edited(ckpt: Path, **changes: Any) -> Path:
+    """Return a copy of a checkpoint with other decisions, or none of that name (``...``)."""
+    saved = torch.load(ckpt, weights_only=True)
+    state = state_of(saved)
+    state.update(changes)
+    for name in [name for name, value in changes.items() if value is ...]:
+        del state[name]
+    torch.save(saved, ckpt.with_name("edited.ckpt"))
+    return ckpt.with_name("edited.ckpt")
+
+
+def state_of(saved: dict[str, Any]) -> dict[str, Any]:
+    [state] = [state for key, state in saved["callbacks"].items() if "ActivationPruning" in key]
+    return state
+
+
+def reasons(pruning: ActivationPruning) -> dict[str, str | None]:
+    return {layer.fqn: layer.reason for layer in pruning.skipped if "rule" not in (layer.reason or "")}
+
+
+@pytest.fixture(scope="module")
+def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killed(tmp_path_factory.mktemp("run"), quiet())
+
+
+@pytest.mark.parametrize("tuner", [[], [LearningRateFinder(num_training_steps=2)]], ids=["", "with a tuner"])
+def test_what_a_checkpoint_says_counts(ckpt: Path, tuner: list[pl.Callback], monkeypatch):
+    """Neither the first batch after it decides anew nor the first batch of a tuner."""
+    monkeypatch.chdir(ckpt.parent)  # where tuners write
+    state = state_of(torch.load(ckpt, weights_only=True))
+    assert state["retained"].keys() == {"first", "late", "attention.out_proj"}
+    assert state["retained"]["late"] == SQUARE
+    assert "spread.1" in state["spread"]
+    pruning = quiet()
+    fit(pruning, *tuner, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
+    assert reasons(pruning) == {"head": "as it was"}
+    assert pruning.spread == {"spread.1": 0.5}
+
+
+def test_an_older_checkpoint_says_only_what_drops_no_block(ckpt: Path, recwarn):
+    pruning = quiet()
+    fit(pruning, ckpt=edited(ckpt, retained=..., skip_retained=..., spread={"head": 0.5}))
+    assert reasons(pruning)["late"] == SQUARE
+    assert pruning.spread == {"head": 0.5}
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "skips"),
+    [({"skip_retained": True}, False), ({"skip_retained": False}, True), ({"layers": ["head"]}, True)],
+)
+def test_other_settings_and_other_layers_are_judged_anew(ckpt: Path, changes: dict[str, Any], skips: bool):
+    pruning = quiet(skip_retained=skips)
+    path = edited(ckpt, retained={"head": "as it was"}, spread={"head": 0.5}, **changes)
+    with pytest.warns(UserWarning, match=f"other settings .*{next(iter(changes))}"):
+        fit(pruning, ckpt=path)
+    assert "spread.1" in pruning.spread
+    assert "as it was" not in reasons(pruning).values()
+    assert reasons(pruning).get("late") == (SQUARE if skips else None)
+
+
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
+def test_a_checkpoint_from_before_the_decision_leaves_it_to_the_next_batch(hook: str, tmp_path: Path):
+    """Before training, or by a callback that comes before ours."""
+    path, pruning = tmp_path / "first.ckpt", quiet()
+    save = LambdaCallback(**{hook: lambda made, *_: made.global_step < 2 and made.save_checkpoint(path)})
+    with pytest.raises(Killed):
+        trainer(save, quiet(), max_epochs=EPOCHS, limit_val_batches=1).fit(Stopped(1))
+    state = state_of(torch.load(path, weights_only=True))
+    assert state["retained"] is state["spread"] is None
+    found = fit(pruning, ckpt=path)
+    assert reasons(pruning)["late"] == SQUARE
+    if hook == "on_train_start":
+        torch.testing.assert_close(found, fit(quiet()), rtol=0, atol=0)

@@ -1,17 +1,21 @@
-"""What a user of LightningCLI meets: help for every argument, schedules of their own, optimizers that the CLI makes."""
+"""LightningCLI with our callbacks: help, config files and their round trip, wrong values, optimizers of the CLI."""
 
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, ActivationSensitivity
-from lightning_actprune.schedules import SparsitySchedule
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
+from lightning_actprune.schedules import CosineSchedule, LinearSchedule, SparsitySchedule, StepSchedule
 from tests.support.helpers import BATCHES, Net, assert_plain, sparsities
+
+CALLBACK = "--trainer.accelerator=cpu", "--trainer.callbacks+=ActivationPruning"
 
 
 class Halves(SparsitySchedule):
@@ -34,15 +38,23 @@ class WithoutOptimizer(Net):
     configure_optimizers = Net.__mro__[1].configure_optimizers
 
 
-def cli(model: type[Net], *args: str) -> LightningCLI:
-    return LightningCLI(model, args=list(args), run=False, save_config_callback=None, seed_everything_default=0)
+def cli(*args: str) -> LightningCLI:
+    return LightningCLI(
+        WithoutOptimizer, args=list(args), run=False, save_config_callback=None, seed_everything_default=0
+    )
 
 
-@pytest.mark.parametrize("callback", [ActivationPruning, ActivationMemoryMonitor, ActivationSensitivity])
+def ours(made: LightningCLI) -> list[ActivationPruning | ActivationMemoryMonitor]:
+    kinds = ActivationPruning, ActivationMemoryMonitor
+    return [callback for callback in made.trainer.callbacks if isinstance(callback, kinds)]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("callback", [ActivationPruning, ActivationMemoryMonitor])
 def test_the_help_explains_every_argument(callback: type, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as done:
-        cli(Net, f"--trainer.callbacks.help=lightning_actprune.{callback.__name__}")
+        cli(f"--trainer.callbacks.help=lightning_actprune.{callback.__name__}")
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     explained = inspect.cleandoc(callback.__doc__)
@@ -53,41 +65,86 @@ def test_the_help_explains_every_argument(callback: type, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "choice"),
-    [("preset", "best", "max")],
+    ("wrong", "named"),
+    [
+        ("sparsty=0.3", ("sparsty",)),
+        ("preset=best", ("preset", "best", "max")),
+        ('rules={"head": {"sparsty": 0.3}}', ("sparsty",)),
+    ],
 )
-def test_a_wrong_value_is_an_error_that_names_the_choices(name: str, value: str, choice: str, capsys):
-    with pytest.raises(SystemExit):
-        cli(Net, "--trainer.callbacks+=lightning_actprune.ActivationPruning", f"--trainer.callbacks.{name}={value}")
-    said = capsys.readouterr().err
-    assert all(part in said for part in (name, value, choice))
+def test_a_wrong_argument_is_named(wrong: str, named: tuple[str, ...], capsys):
+    with pytest.raises((SystemExit, ValueError, MisconfigurationException)) as refused:
+        cli(*CALLBACK, f"--trainer.callbacks.{wrong}")
+    said = capsys.readouterr().err + str(refused.value)
+    assert all(part in said for part in named)
 
 
-def test_a_schedule_of_the_users_own_is_named_in_yaml(tmp_path: Path):
-    path = tmp_path / "config.yaml"
-    path.write_text(f"""
+def test_short_names_and_rules_on_the_command_line():
+    rules = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
+    monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
+    schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.7"
+    made = cli(
+        *CALLBACK,
+        "--trainer.callbacks.preset=max",
+        *schedule,
+        f"--trainer.callbacks.rules={json.dumps(rules)}",
+        *monitor,
+    )
+    pruning, monitor = ours(made)
+    assert (pruning.preset, pruning.sparsity) == ("max", LinearSchedule(0.7))
+    assert pruning.rules == {"body.*": Keep(sparsity=CosineSchedule(0.5)), "head": Keep(bits=3)}
+    assert monitor.verbose is False
+
+
+CONFIG = f"""
+optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.1}}}}
 trainer:
   accelerator: cpu
   max_epochs: 1
   logger: false
   enable_checkpointing: false
+  enable_progress_bar: false
   callbacks:
     - class_path: lightning_actprune.ActivationPruning
       init_args:
         sparsity: {{class_path: {__name__}.Halves, init_args: {{later: 0.75}}}}
-""")
-    made = cli(Net, "--config", str(path))
-    made.model.watch = sparsities
-    made.trainer.fit(made.model)
-    assert made.model.seen == [[0.0] * 3] * (BATCHES // 2) + [[0.75] * 3] * (BATCHES // 2)
+        block_size: 16
+        rules:
+          body.0:
+            sparsity:
+              class_path: lightning_actprune.schedules.StepSchedule
+              init_args: {{sparsities: [0.0, 0.5], at: [0.5]}}
+          head: dense
+          "type:norm": null
+          "type:activation": max
+    - class_path: lightning_actprune.ActivationMemoryMonitor
+      init_args:
+        measure_batch: 1
+"""
 
 
-def test_an_optimizer_that_the_command_line_makes_moves_the_pruned_layers():
-    quiet = "--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_epochs=1"
-    ours = "--trainer.accelerator=cpu", "--trainer.callbacks+=lightning_actprune.ActivationPruning"
-    made = cli(WithoutOptimizer, *quiet, *ours, "--optimizer=torch.optim.SGD", "--optimizer.lr=0.1")
-    before = [p.detach().clone() for p in made.model.parameters()]
-    made.trainer.fit(made.model)
-    assert set(map(tuple, made.model.seen)) == {("ActivationPrunedLinear",) * 3}
-    assert not any(map(torch.equal, before, made.model.parameters()))
-    assert_plain(made.model)
+def test_a_config_file_and_its_round_trip(tmp_path: Path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    first = cli("--config", str(path))
+    with pytest.raises(SystemExit):
+        cli("--config", str(path), "--print_config")
+    path.write_text(capsys.readouterr().out)
+    second = cli("--config", str(path))
+    for made in first, second:
+        pruning, monitor = ours(made)
+        assert (pruning.preset, pruning.block_size, monitor.measure_batch) == ("paper", 16, 1)
+        assert (type(pruning.sparsity), pruning.sparsity.later) == (Halves, 0.75)
+        assert list(pruning.rules.items()) == [
+            ("body.0", Keep(sparsity=StepSchedule([0.0, 0.5], [0.5]))),
+            ("head", "dense"),
+            ("type:norm", None),
+            ("type:activation", "max"),
+        ]
+    second.model.watch = sparsities
+    before = [p.detach().clone() for p in second.model.parameters()]
+    second.trainer.fit(second.model)
+    assert second.model.seen == [[0.0, 0.0]] * (BATCHES // 2) + [[0.5, 0.75]] * (BATCHES // 2)
+    assert second.trainer.callback_metrics["actprune/dense_mib"] > 0
+    assert not any(map(torch.equal, before, second.model.parameters()))
+    assert_plain(second.model)

@@ -10,16 +10,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
+from lightning_actprune.compiled.report import Row
 from tests.support.helpers import BATCHES, trainer
-from tests.support.marks import needs_passes, quick
+from tests.support.marks import only
 
-pytestmark = needs_passes
+pytestmark = pytest.mark.integration
 
 
 class Wide(pl.LightningModule):
@@ -108,7 +111,9 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     if part == "body":
         model.body = torch.compile(model.body, backend="aot_eager")
     pruning, monitor, dense = ActivationPruning("balanced"), ActivationMemoryMonitor(2), ActivationMemoryMonitor(2)
-    losses = fit(model, pruning, monitor, backend="aot_eager" if part == "all" else None)
+    made: list[pl.Trainer] = []
+    note = LambdaCallback(on_fit_start=lambda trainer, _: made.append(trainer))
+    losses = fit(model, pruning, monitor, note, backend="aot_eager" if part == "all" else None)
     right = fit(Wide(), dense, backend=None)
     assert_learned_alike(losses, right)
     assert {row.how for row in pruning.compiled} >= {"packed"}
@@ -120,6 +125,16 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     table = caplog.text[caplog.text.index("Kept for backward") :].splitlines()
     packed = [row for row in pruning.compiled if row.how == "packed"]
     assert all(any(row.name in line and f"{row.bits} bits" in line for line in table) for row in packed)
+    assert 0 < monitor.report.compiled_bytes <= monitor.report.stored_bytes
+    metrics = {name: float(value) for name, value in made[0].callback_metrics.items() if "actprune" in name}
+    assert metrics == {"actprune/stored_mib": pytest.approx(monitor.report.stored_bytes / 2**20)}
+    rows, told = pruning._compiled.rows, pruning.compiled
+    listed = told[: len(told) // told.count(told[0])]
+    assert _compiled_rows(made[0], monitor.report) == listed != []
+    rows.extend(told)  # compiled again
+    assert _compiled_rows(made[0], monitor.report) == listed
+    rows.append(told[0])  # of another batch size
+    assert _compiled_rows(made[0], monitor.report) == []
     assert installed() == before
     kinds = [type(module) for module in Wide().body]
     assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
@@ -150,9 +165,7 @@ def validated(*callbacks: pl.Callback, mode: str | None = None) -> tuple[list[Te
     return losses.found, model.scores
 
 
-@pytest.mark.parametrize(
-    "mode", ["", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("reduce-overhead", "max-autotune"))]
-)
+@pytest.mark.parametrize("mode", only(["", "reduce-overhead", "max-autotune"], ""))
 def test_accumulation_and_validation_in_between(mode):
     pruning = ActivationPruning("balanced", verbose=0)
     losses, scores = validated(pruning, mode=mode)
@@ -169,22 +182,9 @@ def test_accumulation_and_validation_in_between(mode):
     assert packed[0] == packed[1] != []
 
 
-def test_code_of_several_graphs_is_not_listed_by_the_monitor():
-    pruning, monitor, losses = ActivationPruning(verbose=0), ActivationMemoryMonitor(2, verbose=0), Losses()
-    torch._dynamo.reset()
-    training = trainer(pruning, monitor, losses, limit_val_batches=0)
-    training.fit(torch.compile(Wide(), backend="aot_eager"))
-    rows, told = pruning._compiled.rows, pruning.compiled
-    assert _compiled_rows(training, monitor.report) == told[: len(told) // told.count(told[0])] != []
-    rows.extend(told)  # compiled again
-    assert _compiled_rows(training, monitor.report) == told[: len(told) // told.count(told[0])]
-    rows.append(told[0])  # of another batch size
-    assert _compiled_rows(training, monitor.report) == []
-
-
 @pytest.mark.parametrize(
     ("preset", "part"),
-    quick(product(["max", "recompute"], ["all", "body", "blocks"]), ("max", "all"), ("recompute", "blocks")),
+    only(product(["max", "recompute"], ["all", "body", "blocks"]), ("max", "all"), ("recompute", "blocks")),
 )
 def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: str):
     model, dense = Deep(), ActivationMemoryMonitor(2)
@@ -204,35 +204,24 @@ def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: st
     assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense.report.stored_bytes
 
 
-def test_the_pass_is_taken_out_after_an_exception():
-    before, pruning = installed(), ActivationPruning("balanced", verbose=0)
-    with pytest.raises(KeyError, match="a step"):
-        fit(Wide(), pruning, Losses(fails_at=2))
-    assert installed() == before
-    assert pruning.compiled
-
-
-@pytest.mark.slow
-def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves():
+def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves(monkeypatch):
     dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning(verbose=0)
-    right = fit(Wide(), dense, backend="eager")
+    right = fit(Wide(), dense, backend=None)
     with pytest.warns(UserWarning, match="runs no pass over the graphs .*HINT"):
         losses = fit(Wide(), pruning, ours, backend="eager")
     assert_learned_alike(losses, right)
     assert not pruning.compiled
     assert ours.report.stored_bytes < 0.5 * dense.report.stored_bytes
 
-
-@pytest.mark.slow
-def test_without_passes_a_compiled_fit_is_warned_and_an_eager_one_is_not(monkeypatch):
     compiled = importlib.import_module("lightning_actprune.callbacks.compiled")
     monkeypatch.setattr(compiled, "why_not", lambda: "This torch has no passes.")
     with pytest.warns(UserWarning, match="This torch has no passes. Layers pack by themselves"):
         fit(Wide(), ActivationPruning("balanced", verbose=0))
-    fit(Wide(), ActivationPruning("balanced", verbose=0), backend=None)
+    fit(Wide(), ActivationPruning("balanced", verbose=0), backend=None)  # is not warned
 
 
-def test_what_others_compile_is_left_alone_and_a_copy_of_the_callback_packs_nothing():
+def test_what_others_compile_is_left_alone_and_an_exception_takes_the_pass_out():
+    before = installed()
     pruning, other = ActivationPruning("balanced", verbose=0), nn.Linear(64, 64)
     grads = []
 
@@ -251,3 +240,43 @@ def test_what_others_compile_is_left_alone_and_a_copy_of_the_callback_packs_noth
     assert all(torch.equal(grad, other.weight.grad) for grad in grads)
     assert not any(row.shape == (8, 64) for row in rows)
     assert copy.deepcopy(pruning).compiled == rows
+    with pytest.raises(KeyError, match="a step"):
+        fit(Wide(), pruning, Losses(fails_at=2))
+    assert installed() == before
+    assert pruning.compiled
+
+
+class Wider(Wide):
+    """Blocks of more parameters than the first bucket of DDP takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+        self.body = nn.Sequential(*copy.deepcopy(widths), *copy.deepcopy(widths))
+        self.head = nn.Linear(512, 4)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.randn(4, 64, 512)] * 3, batch_size=None)
+
+
+def kept(cuts: bool) -> list[Row]:
+    """Return what is listed of a model that DDP has compiled, with buckets of 1 MiB for its 4 MiB."""
+    torch._dynamo.reset()
+    pruning = ActivationPruning("max")
+    made = trainer(pruning, strategy=DDPStrategy(bucket_cap_mb=1), max_epochs=2)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=cuts):
+            made.fit(torch.compile(Wider(), backend="aot_eager"))
+    finally:
+        torch.distributed.destroy_process_group()
+    return sorted(pruning.compiled)
+
+
+def test_what_ddp_cuts_into_pieces_is_kept_as_in_one_piece():
+    whole, cut = kept(cuts=False), kept(cuts=True)
+    as_it_is = [[row for row in rows if row.how == "as it is"] for rows in (whole, cut)]
+    assert as_it_is[0] == as_it_is[1]
+    assert len(cut) == len(whole)
+    # What is computed again from a value in another piece is packed.
+    again = [row.dense_bytes for row in whole if row.how == "again"]
+    assert sum(row.stored_bytes for row in cut) < sum(row.stored_bytes for row in whole) + 0.3 * sum(again)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BARS, BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
-from tests.support.marks import needs_passes
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -66,39 +65,27 @@ def assert_hooks_gone(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("make", "reason", "options"),
     [
-        {},
-        {"accumulate_grad_batches": 2},
-        {"precision": "bf16-true"},
-        {"num_sanity_val_steps": 2, "max_epochs": 2},
-        {"gradient_clip_val": 0.1},
-        {"limit_train_batches": 1, "max_epochs": 4},
+        (Retained, RELU, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (Retained, RELU, {"limit_train_batches": 1, "max_epochs": 4}),
+        (Listed, LIST, {"precision": "bf16-true"}),
+        (Listed, LIST, {"num_sanity_val_steps": 2, "max_epochs": 2}),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize(("make", "reason"), [(Retained, RELU), (Listed, LIST)])
 def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, options: dict):
     model, callback = make(), ActivationPruning(sparsity=0.5)
-    trainer(callback, ActivationMemoryMonitor(0), **options).fit(model)
+    hooked: list[bool] = []
+    model.watch = lambda m: hooked.append(bool(m.head._forward_hooks)) or pruned_layers(m)
+    trainer(callback, **options).fit(model)
     assert model.seen == [PRUNED] + [LEFT] * (len(model.seen) - 1)
-    assert len(model.seen) > 1
+    assert hooked == [True] + [False] * (len(hooked) - 1)
     assert [layer.fqn for layer in callback.converted] == LEFT
     assert outcome(callback) == {"head": reason}
     assert_hooks_gone(model)
 
 
-def test_a_layer_on_the_batch_is_dense():
-    class OnBatch(Retained):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x)).mean(1)
-
-    callback = ActivationPruning(sparsity=0.6)
-    trainer(callback).fit(OnBatch())
-    assert outcome(callback) == {"body.0": "its input is part of the batch", "head": RELU}
-
-
-def test_first_batch_false_prunes_all_the_same():
+def test_without_skip_retained_all_are_pruned():
     model, callback = Retained(), ActivationPruning(sparsity=0.6, skip_retained=False)
     trainer(callback).fit(model)
     assert model.seen == [PRUNED] * BATCHES
@@ -148,24 +135,13 @@ class Manual(Listed):
         return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
 
 
-@pytest.mark.parametrize("through_lightning", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("through_lightning", "kept"), [(True, False), (False, True), (False, False)])
 def test_manual_optimization(through_lightning: bool, kept: bool):
     model, callback = Manual(through_lightning, kept), ActivationPruning(sparsity=0.6)
     trainer(callback).fit(model)
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
     assert_hooks_gone(model)
-
-
-def test_a_closure_that_runs_several_forwards():
-    class Lbfgs(Retained):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-    model, callback = Lbfgs(), ActivationPruning(sparsity=0.6)
-    trainer(callback).fit(model)
-    assert outcome(callback) == {"head": RELU}
 
 
 def test_the_first_batch_with_a_forward_decides():
@@ -183,18 +159,6 @@ def test_the_first_batch_with_a_forward_decides():
     assert outcome(callback) == {"head": RELU}
 
 
-def test_frozen_layers_do_not_put_the_decision_off():
-    model, callback = Retained(), ActivationPruning(sparsity=0.6)
-    model.requires_grad_(False)
-    model.bias = nn.Parameter(torch.zeros(FEATURES))
-    forward = model.forward
-    model.forward = lambda x: forward(x + model.bias)
-    model.watch = lambda m: bool(m.head._forward_hooks)
-    trainer(callback).fit(model)
-    assert model.seen == [True] + [False] * (BATCHES - 1)
-    assert callback.skipped == []
-
-
 def test_every_fit_decides_anew_but_a_resumed_one(tmp_path, recwarn):
     model, callback = Retained(), ActivationPruning(sparsity=0.6)
     trainer(callback).fit(model)
@@ -209,33 +173,42 @@ def test_every_fit_decides_anew_but_a_resumed_one(tmp_path, recwarn):
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-def test_no_layer_left_is_an_error_that_names_the_retainers():
-    model, callback = Retained(), ActivationPruning(sparsity=0.6, rules={"body.*": None})
-    with pytest.raises(MisconfigurationException, match=r"(?s)No layer is left.*'body.3' \(relu\).*skip_retained"):
+@pytest.mark.parametrize(
+    ("make", "rules", "named"),
+    [
+        (lambda: Retained(), {"body.*": None}, r"'body.3' \(relu\).*skip_retained"),
+        (lambda: Uneven(), {"body.0": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}, "max_dropped_energy"),
+    ],
+)
+def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
+    model, callback = make(), ActivationPruning(sparsity=0.6, rules=rules)
+    with pytest.raises(MisconfigurationException, match=rf"(?s)No layer is left.*{named}"):
         trainer(callback).fit(model)
     assert_hooks_gone(model)
-    assert outcome(callback)["head"] == RELU
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("hook", ["forward", "on_before_backward", "on_after_backward", "layer"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("forward", RuntimeError),
+        ("layer", KeyboardInterrupt),
+        ("on_before_backward", RuntimeError),
+        ("on_after_backward", KeyboardInterrupt),
+    ],
+)
 def test_an_exception_in_the_first_step_leaves_nothing_behind(hook: str, error: type[BaseException]):
     def fail(*args: Any) -> None:
         raise error
 
     model = Retained()
-    callbacks = (
-        ActivationPruning(sparsity=0.6, rules={"head": None}),
-        ActivationPruning(sparsity=0.6, rules={"body.*": None}),
-        ActivationMemoryMonitor(0),
-    )
+    pruning = [ActivationPruning(sparsity=0.6, rules={name: None}) for name in ("head", "body.*")]
     handle = model.head.register_forward_hook(fail) if hook == "layer" else None
     if hook != "layer":
         setattr(model, hook, fail)
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises((error, SystemExit)):
-            trainer(*callbacks, num_sanity_val_steps=0).fit(model)
+            trainer(*pruning, ActivationMemoryMonitor(0), num_sanity_val_steps=0).fit(model)
     finally:
         signal.signal(signal.SIGINT, handler)
     if handle is not None:
@@ -284,24 +257,7 @@ def test_the_monitor_measures_the_probed_batch(order: int):
     assert monitor.report.stored_bytes == alone.report.stored_bytes
 
 
-@pytest.mark.parametrize("bar", BARS)
-def test_the_retained_layers_are_shown_once(bar, capsys, caplog):
-    callbacks = [ActivationPruning(sparsity=0.5), *([bar()] if bar else [])]
-    with caplog.at_level("INFO"):
-        trainer(*callbacks, enable_progress_bar=bar is not None, max_epochs=2).fit(Retained())
-    text = " ".join((capsys.readouterr().out + ("" if bar else caplog.text)).split())
-    assert text.count("1 linear layer stays dense, since packing its input would add memory") == 1
-    assert text.count("skip_retained=False") == 1
-    assert "'body.3' (relu)" in text
-
-
-def test_a_quiet_callback_says_nothing_of_them(capsys, caplog):
-    with caplog.at_level("INFO"):
-        trainer(ActivationPruning(sparsity=0.6, verbose=False)).fit(Retained())
-    assert "stay dense" not in capsys.readouterr().out + caplog.text
-
-
-@needs_passes
+@pytest.mark.integration
 def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -318,24 +274,72 @@ def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
     assert frames[0] == frames[1] > 0
 
 
-def test_no_hook_is_there_after_the_first_batch():
-    class Witness(pl.Callback):
-        hooks: list[bool]
-
-        def __init__(self) -> None:
-            self.hooks = []
-
-        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-            self.hooks.append(any(module._forward_hooks for module in pl_module.modules()))
-
-    witness = Witness()
-    trainer(ActivationPruning(sparsity=0.6), witness).fit(Retained())
-    assert witness.hooks == [True] + [False] * (BATCHES - 1)
-
-
 def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monkeypatch):
     monkeypatch.setattr(private, "MISSING", [*private.MISSING, *RetentionProbe.needs])
     model, callback = Retained(), ActivationPruning(sparsity=0.5)
     with pytest.warns(UserWarning, match=r"Finding out in the first batch .* needs torch\._C\..* All stay converted"):
         trainer(callback).fit(model)
     assert model.seen == [PRUNED] * len(model.seen)
+
+
+# Layers whose dropped blocks hold much of the energy drop none.
+
+NAMES = ["body.0", "body.2", "head"]
+SPREAD, CONCENTRATED = "body.0", "body.2"
+
+
+def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
+    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit), "*": None}
+
+
+class Uneven(Net):
+    """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watch = sparsities
+
+    def make(self) -> None:
+        super().make()
+        with torch.no_grad():
+            self.body[0].bias.copy_(torch.where(torch.arange(128) < 32, 10.0, -10.0))
+
+
+def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
+    caplog.set_level("INFO")
+    model, callback = Uneven(), ActivationPruning(rules=judged(), verbose=2)
+    trainer(callback).fit(model)
+    assert "body.0 │ 41." in " ".join(caplog.text.split())
+    assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
+    assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
+    assert list(callback.spread) == [SPREAD]
+    assert 0.2 < callback.spread[SPREAD] < 0.5
+    assert_plain(model)
+
+
+def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
+    model, callback = Uneven(), ActivationPruning(rules=judged(bits=None))
+    model.watch = pruned_layers
+    trainer(callback).fit(model)
+    assert model.seen == [NAMES[:2]] + [[CONCENTRATED]] * (BATCHES - 1)
+    assert SPREAD in {layer.fqn for layer in callback.skipped}
+
+
+def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
+    schedule = LinearSchedule(end=0.5, until=0.5)
+    model = Uneven()
+    trainer(ActivationPruning(rules=judged(schedule))).fit(model)
+    assert [seen[0] for seen in model.seen] == [0.0] * BATCHES
+    assert [seen[1] for seen in model.seen] == [0.0, 0.25, 0.5, 0.5]
+
+
+def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(monkeypatch):
+    monkeypatch.setattr(first_batch, "EnergyProbe", None)
+    for callback, expected in (
+        (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
+        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
+    ):
+        model = Uneven()
+        trainer(callback).fit(model)
+        assert model.seen == [expected] * BATCHES
+        assert callback.spread == {}

@@ -1,4 +1,4 @@
-"""The callbacks on a GPU: what is announced is what the allocator measures."""
+"""The callbacks on a GPU: the allocator measures what is announced, and a step waits for nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
 from lightning_actprune.analysis.memory import MemoryReport
+from tests.support.helpers import trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -25,52 +26,40 @@ class Mlp(L.LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
-        x = batch
         for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+            batch = batch + block(batch)
+        return batch.square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
+        return torch.optim.AdamW(self.parameters(), capturable=True)
 
 
-def fit(precision: str, *callbacks: L.Callback) -> tuple[MemoryReport, float]:
+def report_of(precision: str, *callbacks: L.Callback) -> MemoryReport:
     torch.manual_seed(0)
-    model, monitor = Mlp(), ActivationMemoryMonitor(verbose=False)
-    data = DataLoader(torch.randn(96, 196, 256), batch_size=16)
-    trainer = L.Trainer(
-        max_epochs=1, accelerator="gpu", devices=1, precision=precision, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks, monitor],
-    )  # fmt: skip
-    trainer.fit(model, data)
-    assert monitor.report is not None
-    return monitor.report, float(sum(p.detach().square().sum() for p in model.parameters()))
+    monitor, data = ActivationMemoryMonitor(verbose=False), DataLoader(torch.randn(96, 196, 256), batch_size=16)
+    trainer(*callbacks, monitor, accelerator="gpu", precision=precision).fit(Mlp(), data)
+    return monitor.report
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 def test_measured_saving_is_the_announced_one(precision):
-    dense, _ = fit(precision)
-    pruned, norm = fit(precision, ActivationPruning(sparsity=0.6, block_size=32, verbose=False))
-    measured = dense.measured_activation_bytes - pruned.measured_activation_bytes
+    dense = report_of(precision)
+    pruned = report_of(precision, ActivationPruning(sparsity=0.6, block_size=32, verbose=False))
     assert len(pruned.rows) == 16
     assert [row.stored_bytes for row in pruned.rows] == [row.accounted_bytes for row in pruned.rows]
     # Under autocast the dense layers also keep a 16-bit copy of each weight, which the pruned ones do not.
     assert pruned.dense_bytes == dense.stored_bytes
     for report in (dense, pruned):
         assert report.measured_activation_bytes == pytest.approx(report.stored_bytes, rel=0.02)
+    measured = dense.measured_activation_bytes - pruned.measured_activation_bytes
     assert measured == pytest.approx(pruned.saved_bytes, rel=0.02)
-    assert pruned.measured_peak_bytes < dense.measured_peak_bytes
-    assert norm == norm
+    assert pruned.measured_activation_bytes < pruned.measured_peak_bytes < dense.measured_peak_bytes
 
 
-def test_a_training_step_waits_for_nothing():
-    """Every launch is asynchronous: no value is read back from the GPU inside a step."""
-    from lightning_actprune import convert
-
+def test_a_training_step_reads_no_value_back_from_the_gpu():
     model = Mlp().cuda()
     convert(model, sparsity=0.6)
-    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-    x = torch.randn(16, 196, 256, device="cuda")
+    optimizer, x = model.configure_optimizers(), torch.randn(16, 196, 256, device="cuda")
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:

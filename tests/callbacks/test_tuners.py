@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.callbacks import tuning
 from lightning_actprune.schedules import LinearSchedule
-from tests.callbacks.test_dropped_energy import CONCENTRATED, SPREAD, Uneven
+from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, trainer
-from tests.support.marks import quick
+from tests.support.marks import only
 
 SIZE = 4
 QUICK = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -89,24 +87,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-ONE_STEP = "max that drops", "judged, values as they are", "up"
-
-
-@pytest.mark.parametrize(
-    ("name", "steps", "trials"), [*((name, 2, 2) for name in SETTINGS), *((name, 1, 1) for name in ONE_STEP)]
-)
-@pytest.mark.slow
-def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str, steps: int, trials: int):
-    """Also if that trial is the only one, of one step."""
-    first = SIZE // trials
-    model, pruning = Judged(batch_size=first), ActivationPruning(**SETTINGS[name], verbose=False)
-    fitted(pruning, BatchSizeFinder(steps_per_trial=steps, init_val=first), model=model)
+@pytest.mark.parametrize("name", only(SETTINGS, "max that drops", "judged, values as they are", "up", "down"))
+def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str):
+    model, pruning = Judged(batch_size=SIZE // 2), ActivationPruning(**SETTINGS[name], verbose=False)
+    fitted(pruning, BatchSizeFinder(steps_per_trial=2, init_val=SIZE // 2), model=model)
     *_, (_, tried, in_trial), (_, size, in_fit) = model.phases
-    assert [phase[0] for phase in model.phases] == [False] * trials + [True]
+    assert [phase[0] for phase in model.phases] == [False, False, True]
     assert tried == size == SIZE
     assert max(in_fit) <= max(in_trial)
     assert len(in_fit) == BATCHES
-    if name not in ("up", "down") and trials > 1:
+    if name not in ("up", "down"):
         assert set(in_fit) == set(in_trial)
 
 
@@ -114,41 +104,40 @@ def judged() -> ActivationPruning:
     return ActivationPruning(rules={"type:linear": Keep(4, 0.5, max_dropped_energy=0.2), "*": None}, verbose=False)
 
 
-@pytest.mark.parametrize("made_in", ["init", "setup"])
-def test_the_learning_rate_is_found_with_the_layers_of_the_fit(made_in: str, recwarn):
-    """Layers made in ``LightningModule.setup`` are found before the first trial."""
-    model, pruning = Judged(made_in=made_in), judged()
-    fitted(pruning, LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2), model=model)
-    assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
-    assert len(model.seen) > 3
-    assert pruning.spread.keys() == {SPREAD}
-    assert {layer.fqn: layer.sparsity for layer in pruning.converted} == {SPREAD: 0.0, CONCENTRATED: 0.5}
-    assert [layer.fqn for layer in pruning.skipped if layer.operator == "linear"] == ["head"]
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-@pytest.mark.slow
 def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, caplog):
+    """Layers made in ``LightningModule.setup`` are found before the first trial."""
     caplog.set_level("INFO")
     pruning = judged()
     pruning.verbose = True
     tuners = LearningRateFinder(num_training_steps=2), BatchSizeFinder(steps_per_trial=1, init_val=SIZE)
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    model = fitted(pruning, *tuners, save, enable_checkpointing=True)
+    model = fitted(pruning, *tuners, save, model=Judged(made_in="setup"), enable_checkpointing=True)
     assert model.seen == [[0.0] * 3] + [[0.0, 0.5]] * (len(model.seen) - 1)
+    assert len(model.seen) > BATCHES
     assert "1 linear layer drops no block" in " ".join(caplog.text.split())
+    assert pruning.spread.keys() == {SPREAD}
+    assert {layer.fqn: layer.sparsity for layer in pruning.converted} == {SPREAD: 0.0, CONCENTRATED: 0.5}
+    assert [layer.fqn for layer in pruning.skipped if layer.operator == "linear"] == ["head"]
     state = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["callbacks"][pruning.state_key]
     assert state["spread"] == pruning.spread
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-@pytest.mark.parametrize("before", quick([False, True], True))
+class Copied(Judged):
+    """Is pickled in every step, in trials too, as a loader with processes of its own may do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert "on_train_start" not in vars(pickle.loads(pickle.dumps(self)))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("before", [False, True])
 def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn, before: bool):
     """What its own checkpoint says counts more than what a tuner has found before the checkpoint was loaded."""
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     first = judged()
     fitted(first, save, enable_checkpointing=True)
-    resumed, pruning = Judged(), judged()
+    resumed, pruning = Copied(), judged()
     with torch.no_grad():
         resumed.body[0].weight.zero_()  # nothing would be found now
         if before:
@@ -164,18 +153,6 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwar
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-@pytest.mark.slow
-def test_a_first_trial_that_runs_out_of_memory_leaves_nothing_open():
-    """What it would have shown is shown by the next, or by the fit."""
-    model, pruning = Judged(batch_size=2 * SIZE), judged()
-    fitted(pruning, BatchSizeFinder(steps_per_trial=1, init_val=2 * SIZE), model=model)
-    assert model.batch_size == SIZE
-    assert pruning.spread.keys() == {SPREAD}
-    assert model.seen[:3] == [[0.0] * 3, [0.0] * 3, [0.0, 0.5]]
-    assert torch.overrides._get_current_function_mode() is None
-
-
-@pytest.mark.slow
 def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
     model, pruning = Judged(), judged()
     made = trainer(pruning, **QUICK)
@@ -220,50 +197,19 @@ def test_a_trial_that_fails_before_it_starts_leaves_a_plain_model():
     assert not {"on_train_start", "on_exception"} & vars(made.strategy).keys()
 
 
-class Copied(Judged):
-    """Is pickled in every step, in trials too, as a loader with processes of its own may do."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert "on_train_start" not in vars(pickle.loads(pickle.dumps(self)))
-        return super().training_step(batch, batch_idx)
-
-
-def test_the_model_can_be_pickled_in_a_trial():
-    model = fitted(judged(), LearningRateFinder(num_training_steps=3), model=Copied())
-    assert len(model.seen) > 3
-
-
-class Wrapping(pl.Callback):
-    """Does something in a hook of the module."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        original = pl_module.on_train_start
-
-        @functools.wraps(original)
-        def on_train_start() -> None:
-            self.calls += 1
-            original()
-
-        pl_module.on_train_start = on_train_start
-
-
 def test_hooks_that_others_have_put_on_the_module_stay():
-    model, wrapping = Judged(), Wrapping()
+    calls, model = [], Judged()
+
+    def setup(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        original = module.on_train_start
+        module.on_train_start = functools.wraps(original)(lambda: calls.append(original()))
+
+    wrapping = pl.Callback()
+    wrapping.setup = setup
     trainer(judged(), wrapping, LearningRateFinder(num_training_steps=3), **QUICK).fit(model)
-    assert wrapping.calls == 2  # in the trial and in the fit
+    assert len(calls) == 2  # in the trial and in the fit
     assert_plain(model)
     model.seen.clear()
     trainer(**QUICK).fit(model)
-    assert wrapping.calls == 3
+    assert len(calls) == 3
     assert model.seen == [[]] * BATCHES  # no layer is pruned
-
-
-def test_a_strategy_without_a_hook_is_left_alone():
-    strategy = SimpleNamespace()
-    undo = tuning._also(strategy, "on_train_start", lambda: pytest.fail("nobody calls it"))
-    assert vars(strategy) == {}
-    undo()
-    assert vars(strategy) == {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,20 +206,21 @@ def _traces(module: nn.Module) -> list[str]:
     return [type(module).__qualname__, *sorted(vars(module)), *hooks]
 
 
-def fit_all(cases: Sequence[Case], accelerator: str, folder: Path) -> list[list[Seen]]:
-    """Return, for each case, what each process has seen of it."""
+def fit_all(cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path) -> list[list[Any]]:
+    """Return, for each case, what each process has seen of it; for a function, what it returns."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # A fork spares the seconds that two processes need for their imports. CUDA, once in use, does not survive it, nor
     # do threads of autograd, which tests that compile may have left in this process.
-    method = "spawn" if torch.cuda.is_available() or any(case.compiled for case in cases) else "fork"
+    compiles = any(isinstance(case, Case) and case.compiled for case in cases)
+    method = "spawn" if torch.cuda.is_available() or compiles else "fork"
     mp.start_processes(_rank, (cases, accelerator, folder, port), RANKS, start_method=method)
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
-def _rank(rank: int, cases: Sequence[Case], accelerator: str, folder: Path, port: int) -> None:
+def _rank(rank: int, cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path, port: int) -> None:
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
     told |= {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "TORCHELASTIC_RUN_ID": "tests"}
     os.environ.update({name: str(value) for name, value in told.items()})
@@ -229,7 +230,7 @@ def _rank(rank: int, cases: Sequence[Case], accelerator: str, folder: Path, port
         path = folder / str(number)
         path.mkdir(exist_ok=True)
         try:
-            seen.append(fit(case, accelerator, path))
+            seen.append(fit(case, accelerator, path) if isinstance(case, Case) else case(path))
         except Exception:
             seen.append(Seen([], {}, [], {}, {}, [], traceback.format_exc()))
     torch.save(seen, folder / f"{rank}.pt")

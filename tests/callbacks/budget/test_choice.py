@@ -1,39 +1,58 @@
-"""``ActivationPruning(memory_budget=...)``: what fits is found after two steps, and nothing else changes in a fit."""
+"""``ActivationPruning(memory_budget=...)``: what fits is found after two steps, also in resumed and tuned fits."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis import simulated
 from lightning_actprune.analysis.allocation import MARGIN
 from lightning_actprune.schedules import CubicSchedule
-from tests.support.budgets import AGAIN, DENSE, FEW, HALF, MIB, PARTS, assert_restored, chosen, fit
+from tests.support.budgets import AGAIN, DENSE, FEW, HALF, PARTS, assert_restored, chosen, fit
 from tests.support.helpers import trainer
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
+
+
+class Watched(Stack):
+    """Notes who its parameters, the optimizer's states and the batches are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.batches = list[Any](), list[weakref.ref[Tensor]]()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        states = {id(p): {name: id(value) for name, value in s.items()} for p, s in optimizer.state.items()}
+        self.ids.append(([id(p) for p in self.parameters()], states))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches.append(weakref.ref(batch[0]))
 
 
 @pytest.mark.parametrize(
     ("budget", "kinds", "accumulated"),
     [
         (1.0, {"Residual/Linear"}, 1),
-        pytest.param(0.8, {"Residual/ActivationPrunedLinear", "Residual/Linear"}, 1, marks=pytest.mark.slow),
-        pytest.param(HALF, {"Residual/ActivationPrunedLinear"}, 1, marks=pytest.mark.slow),
+        (0.8, {"Residual/ActivationPrunedLinear", "Residual/Linear"}, 1),
         (HALF, {"Residual/ActivationPrunedLinear"}, 2),
     ],
 )
 def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
-    budget: float, kinds: set[str], accumulated: int
+    budget: float, kinds: set[str], accumulated: int, caplog
 ):
-    pruning, model = ActivationPruning(memory_budget=budget, verbose=0), Stack()
+    """Parameters and states of the optimizer stay the same objects, and no batch is held."""
+    caplog.set_level("INFO")
+    pruning, model = ActivationPruning(memory_budget=budget), Watched()
     fit(pruning, model, accumulate_grad_batches=accumulated)
     first, later = model.kinds[: 2 * accumulated], model.kinds[2 * accumulated :]
     assert first == [AGAIN] * (2 * accumulated)
@@ -47,57 +66,12 @@ def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
         assert pruning.report.layers == []
     else:
         assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * found.dense.peak_bytes
+    assert caplog.text.count("Memory budget: ") == 1
 
-
-def test_a_size_is_a_budget_too():
-    pruning = ActivationPruning(memory_budget="1GiB", verbose=0)
-    assert fit(pruning).kinds[-1] == DENSE
-    assert pruning.memory_budget == "1GiB"
-
-
-@pytest.mark.slow
-def test_what_is_chosen_is_said_once_and_not_when_silent(capsys, caplog):
-    caplog.set_level("INFO")
-    fit(ActivationPruning(memory_budget=HALF))
-    said = " ".join((capsys.readouterr().out + caplog.text).split())
-    assert said.count("Memory budget: of 4 blocks") == 1
-    assert "in four bits; predicted step peak" in said
-    caplog.clear()
-    fit(ActivationPruning(memory_budget=HALF, verbose=0))
-    said = capsys.readouterr().out + caplog.text
-    assert "budget" not in said
-    assert "pruning" not in said
-
-
-class Watched(Stack):
-    """Notes who its parameters and the optimizer's states are."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        states = {id(p): {name: id(value) for name, value in s.items()} for p, s in optimizer.state.items()}
-        self.ids = [*getattr(self, "ids", []), ([id(p) for p in self.parameters()], states)]
-
-
-def test_parameters_and_optimizer_state_stay_the_same_objects():
-    model = fit(ActivationPruning(memory_budget=HALF, verbose=0), Watched())
-    assert model.kinds[1] != model.kinds[2]
-    (first, none), *later = model.ids
+    (parameters, none), (_, states), *_ = model.ids
     assert none == {}
-    assert [ids for ids, _ in later] == [first] * (STEPS - 1)
-    assert later[0][1].keys() == set(first)
-    assert all(states == later[0][1] for _, states in later)
-
-
-class Batches(Stack):
-    """Knows which batches are alive."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.batches = [*getattr(self, "batches", []), weakref.ref(batch[0])]
-
-
-def test_no_batch_is_held():
-    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
-    model = fit(pruning, Batches())
-    assert chosen(pruning) > 0
+    assert states.keys() == set(parameters)
+    assert model.ids[1:] == [(parameters, states)] * (len(model.ids) - 1)
     gc.collect()
     assert [batch() for batch in model.batches] == [None] * STEPS
 
@@ -113,7 +87,7 @@ def test_gradients_stay_where_they_accumulate():
         assert first.gradient_bytes == weights * accumulates
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     """Their first batch shows which drop nothing, and what is retained."""
     plain, ours = (
@@ -130,7 +104,7 @@ def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     assert {layer.fqn: layer.reason for layer in ours.skipped} == {"body.0": "its input is part of the batch"}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_rules_of_the_user_come_first():
     rules = {"body.2.first": Keep(bits=8), "body.1.*": None}
     pruning = ActivationPruning(memory_budget=0.5, rules=rules, verbose=0)
@@ -141,6 +115,7 @@ def test_rules_of_the_user_come_first():
     assert all(kinds[0][1] == "Linear" and kinds[1][1] == "ActivationPrunedLinear" for kinds in model.kinds)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("made_in", ["setup", "configure_model"])
 def test_blocks_that_are_made_late_run_again_from_the_first_step_on(made_in: str):
     class Late(Stack):
@@ -170,7 +145,7 @@ class Sparsities(pl.Callback):
         self.steps.append(self.pruning.state_dict()["total_steps"])
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_schedules_begin_with_layers_that_were_in_blocks_run_again():
     """There was no layer with a schedule when the training began."""
     rules = {"body.0": None, "body.5": None}
@@ -191,6 +166,122 @@ class Peaked(Stack):
         for block in self.body[1:-1]:
             nn.init.constant_(block.first.bias, -9.0)
             nn.init.constant_(block.first.bias[:WIDTH], 9.0)
+
+
+# Resumed and tuned fits.
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(pl.Callback):
+    """Raises before a batch."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.at:
+            raise Killed
+
+
+def killed(folder: Path, budget: float | str, at: int, **options: Any) -> Path:
+    """Return the last checkpoint of a run that an exception has stopped."""
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    with pytest.raises(Killed):
+        fit(
+            ActivationPruning(memory_budget=budget, verbose=0), Stack(), save, Kill(at), enable_checkpointing=True,
+            max_epochs=2, **options,
+        )  # fmt: skip
+    return folder / f"step={at}.ckpt"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("budget", "at"), [(HALF, 6), (0.8, 8)])
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(budget: float, at: int, tmp_path: Path, recwarn):
+    """It goes on with the setting that was chosen, from its first step on."""
+    ckpt = killed(tmp_path, budget, at)
+    whole, parts = (ActivationPruning(memory_budget=budget, verbose=0) for _ in range(2))
+    expected = fit(whole, Stack(), max_epochs=2)
+    # In the middle of an epoch, Lightning begins that epoch's data anew: only at its end are both the same.
+    found = fit(parts, Stack(), max_epochs=2, ckpt_path=ckpt)
+    assert found.kinds == [expected.kinds[-1]] * (2 * STEPS - at)
+    assert parts.state_dict()["memory_budget"] == whole.state_dict()["memory_budget"]
+    assert parts.report.to_rows() == whole.report.to_rows()
+    assert parts.spread == whole.spread
+    if at == STEPS:
+        torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert not [w for w in recwarn if "other settings" in str(w.message)]
+
+
+@pytest.mark.integration
+def test_a_checkpoint_from_before_the_decision_decides_after_two_steps(tmp_path: Path):
+    ckpt = killed(tmp_path, HALF, 1)
+    found = fit(ActivationPruning(memory_budget=HALF, verbose=0), Stack(), max_epochs=2, ckpt_path=ckpt)
+    assert found.kinds[:2] == [AGAIN] * 2
+    assert found.kinds[2] != AGAIN[0]
+    assert found.kinds[2] not in (AGAIN, DENSE)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("now", [0.5, 2.0])
+def test_where_torch_may_take_less_than_before_a_resumed_fit_decides_anew(now: float, tmp_path: Path, monkeypatch):
+    module, cap = importlib.import_module("lightning_actprune.callbacks.budget"), 2.0**40
+    monkeypatch.setattr(module, "_cap", lambda budget, device: cap)
+    ckpt = killed(tmp_path, HALF, 6)
+    monkeypatch.setattr(module, "_cap", lambda budget, device: now * cap)
+    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
+    found = fit(pruning, Stack(), max_epochs=2, ckpt_path=ckpt)
+    assert (found.kinds[:2] == [AGAIN] * 2) == (now < 1)
+    assert found.kinds[-1] not in (AGAIN, DENSE)
+    assert pruning.state_dict()["memory_budget"]["cap"] == min(now, 1) * cap
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("changes", [{"number": 1000}, {"setting": "another one"}, {"budget": 0.9}])
+def test_a_checkpoint_of_other_blocks_or_another_budget_decides_anew(changes: dict[str, Any], tmp_path: Path):
+    ckpt = killed(tmp_path, HALF, 6)
+    saved = torch.load(ckpt, weights_only=True)
+    [state] = [state for key, state in saved["callbacks"].items() if "ActivationPruning" in key]
+    state["memory_budget"] |= changes
+    torch.save(saved, ckpt)
+    found = fit(ActivationPruning(memory_budget=HALF, verbose=0), Stack(), max_epochs=2, ckpt_path=ckpt)
+    assert found.kinds[:2] == [AGAIN] * 2
+    assert found.kinds[2] != AGAIN
+
+
+class Sized(Stack):
+    """Does not fit with more than 16 samples, and notes its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.sizes = 8, list[int]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch[0]) > 16:
+            raise RuntimeError("CUDA out of memory.")
+        self.sizes.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return batches(64 // self.batch_size * 2, self.batch_size)
+
+
+@pytest.mark.integration
+def test_trials_have_the_fewest_bytes_and_the_fit_decides_for_the_batch_that_was_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pruning, model = ActivationPruning(memory_budget=1.0, verbose=0), Sized()
+    finder = BatchSizeFinder(steps_per_trial=3, init_val=8)
+    fit(pruning, model, finder, limit_val_batches=0, num_sanity_val_steps=0)
+    trials = 6
+    assert model.batch_size == 16
+    assert model.sizes[: trials + 2] == [8] * 3 + [16] * 5
+    assert model.kinds[: trials + 2] == [AGAIN] * (trials + 2)
+    assert model.kinds[trials + 2 :]
+    assert AGAIN not in model.kinds[trials + 2 :]
+    batch = pruning._budget._allocator.step(0).batch_bytes
+    assert batch == sum(tensor[:16].nbytes for tensor in batches().dataset.tensors)
 
 
 # On a GPU.
@@ -219,7 +310,7 @@ class Transformer(pl.LightningModule):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", [0.4, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("share", [0.4, 0.8])
 def test_steps_on_a_gpu_take_what_is_predicted(share: float, monkeypatch):
     monkeypatch.undo()  # workspaces are what they are
     pruning, model = ActivationPruning(memory_budget=share, verbose=0), Transformer()
@@ -232,22 +323,3 @@ def test_steps_on_a_gpu_take_what_is_predicted(share: float, monkeypatch):
     assert measured <= share * dense or found.is_dense
     assert measured == pytest.approx(found.peak_bytes, rel=0.05)
     assert_restored(model)
-
-
-@pytest.mark.gpu
-def test_a_fit_ends_where_torch_may_take_less_than_the_budget(monkeypatch):
-    monkeypatch.undo()
-    options = {"accelerator": "gpu", "precision": "bf16-mixed", "num_sanity_val_steps": 0}
-    whole = torch.cuda.get_device_properties(0).total_memory
-    settings = []
-    for mib in (1000, 520):
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(mib * MIB / whole)
-        pruning = ActivationPruning(memory_budget=1.0, verbose=0)
-        try:
-            trainer(pruning, **options).fit(Transformer(16), batches(10, 128))
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        assert pruning.allocation.peak_bytes <= mib * MIB
-        settings.append(pruning.allocation.number)
-    assert settings[0] > settings[1] > 0

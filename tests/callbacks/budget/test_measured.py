@@ -18,7 +18,6 @@ from lightning_actprune.callbacks import budget as module
 from lightning_actprune.callbacks import pruning as pruning_module
 from tests.support.budgets import HALF, MIB
 from tests.support.helpers import trainer
-from tests.support.marks import quick
 from tests.support.stack import DEPTH, STEPS, Stack
 
 
@@ -129,7 +128,8 @@ def test_an_error_of_rank_zero_is_one_of_all_ranks():
     assert [module._by_rank_zero(rank(zero), lambda: 3) for zero in (True, False)] == [3, 3]
 
 
-@pytest.mark.parametrize("budget", quick([1.0, "12MiB"], 1.0))
+@pytest.mark.integration
+@pytest.mark.parametrize("budget", [1.0, "12MiB"])
 def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: float | str):
     """Less what lies idle between tensors; the setting of the fewest bytes is taken even if that is above it."""
 

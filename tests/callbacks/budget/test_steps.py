@@ -1,8 +1,9 @@
-"""What a training step may do that is simulated for a budget, and that the simulation leaves everything as it is."""
+"""Training steps that a budget can simulate, what a simulation leaves alone, and what a budget refuses."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,41 +12,38 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks import budget as module
-from tests.support.budgets import DENSE, HALF, assert_restored, chosen, fit
+from tests.support.budgets import AGAIN, DENSE, HALF, assert_restored, chosen, fit
 from tests.support.helpers import trainer
-from tests.support.marks import needs_passes, quick
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack
-
-# What a training step may do.
 
 
 class Measuring(Stack):
-    """Logs, has metrics, and asks for what the trainer knows."""
+    """Takes no number of the batch, logs, has metrics, asks for what the trainer knows, and returns a mapping."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.accuracy = MulticlassAccuracy(4)
         self.scores = MetricCollection({"f1": MulticlassF1Score(4), "top2": MulticlassAccuracy(4, top_k=2)})
         self.example_input_array = torch.zeros(1, WIDTH)
         self.inner = Inner()
-        self.size = size
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any) -> Any:
         logits = self.body(batch[0]).flatten(0, 1)
         self.log_dict(self.scores(logits, batch[1].flatten()))
         self.log("accuracy", self.accuracy(logits, batch[1].flatten()), prog_bar=True)
         self.log("so far", self.accuracy.compute())
         warm = min(1.0, (1 + self.trainer.global_step) / self.trainer.max_steps)
-        assert self.trainer.estimated_stepping_batches == self.size
+        assert self.trainer.estimated_stepping_batches == STEPS
         if self.logger is not None:
             self.logger.log_metrics({"warm": warm})
-        return self.inner(warm * super().training_step(batch, batch_idx) + self.current_epoch)
+        return {"loss": self.inner(warm * super().training_step(batch, 0) + self.current_epoch)}
 
 
 class Inner(pl.LightningModule):
@@ -54,35 +52,16 @@ class Inner(pl.LightningModule):
         return x
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_metrics_logs_and_what_the_trainer_knows(tmp_path):
-    model, pruning = Measuring(STEPS), ActivationPruning(memory_budget=HALF, verbose=0)
+    model, pruning = Measuring(), ActivationPruning(memory_budget=HALF, verbose=0)
     monitor = ActivationMemoryMonitor(verbose=False)
-    made = trainer(pruning, monitor, max_steps=STEPS, logger=CSVLogger(tmp_path))
+    made = trainer(monitor, pruning, max_steps=STEPS, logger=CSVLogger(tmp_path))
     made.fit(model)
     assert chosen(pruning) > DEPTH
     assert monitor.report.saved_fraction > 0
     assert model.accuracy.update_count == STEPS
     assert_restored(model)
-
-
-def test_a_monitor_may_come_first():
-    monitor, pruning = ActivationMemoryMonitor(1, verbose=False), ActivationPruning(memory_budget=HALF, verbose=0)
-    model = Stack()
-    trainer(monitor, pruning).fit(model)
-    assert_restored(model)
-    assert chosen(pruning) > DEPTH
-
-
-class Alone(Stack):
-    """Takes no number of the batch."""
-
-    def training_step(self, batch: Any) -> Any:
-        return {"loss": super().training_step(batch, 0)}
-
-
-def test_a_step_may_take_the_batch_alone_and_return_a_mapping():
-    assert fit(ActivationPruning(memory_budget=1.0, verbose=0), Alone()).kinds[-1] == DENSE
 
 
 class Compiled(Stack):
@@ -91,30 +70,11 @@ class Compiled(Stack):
         self.body[1] = torch.compile(self.body[1], backend="eager")
 
 
-@needs_passes
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:A compiler of this fit runs no pass")
 def test_compiled_modules_run_eagerly_in_a_simulation():
     model = fit(ActivationPruning(memory_budget=1.0, verbose=0), Compiled())
     assert model.kinds[-1] == DENSE[1:]
-
-
-class Looking(Stack):
-    """Looks at a value."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.item() > 0 else 2 * loss
-
-
-def test_a_step_that_looks_at_values_is_an_error():
-    model = Looking()
-    match = r"`memory_budget` needs a training step that runs without values, and that of Looking does not: .*HINT"
-    with pytest.raises(MisconfigurationException, match=match):
-        fit(ActivationPruning(memory_budget=HALF, verbose=0), model)
-    assert_restored(model)
-    assert model._trainer is not None
-    assert len(model.kinds) == 2
 
 
 class OptimizerOf(Stack):
@@ -134,6 +94,7 @@ class OptimizerOf(Stack):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("asks", ["numbers", "the strategy"])
 def test_the_optimizer_may_ask_the_trainer(asks: str):
     """Where it cannot be made for a copy, one with a state of the same size stands in."""
@@ -142,18 +103,6 @@ def test_the_optimizer_may_ask_the_trainer(asks: str):
     trained = [p for p in model.parameters() if p.requires_grad]
     for step in pruning._budget._allocator._steps.values():
         assert step.moments[0].optimizer_bytes == sum(p.nbytes for p in trained)
-
-
-def test_manual_optimization_is_refused():
-    model = Stack()
-    model.automatic_optimization = False
-    match = "`memory_budget` cannot work with manual optimization, as of Stack: .*HINT"
-    with pytest.raises(MisconfigurationException, match=match):
-        fit(ActivationPruning(memory_budget=HALF), model)
-    assert_restored(model)
-
-
-# What a simulated step leaves alone.
 
 
 class Random(Stack):
@@ -191,8 +140,8 @@ def state_of(model: Random) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "budget"), quick([("32-true", 1.0), ("bf16-mixed", 0.8)], ("bf16-mixed", 0.8)))
-def test_a_simulation_leaves_everything_as_it_is(precision: str, budget: float, monkeypatch):
+@pytest.mark.integration
+def test_a_simulation_leaves_everything_as_it_is(monkeypatch):
     compared = []
     original = module.simulate
 
@@ -213,7 +162,90 @@ def test_a_simulation_leaves_everything_as_it_is(precision: str, budget: float, 
 
     monkeypatch.setattr(module, "simulate", simulate)
     model_of_fit = Random()
-    fit(ActivationPruning(memory_budget=budget, verbose=0), model_of_fit, precision=precision)
+    fit(ActivationPruning(memory_budget=0.8, verbose=0), model_of_fit, precision="bf16-mixed")
     assert compared
     assert model_of_fit.count == model_of_fit.calls == STEPS
     assert model_of_fit._trainer is not None
+
+
+# What ends a fit with a budget.
+
+
+class Looking(Stack):
+    """Looks at a value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else 2 * loss
+
+
+@pytest.mark.parametrize("case", ["looks", "manual", "too little"])
+def test_what_a_budget_refuses_restores_the_model(case: str):
+    model = Looking() if case == "looks" else Stack()
+    model.automatic_optimization = case != "manual"
+    match, steps = {
+        "looks": ("`memory_budget` needs a training step that runs without values, and that of Looking", 2),
+        "manual": ("`memory_budget` cannot work with manual optimization, as of Stack", 0),
+        "too little": (r"`memory_budget` \(\d+ MiB, 5% of the dense peak\) is less than .* at the least, \d+ MiB", 2),
+    }[case]
+    with pytest.raises(MisconfigurationException, match=f"{match}.*HINT"):
+        fit(ActivationPruning(memory_budget=0.05 if case == "too little" else HALF, verbose=0), model)
+    assert_restored(model)
+    assert model._trainer is not None
+    assert len(model.kinds) == steps
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_an_exception_restores_the_model_and_the_next_fit_decides_anew(after: int):
+    class Failing(Stack):
+        def on_train_batch_end(self, *args: Any) -> None:
+            if self.trainer.global_step == after:
+                raise ZeroDivisionError
+
+    model, pruning = Failing(), ActivationPruning(memory_budget=HALF, verbose=0)
+    with pytest.raises(ZeroDivisionError):
+        fit(pruning, model)
+    assert_restored(model)
+    first, second = fit(pruning), fit(pruning)
+    assert second.kinds == first.kinds
+    assert second.kinds[1] == AGAIN
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"memory_budget": "lots"}, "`memory_budget` must be a size, got 'lots'.*HINT"),
+        ({"memory_budget": True}, "`memory_budget` must be a size, got True of type bool.*HINT"),
+        ({"memory_budget": 0.5, "preset": "balanced"}, "`preset` must be 'max' or None.*got 'balanced'. HINT"),
+        ({"memory_budget": 0.5, "preset": "recompute"}, "`preset` must be 'max' or None.*got 'recompute'. HINT"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], match: str):
+    with pytest.raises(MisconfigurationException, match=match):
+        ActivationPruning(**options)
+    ActivationPruning("max", memory_budget=0.5)
+
+
+def surroundings(strategy: Any, precision: str = "bf16-mixed", budget: float = 0.5) -> None:
+    made: Any = SimpleNamespace(strategy=strategy, precision=precision)
+    module._check_surroundings(made, Stack(), budget)
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
+def test_strategies_that_share_out_parameters_are_refused(kind: type[Any]):
+    with pytest.raises(MisconfigurationException, match=f"cannot work with {kind.__name__}, .*HINT"):
+        surroundings(kind.__new__(kind))
+    surroundings(DDPStrategy(parallel_devices=[torch.device("cpu")]))
+
+
+def test_more_than_the_device_has_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    there = SingleDeviceStrategy(torch.device("cuda", 0))
+    match = "`memory_budget` must be at most what the device has, 81,920 MiB, got 102,400 MiB.*HINT"
+    with pytest.raises(MisconfigurationException, match=match):
+        surroundings(there, budget=100 * 2**30)
+    surroundings(there, budget=80 * 2**30)
+    surroundings(there, budget=0.9)
+    surroundings(SingleDeviceStrategy("cpu"), budget=100 * 2**30)
+    with pytest.raises(MisconfigurationException, match=r"`precision` must be one of '32-true'.*got '64-true'.*HINT"):
+        surroundings(SingleDeviceStrategy("cpu"), "64-true")
