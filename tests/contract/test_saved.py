@@ -19,7 +19,7 @@ from tests.support.saving import saved_tensors
 
 def test_as_many_bytes_as_announced(case: Case, device: torch.device):
     x = case.input(device)
-    for keep in case.keeps.values():
+    for keep in case.keeps:
         dense, ours = case.pair(keep, device)
         nbytes = kept_bytes(dense, x)
         assert kept_bytes(ours, x) == case.announced(keep, nbytes)

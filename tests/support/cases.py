@@ -121,12 +121,10 @@ class Case:
         return 1 if self.call is attend else 0
 
     @property
-    def keeps(self) -> dict[str, Keep]:
+    def keeps(self) -> list[Keep]:
         """The ways of keeping that a test of values or bytes goes through."""
-        if not self.drops:
-            return {f"{bits}bit": Keep(bits=bits) for bits in (2, 3, 4, 8)}
-        pruned = {"pruned": Keep(sparsity=0.5), "both": Keep(bits=4, sparsity=0.5)}
-        return pruned | {"2bit": Keep(bits=2), "8bit": Keep(bits=8)}
+        pruned = [Keep(sparsity=0.5), Keep(bits=4, sparsity=0.5)] if self.drops else [Keep(bits=3), Keep(bits=4)]
+        return [*pruned, Keep(bits=2), Keep(bits=8)]
 
     @property
     def keep(self) -> Keep:
@@ -143,7 +141,6 @@ class Case:
         return Holder(layer, self.call).to(device)
 
     def compressed(self, dense: Holder, keep: Keep | None = None) -> Holder:
-        """Return a converted copy of ``dense``."""
         model = copy.deepcopy(dense)
         convert(model, rules={f"type:{self.operator}": keep or self.keep, "*": None})
         return model
@@ -153,14 +150,11 @@ class Case:
         dense = self.dense(device)
         return dense, self.compressed(dense, keep)
 
-    def input(self, device: torch.device | str = "cpu", shape: tuple[int, ...] | None = None) -> Tensor:
+    def input(self, device: torch.device | str = "cpu") -> Tensor:
         """Return an input that needs a gradient, always the same values."""
-        generator = torch.Generator().manual_seed(2)
-        values = torch.randn(self.shape if shape is None else shape, generator=generator)
-        return values.to(device).requires_grad_()
+        return torch.randn(self.shape, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
 
     def is_exact(self, name: str) -> bool:
-        """Return whether the gradient of that name stays exact."""
         return self.exact == ("*",) or name in self.exact
 
 
@@ -170,7 +164,6 @@ def _cut_features(x: Tensor, keep: Keep) -> Tensor:
 
 
 def _cut_memory(x: Tensor, keep: Keep) -> Tensor:
-    """Drop blocks of an input of a convolution as it lies in memory."""
     return convolutions.pruned(x, False, keep.block_size, keep.sparsity)
 
 
@@ -308,7 +301,6 @@ def config() -> Config:
 
 def gated(make: Callable[[], nn.Module], *covers: Key, out: str = "down_proj") -> Case:
     """Return an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
-
     announced: Announced = lambda keep, dense: 4 * 15 * (72 + 40) + 2 * stored(rows(15, 40), keep)  # noqa: E731
     exact = f"layer.{out}.weight", f"layer.{out}.bias"
     return Case(covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True)

@@ -70,10 +70,7 @@ def gradients(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = to
 
 
 def bound(blocks: Tensor, bits: int) -> Tensor:
-    """Return how far values of ``blocks [n, b]`` may be off, ``[n, 1]`` or more, from what is promised.
-
-    That is half a scale, which is rounded up by less than an eighth.
-    """
+    """Return how far values of ``blocks [n, b]`` may be off: half a scale, which is rounded up by less than 1/8."""
     blocks = blocks.double()
     most = 2**bits - 1
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
@@ -82,10 +79,7 @@ def bound(blocks: Tensor, bits: int) -> Tensor:
 
 
 def typical(bits: int) -> float:
-    """Return the root mean square of the error of normal values, relative to theirs.
-
-    Uniform within a step, of a block whose values lie within 8 standard deviations of each other.
-    """
+    """Return the relative RMS error of normal values: uniform within a step, a block spans 8 standard deviations."""
     return 8 * 32 / 31 * 9 / 8 / (2**bits - 1) / 12**0.5
 
 

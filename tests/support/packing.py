@@ -71,16 +71,10 @@ def launch_of(
 
 
 def assert_same(actual: Tensor, wanted: Tensor) -> None:
-    """Compare what may hold NaN."""
-    actual = actual.cpu()
-    wanted = wanted.cpu()
-    assert actual.dtype == wanted.dtype
-    assert torch.equal(actual.isnan(), wanted.isnan())
-    assert torch.equal(actual.nan_to_num(0, torch.inf, -torch.inf), wanted.nan_to_num(0, torch.inf, -torch.inf))
+    torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 def all_same(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    """Compare what is packed."""
     for one, right in zip(actual, wanted, strict=True):
         assert_same(one, right)
 

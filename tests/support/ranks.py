@@ -1,8 +1,4 @@
-"""Fit small models in two processes, of which each leaves what it has seen: for the tests of strategies.
-
-Both processes are told by the environment that they belong together, as ``torchrun`` does, so that one pair can run any
-number of fits with any strategy: starting a process costs far more than a fit.
-"""
+"""Fit small models in two processes, one pair for any number of fits with any strategy: starting them takes long."""
 
 from __future__ import annotations
 
@@ -36,45 +32,25 @@ _LIMIT = timedelta(seconds=120)
 
 
 class Case(NamedTuple):
-    """A fit in two processes.
+    """A fit in two processes."""
 
-    Args:
-        strategy: ``"ddp"``, ``"fsdp"``, ``"fsdp2"``, DeepSpeed's ``"zero1"`` and ``"zero2"`` or, with layers split over
-            the processes, ``"tensor"``.
-        precision: As the Trainer takes it.
-        pruning: Arguments of the callback; none at all without.
-        options: Further arguments of the Trainer.
-        compiled: Whether the model is compiled: with DDP as a whole, with FSDP2 what is sharded by itself.
-        tokens: How many a sample has.
-    """
-
-    strategy: str
+    strategy: str  # "ddp", "fsdp", "fsdp2", "zero1" and "zero2" of DeepSpeed, or "tensor": layers are split
     precision: str
-    pruning: Mapping[str, Any] | None
-    options: Mapping[str, Any] = {}
-    compiled: bool = False
+    pruning: Mapping[str, Any] | None  # arguments of the callback; None is without it
+    options: Mapping[str, Any] = {}  # of the Trainer
+    compiled: bool = False  # with DDP as a whole, with FSDP2 what is sharded by itself
     tokens: int = 8
 
 
 class Seen(NamedTuple):
-    """What one process has seen of a fit.
+    """What one process has seen of a fit."""
 
-    Args:
-        gradients: Before each optimizer step, by the parameter's name.
-        state: Weights of a checkpoint at the end of the fit, gathered from all processes.
-        layers: Classes of the linear layers in each training step.
-        metrics: What was logged.
-        left: Class, attributes and hooks of every module after the fit.
-        packed: Who reads what a compiler packs.
-        error: What went wrong.
-    """
-
-    gradients: list[dict[str, Tensor]]
-    state: Mapping[str, Tensor]
-    layers: list[list[str]]
+    gradients: list[dict[str, Tensor]]  # before each optimizer step
+    state: Mapping[str, Tensor]  # of a checkpoint at the end of the fit, gathered from all processes
+    layers: list[list[str]]  # classes of the linear layers in each training step
     metrics: Mapping[str, float]
-    left: Mapping[str, list[str]]
-    packed: list[str]
+    left: Mapping[str, list[str]]  # class, attributes and hooks of every module after the fit
+    packed: list[str]  # readers of what a compiler packs
     error: str | None
 
 
