@@ -81,17 +81,17 @@ def all_same(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def strided(kind: str, device: torch.device) -> Tensor:
     """Return ``x [S, T, L]`` of nearly integers whose rows or samples do not follow each other in memory."""
-    base = nearly_integers(3, 15, 100, device=device)
-    return {
-        "slice": base[:, 2:, 7:],
-        "batch-second": base.transpose(0, 1),
-        "rows": base[:, ::2],
-        "expanded": base[:1].expand(4, 15, 100),
-        "expanded-rows": base[:, :1].expand(3, 15, 100),
-    }[kind]
+    return STRIDED[kind](nearly_integers(3, 15, 100, device=device))
 
 
-each_strided = pytest.mark.parametrize("kind", ["slice", "batch-second", "rows", "expanded", "expanded-rows"])
+STRIDED = {
+    "slice": lambda x: x[:, 2:, 7:],
+    "batch-second": lambda x: x.transpose(0, 1),
+    "rows": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(4, 15, 100),
+    "expanded-rows": lambda x: x[:, :1].expand(3, 15, 100),
+}
+each_strided = pytest.mark.parametrize("kind", STRIDED)
 
 
 def nearly_integers(*shape: int, device: torch.device) -> Tensor:
