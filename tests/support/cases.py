@@ -268,8 +268,8 @@ NORMS = {
 # Classes of other packages.
 
 
-def of(module: str, name: str, *arguments: Any) -> Callable[[], nn.Module]:
-    """Return what builds a module of another package, or skips the test where its version has none."""
+def foreign(make_case: Callable[..., Case], module: str, name: str, *arguments: Any, **options: Any) -> Case:
+    """Return the case of a class of another package; its tests are skipped if the installed version has none."""
 
     def make() -> nn.Module:
         found = getattr(importlib.import_module(module), name, None)
@@ -277,12 +277,7 @@ def of(module: str, name: str, *arguments: Any) -> Callable[[], nn.Module]:
             pytest.skip(f"this version of the package has no {name}")
         return found(*arguments)
 
-    return make
-
-
-def foreign(make_case: Callable[..., Case], module: str, name: str, *arguments: Any, **options: Any) -> Case:
-    """Return the case of one class of another package that is built from ``arguments``."""
-    return make_case(of(module, name, *arguments), (module, name), **options)
+    return make_case(make, (module, name), **options)
 
 
 class Config(SimpleNamespace):
