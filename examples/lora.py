@@ -73,4 +73,5 @@ def main(max_steps: int = 40) -> tuple[nn.Module, L.Trainer]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # this model is too small for more
     main()
