@@ -85,26 +85,6 @@ def test_two_values_are_exact(name):
         torch.testing.assert_close(found, expected, rtol=2**-24 if sixth else 0, atol=0, equal_nan=True)
 
 
-def test_bytes():
-    for count in (0, 1, 8, 9, 256, 257, 2000):
-        for bits in BITS:
-            stored = stored_of("gelu", bits)
-            assert stored.stored_bytes(count) == math.ceil(count / 8) * bits + math.ceil(count / 256)
-            assert len(encode(torch.zeros(count), stored)) == stored.stored_bytes(count)
-        assert stored_of("relu").stored_bytes(count) == math.ceil(count / 8)
-
-
-def test_codes_lie_as_documented():
-    """Codes of int4 by hand, from the dithers and the definition."""
-    stored, x = stored_of("gelu"), inputs(20)
-    start, step = stored.start_and_step()
-    u = dither(24, 4, x.device)[:20]
-    codes = ((oracle("gelu", x)[1] - start) / step + u).floor().int().tolist()
-    found = encode(x, stored).tolist()
-    for e, code in enumerate(codes):
-        assert found[e // 2] >> (4 * (e % 2)) & 15 == code
-
-
 def test_what_is_not_finite_is_read_as_nan_with_its_run():
     """Whatever makes torch's gradient NaN makes that of its 256 neighbours NaN, even where ``g`` is zero."""
     for name, value in itertools.product(SMOOTH, (math.nan, math.inf, -math.inf)):
@@ -154,14 +134,6 @@ def test_output_gradient_and_saved_bytes(device, name):
     bound = 1e-7 if stored.exact() else stored.start_and_step()[1] * (0.5 + 1e-3)
     assert (found - derivative).abs().max() <= bound
     assert saved_bytes(lambda: activation(x, name, *stored.parameters)) == stored.stored_bytes(1003)
-
-
-def test_the_memory_order_decides_about_the_dither(device):
-    """The same values in the same places of memory have the same codes, whatever their shape."""
-    x = torch.randn(8, 6, 4, 10, device=device).contiguous(memory_format=torch.channels_last).requires_grad_()
-    flat = x.detach().permute(0, 2, 3, 1).reshape(-1).requires_grad_()
-    first, second = (gradient(t, y := activation(t, "silu"), torch.ones_like(y)) for t in (x, flat))
-    assert torch.equal(first.permute(0, 2, 3, 1).reshape(-1), second)
 
 
 def test_in_place(device):

@@ -172,19 +172,6 @@ def test_methods_and_functions_that_forward_calls_must_be_the_very_same(original
     assert not computes_alike(module_of(HELPED, "ours", helper=round).Helped, known)
 
 
-def test_what_a_closure_holds_is_not_known(original):
-    def forward_with(size: int) -> Callable[..., Tensor]:
-        def forward(self, x):
-            return x * size
-
-        return forward
-
-    known, ours = (type("Closed", (nn.Module,), {"forward": forward_with(size)}) for size in (1, 2))
-    assert known.forward.__code__ == ours.forward.__code__
-    assert not computes_alike(ours, known)
-    assert not computes_alike(known, known)
-
-
 def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     copied = copy_of()
     rows, learned, whole = copied(8), copied(8), copied(8)

@@ -187,16 +187,6 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     assert len(calls) == 3
 
 
-def test_hooks_of_the_output_projection_stay_silent_as_in_torch():
-    case = Case()
-    calls: list[str] = []
-    dense = case.make()
-    dense.out_proj.register_forward_hook(lambda *_: calls.append("out_proj"))
-    dense.register_forward_hook(lambda *_: calls.append("attention"))
-    pruned_copy(dense)(*case.tensors())
-    assert calls == ["attention"]
-
-
 def test_the_output_projection_works_when_called_itself():
     pruned, x = pruned_copy(Case().make()), torch.randn(N, L, E)
     y = pruned.out_proj(x)
@@ -289,15 +279,9 @@ def hidden(x, weight, bias=None):
     return torch._C._nn.linear(x, weight, bias)
 
 
-def bound(q, k, v, w, b=None, linear=F.linear):
-    """Call torch's ``linear`` whatever the namespace says, on the weight alone."""
-    weights = getattr(w, "weight", w).chunk(3)
-    return [linear(x, weight) for x, weight in zip((q, k, v), weights, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("_in_projection_packed", bound), ("_in_projection_packed", hidden), ("multi_head_attention_forward", None)],
+    [("_in_projection_packed", hidden), ("multi_head_attention_forward", None)],
 )
 def test_attention_that_is_computed_in_another_way_stays_dense(name, other, monkeypatch):
     monkeypatch.setattr(F, name, other) if other else monkeypatch.delattr(F, name)

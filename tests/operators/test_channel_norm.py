@@ -198,30 +198,6 @@ def test_running_statistics_move_by_the_share_of_the_batch(device, kind, momentu
     assert all(t._version > version for t, version in zip((mean, var, batches), versions, strict=True))
 
 
-OTHERS = {
-    "no momentum": lambda mean, var, batches: Running(mean, var, batches, None),
-    "16 bits": lambda mean, var, batches: Running(mean.bfloat16(), var.bfloat16(), batches, 0.1),
-    "gaps": lambda mean, var, batches: Running(torch.stack([mean, mean], 1)[:, 0], var, None, 0.1),
-    "count": lambda mean, var, batches: Running(mean, None, batches.float(), 0.1),
-}
-
-
-@pytest.mark.parametrize("case", list(OTHERS))
-def test_all_running_statistics_move_as_in_plain_torch(kernel_device, case):
-    """Those that the kernels do not move, too: of which the normalisation is theirs all the same."""
-    x, weight, bias = inputs("batch-one", kernel_device)
-    made, found = buffers(3, kernel_device), []
-    for backend in ("triton", "reference"):
-        running = OTHERS[case](*(t.clone() for t in made))
-        with force_backend(backend), launches() as names:
-            normalized(x, weight, bias, "batch-one", running=running)
-        assert bool(names) == (backend == "triton")
-        found.append([t for t in running[:3] if t is not None])
-    for actual, right in zip(*found, strict=True):
-        rounding = torch.finfo(right.dtype).eps if right.dtype.is_floating_point else 0
-        torch.testing.assert_close(actual, right, rtol=4 * rounding, atol=4 * rounding)
-
-
 def test_a_checkpoint_moves_running_statistics_as_often_as_the_dense_layers(device):
     """Run again, it stops at the last tensor that is saved, which is the norm's."""
     for momentum in (0.1, None):
@@ -247,10 +223,6 @@ MADE = {
     "group": (lambda: nn.GroupNorm(4, 24), (5, 24, 4, 3)),
     "group-plain": (lambda: nn.GroupNorm(24, 24, affine=False), (5, 24, 9)),
 }
-DTYPES = torch.float32, torch.bfloat16
-each_batch = pytest.mark.parametrize(
-    ("name", "dtype"), in_turn([name for name in MADE if "group" not in name], DTYPES), ids=str
-)
 
 
 def made(name: str, device: torch.device | str = "cpu") -> nn.Module:
@@ -269,54 +241,12 @@ def input_of(name: str, dtype: torch.dtype = torch.float32, device: torch.device
     return (2 * torch.randn(MADE[name][1]) + 1).to(device, dtype).requires_grad_()
 
 
-def grads_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
-    return torch.autograd.grad(y, (x, *layer.parameters()), grad_y)
-
-
-def compare(layer: nn.Module, dense: nn.Module, x: Tensor) -> None:
-    """Compare outputs, gradients and buffers of two layers."""
-    ours, right = layer(x), dense(x)
-    assert ours.dtype == right.dtype
-    eps = torch.finfo(ours.dtype).eps
-    torch.testing.assert_close(ours, right, rtol=2 * eps, atol=2e-5 if eps < 1e-6 else eps)
-    for actual, expected in zip(grads_of(layer, x, ours), grads_of(dense, x, right), strict=True):
-        assert actual.dtype == expected.dtype
-        # 8 bits: the errors of sums over as few as ten values, and those of torch's own sums in the type of x.
-        assert oracle.relative_error(actual, expected) < 0.02 + 2 * torch.finfo(x.dtype).eps
-    for actual, expected in zip(layer.buffers(), dense.buffers(), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(("name", "dtype"), in_turn(MADE, DTYPES), ids=str)
-def test_layers_compute_what_the_dense_ones_do_step_after_step(device, name, dtype):
-    dense = made(name, device)
-    if name.startswith("group") and device.type == "cuda":
-        dense = dense.to(dtype)  # torch's takes parameters of the type of its input only
-    layer = converted(dense)
-    for _ in range(2):  # running statistics move on from where they were
-        compare(layer, dense, input_of(name, dtype, device))
-    assert operator_of(layer) == operator_of(dense) == "norm"
-
-
 def in_eval_mode(name: str, dtype: torch.dtype, device: torch.device | str = "cpu"):
     """Return a converted layer and the dense one in eval mode, with statistics that are not those of the input."""
     dense = made(name, device)
     for _ in range(3):
         dense(input_of(name, device=device) * 0.5)
     return converted(dense).eval(), dense.eval(), input_of(name, dtype, device)
-
-
-@each_batch
-def test_in_eval_mode_only_the_gradient_of_the_weight_is_off(device, name, dtype):
-    layer, dense, x = in_eval_mode(name, dtype, device)
-    compare(layer, dense, x)
-    if name != "2d-untracked":  # which has no other statistics than those of the input
-        (ours, *_), (right, *_) = (grads_of(module, x, module(x)) for module in (layer, dense))
-        assert oracle.relative_error(ours, right) < 2 * torch.finfo(dtype).eps
-    with saved_tensors() as saved:
-        layer(x)
-    assert all(tensor.dtype == torch.uint8 or tensor.numel() <= 72 for tensor in saved)
 
 
 @pytest.mark.parametrize("name", ["2d", "1d-sequence"])
@@ -361,17 +291,6 @@ def test_one_compiled_graph_lies_as_its_input_and_keeps_no_more_bytes(way):
     found, right = gradients_by_name(layer, x, compiled), gradients_by_name(layer, x)
     for name, grad in found.items():
         torch.testing.assert_close(grad, right[name], rtol=1e-5, atol=1e-2 if way == "frozen" else 1e-5)
-
-
-def test_what_torch_refuses_it_refuses_still():
-    layer = converted(made("2d"))
-    for shape, message in (((1, 24, 1, 1), "more than 1 value per channel"), ((3, 24, 4), "expected 4D input")):
-        with pytest.raises(ValueError, match=message):
-            layer(torch.randn(shape, requires_grad=True))
-    with pytest.raises(RuntimeError, match="running_mean"):
-        layer(torch.randn(3, 7, 4, 4, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"divisible|Expected weight"):
-        converted(made("group"))(torch.randn(3, 7, 4, requires_grad=True))
 
 
 def test_other_batch_norms_are_left_as_they_are():
@@ -424,24 +343,6 @@ def test_a_relu_of_the_same_passes_is_that_after_them(kernel_device, kind, bits)
     count, block = given[0].numel(), min(KINDS[kind][3], given[0].numel())
     bits_bytes = -(-count // block) * -(-block // 8)
     assert bits_bytes <= kept[0] - kept[1] < bits_bytes + 16
-
-
-@pytest.mark.parametrize("kind", ["batch-one"])
-@pytest.mark.usefixtures("_kernels")
-def test_gradients_of_a_relu_in_any_layout_and_mode(kernel_device, kind):
-    given = inputs(kind, kernel_device)
-    y = rectified(given, kind)
-    dense = torch.randn_like(y)
-    right = torch.autograd.grad(y, given, dense, retain_graph=True)
-    turned = dense.transpose(2, 3).contiguous().transpose(2, 3)
-    found = torch.autograd.grad(y, given, turned, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
-    batched = torch.autograd.grad(y, given, torch.stack([dense, dense]), is_grads_batched=True, retain_graph=True)
-    with force_backend("reference"):
-        reference = torch.autograd.grad(y, given, dense)
-    for others in ([a[1] for a in batched], reference):
-        for actual, expected in zip(others, right, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 def resnet_block(name: str) -> nn.Module:

@@ -89,17 +89,6 @@ def test_formats_types_and_odd_rows(device, shape, dtype, bits, block_size):
     assert found == 2 * rows * math.ceil(length / block) * (codes + codes % 2 + 2)
 
 
-def test_errors_cancel_over_rows(device):
-    """Equal rows have other dithers: what sums over rows see is unbiased."""
-    rows, row = 512, torch.randn(2, 32)
-    a, u = (x.expand(rows, 32).to(device).requires_grad_() for x in row)
-    _, *factors = oracle("silu", row[0], row[1])
-    for found, factor in zip(gradients(gated(a, u, "silu", bits=3), a, u), factors, strict=True):
-        error = found.double().cpu().mean(0) - factor
-        # Five deviations of the mean of errors that are uniform within their bound.
-        assert (error.abs() <= 5 * largest_error(factor, 32, 3) / math.sqrt(3 * rows)).all()
-
-
 def test_halves_are_as_two_tensors(device):
     x, grad = torch.randn(4, 6, 2 * LENGTH, device=device).requires_grad_(), torch.randn(4, 6, LENGTH, device=device)
     for gate_first in (True, False):

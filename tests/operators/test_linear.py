@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune import ActivationPrunedLinear
 from tests.support import oracle
@@ -87,15 +86,6 @@ def test_the_weight_gradient_is_that_of_the_stored_input(device, shape, block_si
     assert oracle.relative_error(dw, right) <= 2 * oracle.relative_error(torchs, right) + 4 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("selection", ["swap", "unbiased"])
-def test_selections(device, selection):
-    layer = compressed(nn.Linear(64, 8, device=device), sparsity=0.5, block_size=16, selection=selection)
-    x = torch.randn(3, 9, 64, device=device, requires_grad=True)
-    grad = torch.randn(3, 9, 8, device=device)
-    hat = as_kept(x.detach(), 16, 0.5, 0, selection).flatten(0, 1)
-    assert oracle.relative_error(grads_of(layer, x, grad)[1], grad.flatten(0, 1).double().t() @ hat.double()) < 1e-6
-
-
 @pytest.mark.parametrize("scope", ["sample", "token"])
 @pytest.mark.parametrize(
     ("block_size", "along"),
@@ -112,33 +102,6 @@ def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, bloc
     hat = hat if along == "features" else hat.transpose(1, 2)
     assert oracle.relative_error(dw, torch.einsum("bto,btd->od", grad.double(), hat.double())) < 1e-6
     assert oracle.relative_error(dx, grad.double() @ layer.weight.detach().double()) < 1e-6
-
-
-class CountCopies(TorchDispatchMode):
-    """Counts the operations that write as many values as ``like`` has, and the products."""
-
-    def __init__(self, like: Tensor) -> None:
-        super().__init__()
-        self.like, self.names = like.numel(), []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        copied = name in ("clone", "copy_", "_to_copy", "contiguous") and args[0].numel() == self.like
-        if copied or name in ("mm", "addmm", "bmm"):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("block_size", [11, 8], ids=["tokens", "features"])
-def test_forward_copies_a_transposed_input_once_for_one_product(block_size, autocast):
-    x = torch.randn(3, 20, 33).transpose(1, 2)
-    layer = compressed(nn.Linear(20, 9), sparsity=0.5, block_size=block_size)
-    with CountCopies(x) as counted, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        layer(x)
-    # Along the tokens the cast keeps the layout, as packing needs it, and the product its own copy.
-    copies = ["_to_copy", "clone"] if block_size == 11 else ["_to_copy"]
-    assert counted.names == [*(copies if autocast else ["clone"]), "mm"]  # the bias is added then, as torch does
 
 
 def test_autocast_packs_the_cast_input(device):
@@ -191,41 +154,6 @@ def test_sparsity_is_read_at_each_forward_and_zero_is_dense():
         assert torch.equal(found, right) == (sparsity == 0)
     layer.sparsity = 0.0
     assert kept_bytes(layer, x) == x.nbytes
-
-
-LAYOUTS = {
-    "row": lambda x: x[0, 0],
-    "rows": lambda x: x.flatten(0, 1),
-    "samples": lambda x: x,
-    "images": lambda x: x.unflatten(0, (2, 2)),
-    "turned": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "samples second": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "half": lambda x: torch.cat([x, x], -1)[..., :64],
-    "one for all": lambda x: x[:1].expand(4, -1, -1),
-    "none": lambda x: x[:0],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_output_is_torchs_and_nobodys_view(layout):
-    """The same bits, laid out alike in as much memory, that may be written to."""
-    for dtype, bias in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.float64, False)):
-        dense = nn.Linear(64, 24, bias, dtype=dtype)
-        layer = compressed(dense, sparsity=0.5)
-        x = LAYOUTS[layout](torch.randn(4, 96, 64).to(dtype)).detach().requires_grad_()
-        y, right = layer(x), dense(x)
-        assert torch.equal(y, right)
-        assert y.stride() == right.stride()
-        assert y.untyped_storage().nbytes() == y.nbytes
-        assert not y._is_view()
-        gradients = []
-        for model, output in ((layer, y), (dense, right)):
-            output += 1
-            output[..., :3] *= 2
-            nn.ReLU(inplace=True)(output).sum().backward()
-            gradients.append((x.grad, model.bias.grad if bias else None))
-            x.grad = None
-        torch.testing.assert_close(*gradients)
 
 
 def test_one_sample_is_read_as_it_lies():

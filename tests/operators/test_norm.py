@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.dispatch import LaunchCache, force_backend
-from lightning_actprune.operators import norm as operators
+from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.operators.norm import NormSetting, norm
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
@@ -129,32 +128,6 @@ def test_what_cannot_be_stored_is_refused():
     huge = torch.empty(1, 8, requires_grad=True).expand(2**31, 8)
     with pytest.raises(ValueError, match="2147483648"):
         normalized(huge, None, None, True, 4)
-
-
-def test_one_look_up_forward_and_one_backward(kernel_device, monkeypatch):
-    """The same layout is worked out once; another layout, alignment or backend is another one."""
-    made = []
-
-    def counted(cache: LaunchCache) -> LaunchCache:
-        return LaunchCache(lambda *key: made.append(key) or cache._make(*key))
-
-    for name in ("_launches", "_grad_launches"):
-        monkeypatch.setattr(operators, name, counted(getattr(operators, name)))
-    x, weight, bias = inputs(kernel_device, 6, 40)
-    shifted = torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(6, 40).requires_grad_()
-
-    def step(x: Tensor, grad_y: Tensor) -> int:
-        before = len(made)
-        torch.autograd.grad(normalized(x, weight, bias, True, 4), (x, weight), grad_y)
-        return len(made) - before
-
-    dense = torch.randn(6, 40, device=kernel_device)
-    with force_backend("triton"):
-        assert [step(x, dense), step(x, dense.clone())] == [2, 0]
-        assert step(x, dense.t().contiguous().t()) == 1
-        assert [step(shifted, dense), step(shifted, dense)] == [1, 0]
-    with force_backend("reference"):
-        assert step(x, dense) == 0
 
 
 def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):

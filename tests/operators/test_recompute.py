@@ -452,16 +452,6 @@ def test_what_cannot_be_converted_again_leaves_blocks_as_they_were():
     model(x).sum().backward()
 
 
-def test_attention_that_runs_again_can_be_converted_otherwise():
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(64, 4), "head": nn.Linear(64, 8)})
-    for rules in ({"attn*": Recompute(8)}, {"attn": Recompute(8), "type:linear": None}, {"*": Keep(bits=4)}):
-        convert_layers(model, Config("balanced", rules=rules), "one")
-        x = torch.randn(16, 4, 64, requires_grad=True) * 1
-        model["attn"](x, x, x)[0].sum().backward()
-    revert(model)
-    assert type(model["attn"]) is nn.MultiheadAttention
-
-
 class Draws(nn.Module):
     """A block that scales its input by random numbers of a generator that torch does not know, from some run on."""
 

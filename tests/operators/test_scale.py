@@ -12,18 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators import scale
 from lightning_actprune.operators.norm import scaled
-from lightning_actprune.operators.registry import compressed_class, operator_of
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
-from tests.support.workload import launches
 
 FEATURES = 70
 """No multiple of a block: the last one of a row is cut short."""
@@ -48,33 +45,6 @@ def pair(make, device="cpu", bits: int = 8) -> tuple[nn.Module, nn.Module]:
 def read(values: Tensor, rows: int, length: int, block_size: int, bits: int) -> Tensor:
     """Return the rows that are stored, in fp64."""
     return formats.dequantize(values.cpu(), block_size, bits, torch.float32).double().view(rows, -1)[:, :length]
-
-
-@pytest.mark.parametrize(
-    ("make", "bits", "dtype"),
-    in_turn([*MAKERS.values()] * 3, (8, 4, 2), (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32)),
-)
-def test_only_the_gradient_of_the_factors_is_off_by_what_is_stored(make, device, dtype, bits):
-    dense, ours = pair(make, device, bits)
-    x = torch.randn(3, 5, FEATURES, device=device).to(dtype)
-    given = [x.clone().requires_grad_() for _ in range(2)]
-    with saved_tensors() as saved:
-        y = ours(given[1])
-    right = dense(given[0])
-    assert y.dtype == right.dtype
-    torch.testing.assert_close(y, right, rtol=3e-7, atol=3e-7)
-    grad_y = torch.randn_like(y)
-    right.backward(grad_y)
-    y.backward(grad_y)
-    torch.testing.assert_close(given[1].grad, given[0].grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    factors, *shifts = tuple(zip(ours.parameters(), dense.parameters(), strict=True))
-    for mine, exact in shifts:
-        torch.testing.assert_close(mine.grad, exact.grad)
-    stored = read(saved[0], 15, FEATURES, 32, bits)
-    near = (grad_y.double().cpu().view(15, FEATURES) * stored).sum(0)
-    torch.testing.assert_close(factors[0].grad.double().cpu().view(-1), near, rtol=1e-5, atol=1e-5)
-    assert [t.dtype for t in saved].count(torch.uint8) == 1
-    assert len(saved) == 2  # and the factors
 
 
 @pytest.mark.parametrize(
@@ -109,18 +79,6 @@ def test_a_scaled_branch_is_added_in_the_same_pass(device, form, dtypes, bits):
     assert oracle.relative_error(of_weight, (g.view(rows, length) * near).sum(0)) < 2e-6
 
 
-def test_one_launch_forward_and_two_backward(kernel_device):
-    x, residual = torch.randn(2, 4, 10, 64, device=kernel_device).requires_grad_().unbind()
-    weight, bias = torch.randn(2, 64, device=kernel_device).requires_grad_().unbind()
-    for added in (None, residual):
-        with force_backend("triton"), launches() as names:
-            y = scaled(x, weight, bias if added is None else None, added, 32, 4)
-            grad_y = torch.randn_like(y)
-            grads = torch.autograd.grad(y, (x, weight) if added is None else (x, weight, residual), grad_y)
-        assert names == ["normalize_kernel", "normalize_grad_kernel", "add_sets_kernel"]
-    assert grads[2].data_ptr() == grad_y.data_ptr()
-
-
 def test_any_strides(device):
     """Of branch, residual and gradient, alone and together; tensors may start anywhere."""
     shape = (4, 6, 33)
@@ -153,16 +111,6 @@ def test_what_is_not_finite_stays_in_its_place(device, value):
     assert of_x.isfinite().all()
     assert of_weight[:32].isnan().all()  # of the block that cannot be stored
     assert of_weight[32:].isfinite().all()
-
-
-def test_what_the_layers_are():
-    assert [operator_of(make()) for make in MAKERS.values()] == ["affine", "scale"]
-    for make in MAKERS.values():
-        dense, ours = pair(make)
-        assert operator_of(ours[0]) == operator_of(dense[0])
-        assert type(ours[0]) is compressed_class(type(dense[0]))
-    assert repr(Affine(8)) == "Affine(8, bias=True)"
-    assert repr(both(nn.Sequential(Affine(8)), 4)[0]) == "CompressedAffine(8, bias=True, bits=4, block_size=32)"
 
 
 @pytest.mark.foreign
@@ -201,27 +149,6 @@ def res_block(device) -> nn.Module:
     for factors in (dense.ls1, dense.ls2):
         nn.init.normal_(factors)
     return dense
-
-
-@pytest.mark.foreign
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_block_scales_its_branches(device, dtype):
-    """All gradients but those of the factors are as exact as sums in another order."""
-    dense = res_block(device)
-    ours = compressed(nn.Sequential(dense), "scale", bits=8)
-    x = torch.randn(3, 5, 70, device=device, requires_grad=True)
-    grads = []
-    for module in (dense, ours):
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            y = module(x)
-        grads.append([y, *torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))])
-    eps, names = torch.finfo(dtype).eps, ["y", "x", *dict(dense.named_parameters())]
-    for name, right, found in zip(names, *grads, strict=True):
-        assert found.dtype == right.dtype
-        near = 0.01 if name in ("ls1", "ls2") else 8 * eps  # half a step of 8 standard deviations, over 15 rows
-        assert (found - right).norm() <= near * right.norm(), name
-    with torch.no_grad():
-        assert torch.equal(ours(x), dense(x))
 
 
 def twice(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor:

@@ -75,24 +75,6 @@ def test_children_and_what_has_children_may_be_called_from_outside():
     assert saving.rows[1].count == 2
 
 
-def test_modules_count_as_children_whatever_their_length_is():
-    class Block(nn.Module):
-        """Its only child is an empty list, which is false; its own length, once compiled, is an error."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.later = nn.ModuleList()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.square()
-
-    compiled = torch.compile(Block(), backend="eager")
-    model = nn.ModuleDict({"compiled": nn.ModuleList([compiled]), "eager": nn.ModuleList([Block()])})
-    with SavedTensorCompression(model, min_values=256) as saving:
-        model["eager"][0](activation())
-    assert [row.fqn for row in saving.rows] == ["eager.0"]
-
-
 def test_scopes_in_scopes():
     model = made()
     with (
@@ -109,25 +91,6 @@ def test_scopes_in_scopes():
             gradients(model, activation())
             assert autograd._open.hooks == []
             assert top_hooks() is None
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_hooks_of_alike_modules_have_the_same_numbers_and_those_of_one_module_have_not(last: int):
-    model = nn.Sequential(made(), made())
-    own = model[0].register_forward_hook(lambda *_: None)
-    scopes = [SavedTensorCompression(part, min_values=256).attach() for part in (model[0], model[1], model[0])]
-    first, second = ([*module._forward_hooks] for module in model)
-    assert (len(first), len(second)) == (3, 1)
-    assert own.id in first
-    assert {*second} < {*first} - {own.id}
-    assert {*model[0]._forward_hooks_always_called} == {*first} - {own.id}
-    scopes[2 * last].detach()
-    assert len(model[0]._forward_hooks) == 2
-    for scope in scopes:
-        scope.detach()
-    assert [*model[0]._forward_hooks] == [own.id]
-    assert not model[0]._forward_pre_hooks
-    assert not model[0]._forward_hooks_always_called
 
 
 def test_attaching_twice_is_once_and_detaching_leaves_no_trace():

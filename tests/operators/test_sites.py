@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_actprune.operators.saved import SavedTensorCompression
-from lightning_actprune.operators.sites import is_own_result
 from tests.support.compression import (
-    WIDTH,
     Runs,
     activation,
-    asked,
     gradients,
 )
 
@@ -328,41 +324,3 @@ def test_what_was_decided_before_a_checkpoint_is_not_decided_again():
         for names in (["0"], ["0", "1"]):
             model(activation())
             assert [row.fqn for row in saving.rows] == names
-
-
-class KeepsAll(torch.autograd.Function):
-    """Saves its input and its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x * 2
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-RESULTS = {
-    "relu": (torch.relu, [True]),
-    "softmax": (lambda x: x.softmax(-1), [True]),
-    "exp": (torch.exp, [True]),
-    "tanh": (torch.tanh, [True]),
-    "gelu": (F.gelu, [False]),
-    "square": (lambda x: x * x, [False, False]),
-    "norm": (lambda x: x.norm(dim=-1), [False, True]),
-    "log_softmax": (lambda x: x.log_softmax(-1), [True]),
-    "in place": (lambda x: x.clone().relu_(), [True]),
-    "in place on a view": (lambda x: x.clone().view(-1).relu_(), [True]),
-    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), [False] * 3 + [True]),
-    "group norm": (lambda x: F.group_norm(x.flatten(0, 1), 2), [False, True, True]),
-    "own function": (KeepsAll.apply, [False, True]),
-    "softmax, then a product": (lambda x: x.softmax(-1) @ x.mT, [True, False, False]),
-}
-
-
-@pytest.mark.parametrize(("operation", "expected"), RESULTS.values(), ids=RESULTS)
-def test_results_are_told_from_inputs(operation: Callable[[Tensor], Tensor], expected: list[bool]):
-    x = torch.rand(2, 3, 4, WIDTH, requires_grad=True) * 1
-    assert [answer for _, answer in asked(is_own_result, lambda: operation(x))] == expected
