@@ -64,23 +64,25 @@ def test_gradients_within_twice_torchs_own_error(device, form, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "block_size", "sparsity", "dtype", "bits"),
+    ("shape", "block_size", "sparsity", "dtype", "bits", "selection"),
     [
-        ((3, 37, 70), 16, 0.5, torch.float32, 2),
-        ((2, 60, 96), 32, 0.0, torch.bfloat16, 3),
-        ((2, 60, 96), 32, 0.0, torch.bfloat16, 8),
-        ((33, 64), 64, 0.0, torch.float16, 4),
+        ((3, 37, 70), 16, 0.5, torch.float32, 2, "largest"),
+        ((2, 60, 96), 32, 0.0, torch.bfloat16, 3, "largest"),
+        ((2, 60, 96), 32, 0.0, torch.bfloat16, 8, "largest"),
+        ((33, 64), 64, 0.0, torch.float16, 4, "largest"),
+        ((3, 9, 64), 16, 0.5, torch.float32, None, "swap"),
+        ((3, 9, 64), 16, 0.5, torch.float32, None, "unbiased"),
     ],
     ids=str,
 )
-def test_the_weight_gradient_is_that_of_the_stored_input(device, shape, block_size, sparsity, dtype, bits):
+def test_the_weight_gradient_is_that_of_the_stored_input(device, shape, block_size, sparsity, dtype, bits, selection):
     dense = nn.Linear(shape[-1], 48, dtype=dtype, device=device)
-    layer = compressed(dense, sparsity=sparsity, block_size=block_size, bits=bits)
+    layer = compressed(dense, sparsity=sparsity, block_size=block_size, bits=bits, selection=selection)
     x = torch.randn(*shape, device=device).to(dtype).requires_grad_()
     grad = torch.randn_like(dense(x))
     (dx, dw, _), exact = grads_of(layer, x, grad), grads_of(dense, x, grad)
     assert torch.equal(dx, exact[0])
-    hat = as_kept(oracle.as_samples(x.detach()), block_size, sparsity, bits).reshape(-1, shape[-1])
+    hat = as_kept(oracle.as_samples(x.detach()), block_size, sparsity, bits or 0, selection).reshape(-1, shape[-1])
     g = grad.reshape(-1, 48)
     right, torchs = g.double().t() @ hat.double(), g.t() @ hat
     assert oracle.relative_error(dw, right) <= 2 * oracle.relative_error(torchs, right) + 4 * torch.finfo(dtype).eps

@@ -146,12 +146,12 @@ def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
 
 
 def test_only_exact_classes_are_known():
-    class Other(nn.LayerNorm):
-        pass
-
-    assert compressed_class(Other) is None
-    assert operator_of(Other(8)) == "norm"
-    assert compressed_class(nn.InstanceNorm2d) is None
+    for base in (nn.LayerNorm, nn.BatchNorm2d):
+        other = type("Other", (base,), {})
+        assert compressed_class(other) is None
+        assert operator_of(other(8)) == "norm"
+    assert operator_of(nn.SyncBatchNorm(8)) == "norm"
+    assert all(compressed_class(c) is None for c in (nn.InstanceNorm2d, nn.LazyBatchNorm2d, nn.SyncBatchNorm))
 
 
 def test_what_torch_refuses_it_refuses_still():

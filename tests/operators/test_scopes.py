@@ -209,26 +209,20 @@ def test_nothing_is_kept_alive_and_no_cycle_is_made():
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("scope", ["around", "inside"])
-def test_checkpoints_run_again_exactly_and_nothing_in_them_is_packed(way, scope: str):
-    inner = nn.Sequential(nn.LayerNorm(64), nn.GELU())
+def test_checkpoints_run_again_exactly_and_nothing_in_them_is_packed(way):
+    """With the scope inside and around, where what is beside the checkpoint is packed."""
+    inner, x = nn.Sequential(nn.LayerNorm(64), nn.GELU()), activation()
     region = way(inner)
-    attached = region if scope == "around" else inner
-    x = activation()
     expected = gradients(region, x, lambda y: y.square().sum())
-    with SavedTensorCompression(attached, min_values=256) as saving:
-        made_gradients = gradients(region, x, lambda y: y.square().sum())
-    torch.testing.assert_close(made_gradients, expected, rtol=0, atol=0)
-    assert packed(saving) == 0
-    assert top_hooks() is None
-
-
-def test_what_is_beside_a_checkpoint_in_scope_is_packed():
-    model = nn.Sequential(
-        nn.LayerNorm(64), WAYS["non_reentrant"](nn.Sequential(nn.Linear(64, 64), nn.GELU())), nn.SiLU()
-    )
-    with SavedTensorCompression(model, min_values=256) as saving:
-        gradients(model, activation())
+    for attached in (region, inner):
+        with SavedTensorCompression(attached, min_values=256) as saving:
+            found = gradients(region, x, lambda y: y.square().sum())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert packed(saving) == 0
+        assert top_hooks() is None
+    beside = nn.Sequential(nn.LayerNorm(64), region, nn.SiLU())
+    with SavedTensorCompression(beside, min_values=256) as saving:
+        gradients(beside, x)
     assert [(row.fqn, row.count) for row in saving.rows] == [("0", 1), ("2", 1)]
 
 
@@ -236,30 +230,25 @@ def test_what_is_beside_a_checkpoint_in_scope_is_packed():
 @pytest.mark.parametrize(("backend", "attached_first"), [("eager", True), ("aot_eager", False), ("aot_eager", True)])
 def test_a_compiled_region_in_scope_is_left_alone(backend: str, attached_first: bool):
     torch._dynamo.reset()
-    inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64))
+    inner, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)), activation()
     model = nn.Sequential(nn.SiLU(), torch.compile(inner, backend=backend))
-    x = activation()
     expected = gradients(model, x)
     if attached_first:
         torch._dynamo.reset()
     with SavedTensorCompression(model, min_values=256) as saving:
-        made_gradients = gradients(model, x)
+        found = gradients(model, x)
     names = {row.fqn for row in saving.rows}
-    if backend == "eager":  # plain operations, in a graph of Dynamo's
-        assert names > {"0"}
-    else:
-        assert names == {"0"}
-        torch.testing.assert_close(made_gradients[1:], expected[1:], rtol=0, atol=0)
-    assert (made_gradients[0] - expected[0]).norm() <= 3 * typical(8) * expected[0].norm()
+    assert names > {"0"} if backend == "eager" else names == {"0"}  # eager: plain operations, in a graph of Dynamo's
+    if backend != "eager":
+        torch.testing.assert_close(found[1:], expected[1:], rtol=0, atol=0)
+    assert (found[0] - expected[0]).norm() <= 3 * typical(8) * expected[0].norm()
 
 
 @pytest.mark.integration
 def test_a_scope_inside_a_compiled_region_does_nothing_and_breaks_no_graph():
     torch._dynamo.reset()
     inner = made()
-    x = activation()
     with SavedTensorCompression(inner, min_values=256) as saving:
-        compiled = torch.compile(inner.__call__, backend="aot_eager", fullgraph=True)
-        compiled(x).sum().backward()
+        torch.compile(inner.__call__, backend="aot_eager", fullgraph=True)(activation()).sum().backward()
     assert saving.rows == []
     assert top_hooks() is None

@@ -35,16 +35,11 @@ class Through(nn.Module):
 NOT_KNOWN = {
     "pow": lambda x: x.pow(0.5),
     "pow with a tensor": lambda x: x.pow(torch.tensor([1.7])),
-    "special_entr": torch.special.entr,
     "xlogy": lambda x: torch.xlogy(x, x),
     "lgamma": torch.lgamma,
-    "special_zeta": lambda x: torch.special.zeta(torch.full_like(x, 2.0), x),
-    "erfinv": lambda x: torch.erfinv(x / (x.detach().max() + 1)),
     "prod": lambda x: x.prod(-1),
     "cumprod": lambda x: x.cumprod(-1),
-    "logcumsumexp": lambda x: x.logcumsumexp(-1),
     "atan2": lambda x: torch.atan2(x, x),
-    "cdist": lambda x: torch.cdist(x, x, p=1.0),
     "linalg_vector_norm": lambda x: x.norm(p=0.5, dim=-1),
     "sin": lambda x: torch.sin(30 * x),
     "abs": lambda x: (x - 0.5).abs(),
@@ -53,9 +48,6 @@ NOT_KNOWN = {
     "div": lambda x: x / (x.square() + 0.01),
     "var": lambda x: (x + 1000).var(-1),
     "mse_loss": lambda x: F.mse_loss(x + 1000, x.detach() + 1000, reduction="none"),
-    "grid_sampler2_d": lambda x: F.grid_sample(
-        torch.randn(1, 2, 128, 128), x.view(1, 256, 256, 2), align_corners=False
-    ),
     "prelu_kernel": lambda x: F.prelu(x - 0.5, torch.tensor(0.25)),
 }
 
@@ -86,23 +78,19 @@ class Changing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.function = nn.Linear(64, 64), lambda x: x.mul(x)
+        self.fc, self.operation = nn.Linear(64, 64), torch.square
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.apply_to(self.fc(x))
-
-    def apply_to(self, x: Tensor) -> Tensor:
-        return self.operation(x) if hasattr(self, "operation") else torch.square(x)
+        return self.operation(self.fc(x))
 
 
 def test_another_operation_at_a_site_is_an_error_if_it_may_not_read_few_bits():
     module, x = nn.Sequential(Changing()), torch.randn(32, 64, 64)
-    operations = [torch.square, torch.sin]
     with SavedTensorCompression(module, min_values=256) as saving:
-        for module[0].operation in operations[:1] * 2:
+        for _ in range(2):
             module(x).sum().backward()
         assert saving.rows[0].count == 2
-        module[0].operation = operations[1]
+        module[0].operation = torch.sin
         with pytest.raises(RuntimeError, match=r"SinBackward0 .*'0'"):
             module(x).sum().backward()
 
