@@ -18,7 +18,6 @@ from lightning_actprune.operators.activation import (
     ACTIVATIONS,
     StoredDerivative,
     check_stored,
-    dither,
     encode,
     multiply,
 )
@@ -62,15 +61,6 @@ def test_equal_values_are_unbiased_over_positions(name, bits):
         assert abs(error.mean()) <= 4 * math.sqrt(1 / 12 / len(x))
         columns = error.view(-1, 64).mean(0)  # what sums over rows of 64 features see
         assert columns.abs().max() <= 5 * math.sqrt(1 / 12 / (len(x) // 64))
-
-
-def test_dithers_of_rows_are_independent():
-    u = dither(8 * 2**15, 4, torch.device("cpu")).view(-1, 8) - 0.5
-    rows = u[:, 3]
-    for distance in (1, 2, 48, 96, 384):
-        correlation = (rows[distance:] * rows[:-distance]).mean() * 12
-        assert abs(correlation) <= 4 / math.sqrt(len(rows))
-    assert abs(rows.mean()) <= 4 * math.sqrt(1 / 12 / len(rows))
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import io
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -204,30 +203,3 @@ def test_nothing_is_compared_with_an_original_that_somebody_has_changed(original
     assert not is_known(type("Ours", (nn.Module,), {"forward": forward}))
     monkeypatch.setattr(sys.modules[LLAMA], "LlamaRMSNorm", copy_of())
     assert not is_known(copy_of())
-
-
-def test_no_package_is_imported_for_a_copy_and_one_that_comes_later_counts(monkeypatch):
-    copied = copy_of()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert not is_known(copied)
-    assert "transformers" not in sys.modules
-    monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
-    assert is_known(copied)
-    monkeypatch.setitem(sys.modules, LLAMA, None)
-    assert not is_known(copy_of())
-
-
-def test_a_copy_is_pickled_by_the_name_of_its_class(original, monkeypatch):
-    ours = module_of(NORM, "our_models")
-    monkeypatch.setitem(sys.modules, "our_models", ours)
-    model = nn.Sequential(ours.LlamaRMSNorm(96))
-    convert(model, "balanced")
-    file = io.BytesIO()
-    torch.save(model, file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert type(loaded[0]) is type(model[0])
-    assert revert(loaded) == ["0"]
-    monkeypatch.setattr(ours.LlamaRMSNorm, "forward", lambda self, x: x)
-    with pytest.raises(ValueError, match=r"our_models\.LlamaRMSNorm"):
-        torch.load(io.BytesIO(file.getvalue()), weights_only=False)

@@ -187,13 +187,6 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     assert len(calls) == 3
 
 
-def test_the_output_projection_works_when_called_itself():
-    pruned, x = pruned_copy(Case().make()), torch.randn(N, L, E)
-    y = pruned.out_proj(x)
-    assert torch.equal(y, nn.functional.linear(x, pruned.out_proj.weight, pruned.out_proj.bias))
-    assert len([t for t in saved_by(pruned.out_proj, (x,)) if t.dtype == torch.int32]) == 2
-
-
 # Transformer layers.
 
 T, WIDTH = 6, 96

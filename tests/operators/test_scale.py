@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import itertools
 import math
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
-from lightning_actprune.config import Keep
-from lightning_actprune.convert import convert
 from lightning_actprune.operators import scale
 from lightning_actprune.operators.norm import scaled
 from lightning_actprune.operators.scale import Affine
@@ -24,22 +21,6 @@ from tests.support.saving import saved_tensors
 
 FEATURES = 70
 """No multiple of a block: the last one of a row is cut short."""
-MAKERS = {"affine": lambda: Affine(FEATURES), "layer scale": lambda: Affine(FEATURES, bias=False, scale=0.1)}
-
-
-def both(layer: nn.Module, bits: int = 8) -> nn.Module:
-    """Return a copy whose layers that scale, whether or not they shift, are compressed."""
-    layer = copy.deepcopy(layer)
-    convert(layer, rules={"type:affine": Keep(bits=bits), "type:scale": Keep(bits=bits), "*": None})
-    return layer
-
-
-def pair(make, device="cpu", bits: int = 8) -> tuple[nn.Module, nn.Module]:
-    """Return a layer with random parameters, dense and converted."""
-    dense = nn.Sequential(make()).to(device)
-    for parameter in dense.parameters():
-        nn.init.normal_(parameter)
-    return dense, both(dense, bits)
 
 
 def read(values: Tensor, rows: int, length: int, block_size: int, bits: int) -> Tensor:
@@ -113,56 +94,26 @@ def test_what_is_not_finite_stays_in_its_place(device, value):
     assert of_weight[32:].isfinite().all()
 
 
-@pytest.mark.foreign
-def test_scaling_in_place_is_left_to_timm():
-    scales = importlib.import_module("timm.layers.layer_scale").LayerScale
-    ours = nn.Sequential(scales(FEATURES, inplace=True), Affine(FEATURES))
-    report = convert(ours, rules={"type:scale": Keep(bits=4), "type:affine": Keep(bits=4)})
-    assert [row.fqn for row in report.skipped] == ["0"]
-    assert type(ours[0]) is scales
-    later = both(nn.Sequential(scales(FEATURES)))
-    later[0].inplace = True
-    x = torch.randn(2, FEATURES)
-    with torch.no_grad():
-        assert later(x) is x
-
-
 def test_inputs_that_cannot_be_kept_are_left_to_torch():
     """What torch multiplies all the same: other numbers, values that are expanded, and fewer dimensions."""
-    for make, x in (
-        (MAKERS["affine"], torch.ones(2, FEATURES, dtype=torch.int64)),
-        (MAKERS["affine"], torch.randn(2, 1)),
-        (MAKERS["affine"], torch.randn(())),
-    ):
-        dense, ours = pair(make)
-        y, right = ours(x), dense(x)
-        assert torch.equal(y, right)
-        found, exact = (torch.autograd.grad(o.sum(), list(m.parameters())) for o, m in ((y, ours), (right, dense)))
-        assert all(torch.equal(mine, other) for mine, other in zip(found, exact, strict=True))
-
-
-# timm's blocks.
-
-
-def res_block(device) -> nn.Module:
-    dense = importlib.import_module("timm.models.mlp_mixer").ResBlock(FEATURES, 5).to(device)
-    for factors in (dense.ls1, dense.ls2):
-        nn.init.normal_(factors)
-    return dense
-
-
-def twice(module: nn.Module, args: tuple[Tensor], y: Tensor) -> Tensor:
-    return 2 * y
+    dense = Affine(FEATURES)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter)
+    ours = compressed(dense, "affine", bits=8)
+    for x in (torch.ones(2, FEATURES, dtype=torch.int64), torch.randn(2, 1), torch.randn(())):
+        found, right = ((y, *torch.autograd.grad(y.sum(), list(m.parameters()))) for m in (ours, dense) for y in [m(x)])
+        assert all(map(torch.equal, found, right))
 
 
 @pytest.mark.foreign
 @pytest.mark.parametrize("path", ["plain", "hook"])
 def test_a_block_adds_its_branches_on_the_way_if_nothing_is_between(path, device):
-    dense, x = res_block(device), torch.randn(3, 5, 70, device=device)
-    ours = compressed(nn.Sequential(dense), "scale", bits=8)
+    dense = importlib.import_module("timm.models.mlp_mixer").ResBlock(FEATURES, 5).to(device)
+    nn.init.normal_(dense.ls1), nn.init.normal_(dense.ls2)
+    ours, x = compressed(nn.Sequential(dense), "scale", bits=8), torch.randn(3, 5, 70, device=device)
     if path == "hook":
         for block in (dense, ours[0]):
-            block.drop_path.register_forward_hook(twice)
+            block.drop_path.register_forward_hook(lambda module, args, y: 2 * y)
     added = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale, "scaled", lambda *given: added.append(given[3] is not None) or scaled(*given))

@@ -18,16 +18,7 @@ from lightning_actprune.codec import autograd
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.checkpointing import WAYS
-from tests.support.compression import (
-    SHAPE,
-    Runs,
-    activation,
-    gradients,
-    made,
-    packed,
-    top_hooks,
-    typical,
-)
+from tests.support.compression import SHAPE, Runs, activation, gradients, made, packed, top_hooks, typical
 from tests.support.helpers import assert_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
