@@ -112,18 +112,11 @@ def test_one_token_that_differs_counts(original):
 
 
 def with_attributes(**attributes: Any) -> Callable[[], type[nn.Module]]:
-    return lambda: type("Ours", (copy_of(),), {"forward": vars(copy_of())["forward"], **attributes})
+    return lambda: type("Ours", (copy_of(),), {"forward": forward(), **attributes})
 
 
-def wrapped() -> type[nn.Module]:
-    made = copy_of()
-    forward = vars(made)["forward"]
-    made.forward = functools.wraps(forward)(lambda self, x: 2 * forward(self, x))
-    return made
-
-
-def of_metaclass() -> type[nn.Module]:
-    return abc.ABCMeta("Ours", (nn.Module,), {"forward": vars(copy_of())["forward"]})
+def forward() -> Callable[..., Tensor]:
+    return vars(copy_of())["forward"]
 
 
 NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
@@ -140,9 +133,9 @@ NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
     "a name of ours": with_attributes(bits=4),
     "a method of ours": with_attributes(keeps=lambda self, x: True),
     "an inherited forward": lambda: type("Ours", (copy_of(),), {}),
-    "a wrapper": wrapped,
-    "an object": lambda: type("Ours", (copy_of(),), {"forward": functools.partialmethod(vars(copy_of())["forward"])}),
-    "a metaclass": of_metaclass,
+    "a wrapper": lambda: with_attributes(forward=functools.wraps(forward())(lambda self, x: 2 * x))(),
+    "an object": lambda: with_attributes(forward=functools.partialmethod(forward()))(),
+    "a metaclass": lambda: abc.ABCMeta("Ours", (nn.Module,), {"forward": forward()}),
 }
 
 

@@ -31,20 +31,15 @@ from tests.support.attention import (
     projections,
     pruned_copy,
 )
+from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
 
 CAUSAL = torch.triu(torch.full((L, L), -math.inf), 1)
 PADDING = torch.arange(S) >= torch.tensor([[S], [4], [2]])
 
 CASES = {
-    "self": Case(),
-    "self_batch_first": Case(options={"batch_first": True}),
-    "cross": Case("cross"),
-    "cross_batch_first": Case("cross", {"batch_first": True}),
-    "three": Case("three"),
-    "three_batch_first": Case("three", {"batch_first": True}),
-    "sizes": Case("sizes"),
-    "sizes_batch_first": Case("sizes", {"batch_first": True}),
+    **{kind: Case(kind) for kind in ("self", "cross", "three", "sizes")},
+    **{f"{kind}_batch_first": Case(kind, {"batch_first": True}) for kind in ("self", "cross", "three", "sizes")},
     "unbatched": Case(batched=False),
     "unbatched_batch_first": Case("cross", {"batch_first": True}, batched=False),
     "no_bias": Case("cross", {"bias": False}),
@@ -222,14 +217,7 @@ MASKS = {"none": {}, "padding": {"src_key_padding_mask": MASKED}, "causal": {"ma
 
 @pytest.mark.parametrize(
     ("mask", "batch_first", "norm_first", "training"),
-    [
-        ("none", False, False, True),
-        ("none", True, True, False),
-        ("padding", True, False, True),
-        ("padding", False, True, False),
-        ("causal", True, True, True),
-        ("causal", False, False, False),
-    ],
+    in_turn([*MASKS] * 2, (False, True), (False, True, True, False), (True, True, False)),
 )
 def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool):
     dense = encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.2).train(training)
@@ -267,14 +255,9 @@ def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):
             seen.clear()
 
 
-def hidden(x, weight, bias=None):
-    """Be a function of another name that the copied code calls with a projection."""
-    return torch._C._nn.linear(x, weight, bias)
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("_in_projection_packed", hidden), ("multi_head_attention_forward", None)],
+    [("_in_projection_packed", lambda x, w, b: torch._C._nn.linear(x, w, b)), ("multi_head_attention_forward", None)],
 )
 def test_attention_that_is_computed_in_another_way_stays_dense(name, other, monkeypatch):
     monkeypatch.setattr(F, name, other) if other else monkeypatch.delattr(F, name)

@@ -73,7 +73,6 @@ def test_backward_reads_values_within_half_a_step(lay_out: str, dtype: torch.dty
 
 OPERATIONS = {
     "gamma": (lambda x, gamma: x * gamma, (64,)),
-    "addcmul": (lambda x, gamma: torch.addcmul(x, x.sin(), gamma), (64,)),
     "layer_norm": (lambda x, g, b: F.layer_norm(x, (64,), g, b), (64,), (64,)),
     "linear": (lambda x, w: F.linear(x, w), (48, 64)),
     "bmm": (lambda x, w: torch.bmm(x @ w, x.mT), (64, 64)),
@@ -176,21 +175,18 @@ def test_views_of_one_region_are_packed_once_and_counted_once():
 
 def test_another_version_region_or_type_is_packed_for_itself():
     def run(x: Tensor) -> Tensor:
-        ones = torch.ones(64, requires_grad=True)
         x = x.clone()
-        y = (x * ones).square()
-        if model.calls:
+        y = (x * ONES).square()
+        if saving.rows:
             x.mul_(2)  # also x[:2], a part of the same storage
-        model.calls += 1
-        return y.sum() + (x * ones).sum() + (x[:2] * ones).sum()
+        return y.sum() + (x * ONES).sum() + (x[:2] * ONES).sum()
 
     model = Runs(run)
-    model.calls = 0
     with SavedTensorCompression(model, min_values=256) as saving:
         model(activation())
-        saving.reset()
+        before = packed(saving)
         model(activation())
-    assert sum(row.count for row in saving.rows) == 4  # with the product
+    assert packed(saving) - before == 4  # with the product
 
 
 def test_a_pack_lives_as_long_as_its_graph():
@@ -250,28 +246,15 @@ def test_a_tensor_written_to_after_it_was_saved_is_right_or_an_error(packed: boo
             loss.backward()
 
 
-def test_a_parameter_written_to_before_backward_is_an_error():
-    model = nn.Linear(64, 64)
-    with SavedTensorCompression(model, min_values=256):
-        y = model(activation())
-    with torch.no_grad():
-        model.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_a_forward_that_fails_keeps_nothing():
-    saved = []
-
     def run(x: Tensor) -> Tensor:
         h = x * x.sin()
         saved.append(StorageWeakRef(h.untyped_storage()))
-        F.gelu(h)  # a first forward does not know yet how its input is kept
-        raise RuntimeError("out of memory")
+        raise RuntimeError(F.gelu(h).shape)  # a first forward does not know yet how its input is kept
 
-    model = Runs(run)
+    model, saved = Runs(run), []
     with SavedTensorCompression(model, min_values=256):
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match="20, 64"):
             model(activation())
         gc.collect()
         assert saved[0].expired()
@@ -316,7 +299,7 @@ def test_what_a_parameters_gradient_needs_alone_has_bits_of_its_own(name: str):
         assert saving.left
 
 
-def test_what_needs_more_bits_too_is_stored_again_and_what_needs_fewer_is_not():
+def test_what_needs_more_bits_is_stored_again_and_what_needs_fewer_is_not():
     for run, stored in ((lambda x, g: x * g + x.square(), 2), (lambda x, g: x.square() + x * g, 1)):
         with SavedTensorCompression(Runs(run, (64,)), min_values=256, parameter_bits=4) as saving:
             saving._module(activation())
@@ -352,16 +335,11 @@ def test_a_probe_sees_that_a_compressed_layer_shares_its_input_with_nothing_dens
 def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
     """Query, key and value of an attention wait until its projection is called, which keeps an input of its own."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+    def run(x: Tensor) -> Tensor:
+        return block.proj(F.scaled_dot_product_attention(*block.qkv(x).unsqueeze(1).chunk(3, -1)).squeeze(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-            return self.proj(F.scaled_dot_product_attention(q, k, v).squeeze(1))
-
-    model, x = nn.Sequential(Attention()), activation()
+    block, x = Runs(run), activation()
+    block.qkv, block.proj, model = nn.Linear(64, 192), nn.Linear(64, 64), nn.Sequential(block)
     convert(model, rules={"type:linear": Keep(bits=2), "*": None})
     for meter in (nullcontext(), SavedTensorMeter(model)):
         with SavedTensorCompression(model, min_values=256) as saving, meter:
@@ -387,19 +365,11 @@ def test_compressed_layers_share_their_input_in_a_scope_too():
 
 
 def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor.detach().clone()
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        return (x * w + x * w).relu()
-
-    model, x = Runs(run, (64,)), activation()
+    model, x, sizes = Runs(lambda x, w: (x * w + x * w).relu(), (64,)), activation(), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(), sizes.append(t.nbytes))[0], lambda t: t)
     with SavedTensorCompression(model, min_values=256) as saving:
         expected = gradients(model, x)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with hooks:
             torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
         assert packed(saving) == 2
     assert sorted(sizes) == [256, 256, STORED, DENSE]

@@ -37,20 +37,10 @@ def test_rows_name_children_and_what_has_children():
     ]
 
 
-class Own(nn.Module):
-    """Saves something itself, beside what its child does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Sequential(nn.LayerNorm(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x).square()
-
-
 def test_what_is_saved_while_dense_modules_run_is_left_alone():
     """Of the model itself what it saves, and not what is in it."""
-    model = Own()
+    model = Runs(lambda x: model.child(x).square())
+    model.child = nn.Sequential(nn.LayerNorm(64))
     for dense, names in (("", {"child", "(root)"}), ("(root)", {"child"}), ("child", {"(root)"})):
         with SavedTensorCompression(model, min_values=256, dense=dense.__eq__) as saving:
             model(activation())
@@ -68,20 +58,17 @@ def test_children_and_what_has_children_may_be_called_from_outside():
 
 def test_scopes_in_scopes():
     model = made()
-    with (
-        SavedTensorCompression(model, min_values=256) as outer,
-        SavedTensorCompression(model[1], min_values=256) as inner,
-    ):
+    outer, inner = (SavedTensorCompression(module, min_values=256) for module in (model, model[1]))
+    with outer, inner:
         gradients(model, activation())
         assert packed(inner) == 1
         assert packed(outer) == 2
         assert top_hooks() is None
-    model = Runs(lambda x, w: x * w, (64,))
-    with SavedTensorCompression(model, min_values=256), SavedTensorCompression(model, min_values=256):
-        for _ in range(3):
-            gradients(model, activation())
-            assert autograd._open.hooks == []
-            assert top_hooks() is None
+        with SavedTensorCompression(model, min_values=256):  # a second one of the same module
+            for _ in range(3):
+                gradients(model, activation())
+                assert autograd._open.hooks == []
+                assert top_hooks() is None
 
 
 def test_attaching_twice_is_once_and_detaching_leaves_no_trace():
