@@ -170,10 +170,9 @@ def test_inputs_that_cannot_be_kept_are_refused():
 
 
 def test_a_layer_may_be_built_as_it_is():
-    layer = ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=8)
+    layer, x = ActivationPrunedLinear(33, 7, sparsity=0.5, block_size=8), torch.randn(3, 5, 33)
     converted = compressed(nn.Linear(33, 7), sparsity=0.5, block_size=8)
     converted.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 5, 33)
     grads = [torch.autograd.grad(made(x).sum(), made.weight)[0] for made in (layer, converted)]
     assert torch.equal(*grads)
     assert layer.owner is None

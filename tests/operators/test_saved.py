@@ -278,8 +278,6 @@ AS_THEY_ARE = {
     "prelu": lambda x, gamma: F.prelu(x.transpose(1, 2), gamma),
     "maximum": torch.maximum,
     "lerp": lambda x, gamma: torch.lerp(x, x.sin(), gamma),
-    "logaddexp": torch.logaddexp,
-    "copysign": torch.copysign,
 }
 
 

@@ -30,6 +30,7 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner
 from tests.operators.test_recompute import ALONE, Net, cosine
+from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
 
 RANKS, WIDTH, HIDDEN, TOKENS = 2, 80, 66, 6
@@ -126,18 +127,13 @@ def blocks_of_each_shard(mesh: DeviceMesh) -> None:
     """A row-wise layer drops blocks of its own features, a column-wise one those of the whole input."""
     x, grad = given(False)
     layer = nn.Linear(WIDTH, 8)
-    expected = copy.deepcopy(layer)
     for style, features in ((ColwiseParallel(), WIDTH), (RowwiseParallel(input_layouts=Replicate()), WIDTH // RANKS)):
         ours = parallelize_module(nn.Sequential(copy.deepcopy(layer)), mesh, {"0": style})
         convert(ours, sparsity=0.5, block_size=8)
-        kept = [nn.Linear(features, 8, bias=False) for _ in range(WIDTH // features)]
-        parts = zip(kept, x.split(features, -1), expected.weight.split(features, 1), strict=True)
-        grad_y = grad[..., :8]
-        by_hand = []
-        for part, shard, weight in parts:
-            part.weight.data.copy_(weight)
-            convert(holder := nn.Sequential(part), rules={"0": Keep(sparsity=0.5, block_size=8)})
-            holder(shard).backward(grad_y)
+        grad_y, by_hand = grad[..., :8], []
+        for shard in x.split(features, -1):
+            part = compressed(nn.Linear(features, 8, bias=False), sparsity=0.5, block_size=8)
+            part(shard).backward(grad_y)
             by_hand.append(part.weight.grad)
         y = ours(x)
         y.backward(grad_y if y.shape == grad_y.shape else grad_y.chunk(RANKS, -1)[dist.get_rank()])
@@ -190,7 +186,7 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
                 parameter = distribute_tensor(getattr(layer, name).detach(), mesh, placements)
                 layer.register_parameter(name, nn.Parameter(parameter))
             x = DTensor.from_local(x.to_local(), mesh, given) if given == [Partial()] else x.redistribute(mesh, given)
-            ours = convert_alone(copy.deepcopy(layer))
+            ours = compressed(layer, bits=4)
             found = []
             for model in (layer, ours):
                 with warnings.catch_warnings(record=True) as caught:
@@ -204,25 +200,13 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
                 ours(x)
 
 
-def convert_alone(layer: nn.Module) -> nn.Module:
-    convert(nn.Sequential(layer), rules={"0": Keep(bits=4)})
-    return layer
-
-
 @check
 def of_two_dimensions(mesh: DeviceMesh) -> None:
     """``fully_shard`` along one dimension of a mesh of two, tensor-parallel along the other."""
     grid = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
-    models = []
-    for ours in (False, True):
-        torch.manual_seed(0)
-        model = parallelize_module(Block(), grid["tensor"], plan(True))
-        fully_shard(model, mesh=grid["data"])
-        if ours:
-            report = convert(model, sparsity=0.0)
-            assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
-        models.append(step(model, *given(True)))
-    assert_found(models[1], models[0])
+    dense, ours = (fully_shard(block(grid["tensor"], True), mesh=grid["data"]) for _ in range(2))
+    assert len(convert(ours, sparsity=0.0).converted) == 5
+    assert_found(step(ours, *given(True)), step(dense, *given(True)))
 
 
 @check
