@@ -1,7 +1,4 @@
-"""Activation functions that keep their derivative: bounds, errors, bytes and NaN of codes; layouts, types, modules.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Activation functions that keep their derivative: bounds, errors, bytes and NaN of codes; layouts, types, modules."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from tests.support.saving import saved_tensors
 
 
 def read(x: torch.Tensor, stored: StoredDerivative) -> torch.Tensor:
-    """Return the derivatives that are read back, in fp32."""
     return multiply(torch.ones(len(x)), encode(x, stored), stored, torch.float32)
 
 
@@ -87,22 +83,13 @@ def test_what_is_not_finite_is_read_as_nan_with_its_run():
         assert found[~lost].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("gleu", (), 4), "`function` .*'gleu'"),
-        (("softplus", (1.0,), 4), r"'softplus' .*\(1.0,\)"),
-        (("gelu", (1.0,), 4), r"'gelu' .*\(1.0,\)"),
-        (("gelu", (), None), "`bits` .* None"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        check_stored(*arguments)
+def test_wrong_arguments():
+    for arguments in (("gleu", (), 4), ("softplus", (1.0,), 4), ("gelu", (1.0,), 4), ("gelu", (), None)):
+        with pytest.raises(ValueError, match=r"'gleu'|'softplus' .*\(1.0,\)|'gelu' .*\(1.0,\)|`bits` .* None"):
+            check_stored(*arguments)
 
 
 def saved_bytes(call: Callable[[], Tensor]) -> int:
-    """Return the bytes of the tensors that autograd saves in ``call``."""
     with saved_tensors() as saved:
         call()
     return sum(tensor.nbytes for tensor in saved)
@@ -139,7 +126,7 @@ def test_in_place(device):
     assert layer(x).data_ptr() == x.data_ptr()
 
 
-def test_in_place_of_what_others_need_is_an_error_as_in_torch():
+def test_what_is_refused():
     source = torch.randn(8, requires_grad=True)
     x = source.exp()  # which keeps its result
     activation(x, "relu", inplace=True)
@@ -147,11 +134,8 @@ def test_in_place_of_what_others_need_is_an_error_as_in_torch():
         x.sum().backward()
     with pytest.raises(RuntimeError, match="leaf Variable"):
         activation(source, "relu", inplace=True)
-
-
-def test_complex_numbers_cannot_be_kept():
     with pytest.raises(TypeError, match="complex64"):
-        activation(torch.randn(4, dtype=torch.complex64, requires_grad=True), "tanh")
+        activation(source.detach().to(torch.complex64).requires_grad_(), "tanh")
 
 
 @pytest.mark.gpu

@@ -34,7 +34,6 @@ class LlamaRMSNorm(nn.Module):
 
 
 def module_of(text: str, name: str, **names: Any) -> ModuleType:
-    """Return a module of that name with the classes of ``text``."""
     made = ModuleType(name)
     vars(made).update({"torch": torch, "nn": nn, **names})
     exec(compile(text, f"{name}.py", "exec"), vars(made))
@@ -42,13 +41,11 @@ def module_of(text: str, name: str, **names: Any) -> ModuleType:
 
 
 def copy_of(text: str = NORM, **names: Any) -> type[nn.Module]:
-    """Return the class of ``text`` as one of another package."""
     return module_of(text.replace("LlamaRMSNorm", "OurNorm"), "ours", **names).OurNorm
 
 
 @pytest.fixture
 def original(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """The class that copies are compared with."""
     monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
     return sys.modules[LLAMA].LlamaRMSNorm
 
@@ -91,17 +88,13 @@ def test_one_token_that_differs_counts(original):
         ("keepdim=True", "keepdim=1"),
         ("keepdim", "dim"),
         (") + self", ") - self"),
-        ("scale * wide", "scale / wide"),
         ("scale * wide", "wide * scale"),
-        ("self.weight *", "self.weight +"),
         ("square", "abs"),
-        ("torch.rsqrt", "torch.sqrt"),
         ("torch.rsqrt", "nn.rsqrt"),
         ("torch.float32", "torch.float64"),
         ("self.variance_epsilon)", "self.epsilon)"),
         ("return self.weight", "return self.scale"),
         ("return", "yield"),
-        ("(self, hidden_states)", "(self, *hidden_states)"),
         ("(self, hidden_states)", "(self, hidden_states, /)"),
         ("(self, hidden_states)", "(self, hidden_states, factor=1)"),
         ("        wide", "        global wide\n        wide"),
@@ -178,21 +171,14 @@ def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     assert [row.fqn for row in report.converted] == ["2", "3"]
 
 
-def test_a_forward_that_is_replaced_later_is_another(original):
+def test_a_class_that_somebody_changes_later_is_another(original, monkeypatch):
     copied = copy_of()
     assert is_known(copied)
-    forward = copied.forward
-    copied.forward = lambda self, x: x
-    assert not is_known(copied)
-    copied.forward = forward
+    with monkeypatch.context() as patch:
+        patch.setattr(copied, "forward", lambda self, x: x)
+        assert not is_known(copied)
     assert is_known(copied)
-
-
-def test_nothing_is_compared_with_an_original_that_somebody_has_changed(original, monkeypatch):
-    def forward(self, hidden_states):
-        return self.weight * hidden_states * self.variance_epsilon
-
-    monkeypatch.setattr(original, "forward", forward)
-    assert not is_known(type("Ours", (nn.Module,), {"forward": forward}))
+    monkeypatch.setattr(original, "forward", lambda self, x: self.weight * x * self.variance_epsilon)
+    assert not is_known(type("Ours", (nn.Module,), {"forward": original.forward}))
     monkeypatch.setattr(sys.modules[LLAMA], "LlamaRMSNorm", copy_of())
     assert not is_known(copy_of())

@@ -104,7 +104,6 @@ def test_weight_gradients_are_those_of_the_pruned_inputs(name: str):
 
 
 def saved_by(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Return what autograd saves in a forward, without parameters."""
     with saved_tensors() as saved:
         module(*inputs)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -143,7 +142,6 @@ def test_one_projection_alone():
 
 @pytest.mark.integration
 def test_one_that_only_routes_compiles():
-    """It has no state of its own for a compiler to ask."""
     torch._dynamo.reset()
     case = Case("cross")
     dense, inputs = case.make(), case.tensors()
@@ -181,8 +179,6 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     pruned(x, x, x)
     assert len(calls) == 3
 
-
-# Transformer layers.
 
 T, WIDTH = 6, 96
 MASKED = torch.arange(T) >= torch.tensor([[T], [4], [2]])

@@ -42,7 +42,6 @@ KINDS = {
 
 
 def inputs(kind: str, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x`` whose means differ and are not zero, weight and bias."""
     shape, _, last, _, dtype = KINDS[kind]
     x = 2 * torch.randn(shape) + torch.randn(shape[1]).view(-1, *[1] * (len(shape) - 2))
     if last:
@@ -86,7 +85,6 @@ def gradients(grad_y: Tensor, hat: Tensor, rstd: Tensor, weight: Tensor, groups:
 
 
 def read(values: Tensor, shape: torch.Size, last: bool, block_size: int, bits: int) -> Tensor:
-    """Return what is stored, in fp64."""
     wide = formats.dequantize(values.cpu(), block_size, bits, torch.float32).double().flatten()[: shape.numel()]
     return wide.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if last else wide.view(shape)
 
@@ -155,9 +153,6 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_set(device, value, kind
     assert of_x[untouched].isfinite().all()
 
 
-# Running statistics.
-
-
 @pytest.mark.parametrize(("kind", "momentum"), [("batch", 0.1), ("last-odd", 0.7), ("rows", 0.1)])
 def test_running_statistics_move_by_the_share_of_the_batch(device, kind, momentum):
     x, weight, bias = inputs(kind, device)
@@ -186,9 +181,6 @@ def test_a_checkpoint_moves_running_statistics_as_often_as_the_dense_layers(devi
             checkpoint(model, x, use_reentrant=False).square().sum().backward()
         for actual, right in zip(ours[1].buffers(), dense[1].buffers(), strict=True):
             torch.testing.assert_close(actual, right)
-
-
-# Layers.
 
 
 def in_eval_mode(sequence: bool = False) -> tuple[nn.Module, nn.Module, Tensor]:
@@ -228,9 +220,6 @@ def test_second_derivatives_of_a_frozen_layer_are_torchs():
         (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
         seconds.append(torch.autograd.grad(grad.square().sum(), x)[0])
     torch.testing.assert_close(*seconds)
-
-
-# The ReLU of the same passes.
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("batch-one", 4), ("last-24", 3), ("rows", 4)])

@@ -1,7 +1,4 @@
-"""Convolutions whose input is compressed: the gradient of the weight, for every layout, window and type.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Convolutions whose input is compressed: the gradient of the weight, for every layout, window and type."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ from tests.support.saving import saved_tensors
 
 
 def made(name: str, last: bool, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **settings):
-    """Return a case, its input, and its layer dense and converted."""
     case = CASES[name]
     dense = case.layer(device=device, dtype=dtype)
     ours = compressed(dense, "convolution", **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})

@@ -1,7 +1,4 @@
-"""Dropout that keeps its mask in one bit a value: the numbers of the dense layer, and nothing more than the bits.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Dropout that keeps its mask in one bit a value: the numbers of the dense layer, and nothing more than the bits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Gated products in few bits, and MLPs that have them: errors, layouts, types, what is kept and what is refused.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Gated products in few bits, and MLPs that have them: errors, layouts, types, what is kept and what is refused."""
 
 from __future__ import annotations
 
@@ -28,14 +25,12 @@ LENGTH = 100
 
 
 def saved_bytes(call: Callable[[], Tensor]) -> int:
-    """Return the bytes of the tensors that autograd saves in ``call``."""
     with saved_tensors() as saved:
         call()
     return sum(tensor.nbytes for tensor in saved)
 
 
 def pair(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return ``a``, of all sizes, and ``u``, leaves."""
     a = inputs(math.prod(shape), dtype).view(shape).to(device)
     return a.requires_grad_(), torch.randn(shape).to(dtype).to(device).requires_grad_()
 
@@ -45,7 +40,6 @@ def gradients(z: Tensor, *leaves: Tensor, grad: Tensor | None = None) -> tuple[T
 
 
 def check(a: Tensor, u: Tensor, name: str, bits: int, block_size: int = 32) -> None:
-    """Compare product and factors with fp64."""
     z = gated(a, u, name, *stored_of(name).parameters, bits=bits, block_size=block_size)
     right, *factors = oracle(name, a, u)
     eps = torch.finfo(z.dtype).eps
@@ -191,8 +185,6 @@ def test_one_compiled_graph(joint, transposed):
     assert all(map(torch.equal, gradients(z, *leaves, grad=grad), gradients(expected, *leaves, grad=grad)))
 
 
-# MLPs of other packages, of which the contract suite has a case each.
-
 WIDTH, HIDDEN = 64, 96
 
 
@@ -225,7 +217,6 @@ MADE = {
 @pytest.mark.foreign
 @pytest.mark.parametrize("name", MADE)
 def test_output_and_gradients_are_those_of_the_dense_module(name):
-    """Of modules that are built in another way than those of the contract suite."""
     dense, shape = MADE[name](), (2, WIDTH, 5, 6) if name == "timm-images" else (4, 10, WIDTH)
     module = compressed(dense, "activation", bits=8)
     for memory in (torch.contiguous_format, torch.channels_last)[: len(shape) - 2]:

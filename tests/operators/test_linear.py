@@ -1,7 +1,4 @@
-"""Linear layers and transformers' ``Conv1D``: which gradient a compressed input gives, for every layout and type.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Linear layers and transformers' ``Conv1D``: which gradient a compressed input gives, for every layout and type."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def bounded(slope: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the bound of a norm of the values in ``dims``."""
 
     def bound(x: Tensor, g: Tensor) -> Tensor:
         r = x.var(dims, correction=0, keepdim=True).add(1e-5).rsqrt()
@@ -36,7 +35,6 @@ def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_groups(x: Tensor, g: Tensor) -> Tensor:
-    """Return the bound of a norm of two groups of four channels."""
     return of_norm((2,))(x.view(8, 1, 64), g.view(8, 1, 64)).view(4, 2, 1).repeat_interleave(4, 1)
 
 
@@ -110,7 +108,6 @@ def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: T
 
 
 def nodes_of(y: Tensor) -> list[object]:
-    """Return all nodes behind ``y``."""
     found: list[object] = []
     waiting = [y.grad_fn]
     while waiting:

@@ -30,8 +30,6 @@ WIDTH, TOKENS = 64, 32
 
 
 class Block(nn.Module):
-    """A residual block with dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)

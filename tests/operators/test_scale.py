@@ -24,7 +24,6 @@ FEATURES = 70
 
 
 def read(values: Tensor, rows: int, length: int, block_size: int, bits: int) -> Tensor:
-    """Return the rows that are stored, in fp64."""
     return formats.dequantize(values.cpu(), block_size, bits, torch.float32).double().view(rows, -1)[:, :length]
 
 
@@ -38,7 +37,6 @@ def read(values: Tensor, rows: int, length: int, block_size: int, bits: int) -> 
     ids=str,
 )
 def test_a_scaled_branch_is_added_in_the_same_pass(device, form, dtypes, bits):
-    """All but the gradient of the factors is exact."""
     shape, block = form
     made = torch.randn(shape), 1 + torch.randn(shape[-1]), torch.randn(shape)
     x, weight, residual = (t.to(device, dtype).requires_grad_() for t, dtype in zip(made, dtypes, strict=True))

@@ -47,8 +47,6 @@ def check(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None
 
 
 class Block(nn.Module):
-    """Attention's projections and an MLP, each behind a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
@@ -224,16 +222,12 @@ def compiled(mesh: DeviceMesh) -> None:
     assert_found(found, expected, 0.999, placed=False)
 
 
-# Modules that run again in backward.
-
-
 def again(model: nn.Module) -> nn.Module:
     convert(model, rules={"*blocks.?": Recompute(8), **ALONE})
     return model
 
 
 def wrapped(model: nn.Module, strategy: str, mesh: DeviceMesh) -> nn.Module:
-    """Return the model as a strategy wraps it."""
     if strategy == "fsdp2":
         for part in (*model.blocks, model):  # type: ignore[misc]
             fully_shard(part, mesh=mesh)
@@ -289,7 +283,6 @@ def run_one(name: str, mesh: DeviceMesh, errors: dict[str, str]) -> None:
 
 
 def run(rank: int, port: int, folder: Path) -> None:
-    """Run all checks in one process, and leave what went wrong in each."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))

@@ -117,15 +117,6 @@ def test_the_method_follows_the_precision_of_products():
     assert used == [gather_is_faster(rows, values, 96, 4, exact) for exact in (True, False, True)]
 
 
-@pytest.mark.parametrize(("bits", "transposed"), [(0, True), (4, False)])
-def test_the_operator_is_sound(device, bits, transposed):
-    x = torch.randn(3, 20, 40, device=device)
-    stored = torch.ops.actprune.pack(x, 16, 30, bits)
-    grad = torch.randn(120 if transposed else 60, 8, device=device)
-    arguments = grad, *stored, 3, 20, 40, transposed, torch.float32, 16, bits
-    torch.library.opcheck(torch.ops.actprune.weight_grad.default, arguments)
-
-
 @pytest.mark.parametrize(("length", "block_size"), [(4096, 2048), (70000, 1)])
 def test_block_structures_beyond_the_kernels_take_the_reference(length, block_size):
     x = torch.randn(1, 2, length, requires_grad=True)
