@@ -93,7 +93,6 @@ def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, a
     y, exact, dense = step(model, x, around())
     report = convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
     assert [(block.fqn, block.kind) for block in report.recomputed] == [(f"blocks.{n}", "Block") for n in range(3)]
-    assert report.converted == []
     ours, gradient, stored = step(model, x, around())
     assert torch.equal(ours, y)
     assert cosine(gradient, exact) >= least - 1e-6
@@ -286,18 +285,14 @@ def test_rules_name_the_outermost_modules():
     revert(model)
     rules = {"blocks.[01]": {"recompute": 2}, "blocks.*.norm": Keep(bits=8), "blocks.*": "max"}
     report = convert(model, rules=rules)
-    assert [(block.fqn, block.recompute) for block in report.recomputed] == [
-        (f"blocks.{n}", Recompute(2)) for n in (0, 1)
-    ]
+    again = [(block.fqn, block.recompute) for block in report.recomputed]
+    assert again == [("blocks.0", Recompute(2)), ("blocks.1", Recompute(2))]
     bits = {row.fqn: row.keep.bits for row in report.converted}
     assert (bits["blocks.0.norm"], bits["blocks.1.mlp.0"]) == (8, 2)
 
 
 def test_what_cannot_run_again_is_listed_with_the_reason():
-    class Checkpoints(Block):
-        gradient_checkpointing = True
-
-    model, _ = made(Checkpoints)
+    model, _ = made(type("Checkpoints", (Block,), {"gradient_checkpointing": True}))
     model.own = nn.ModuleList([Block()])
     report = convert(model, rules={"blocks.*": Recompute(8), "own": Recompute(8), "head": Recompute(8)})
     assert {block.fqn for block in report.blocks if block.reason} >= {"blocks.0", "own", "head"}
