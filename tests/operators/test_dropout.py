@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.operators.dropout import pack_mask
 from tests.support.compressed import compressed
 from tests.support.marks import pairs
 
@@ -60,14 +59,6 @@ def layouts() -> dict[str, Tensor]:
 def test_layouts(device, layout):
     for inplace in (False, True):
         check(layouts()[layout].to(device), 0.3, inplace)
-
-
-def test_masks_are_packed_in_the_order_of_memory(device):
-    for count in (1, 8, 2051):
-        mask = torch.rand(count, 3, device=device).t() < 0.4
-        bits = (pack_mask(mask).cpu()[:, None].int() >> torch.arange(8) & 1).flatten().bool()
-        assert torch.equal(bits[: 3 * count], mask.t().flatten().cpu())
-        assert not bits[3 * count :].any()
 
 
 def test_in_place_writes_to_its_input():

@@ -42,15 +42,9 @@ def nothing_left():
 
 
 CASES = [
-    ("layer", "rows"),
+    *((name, "rows") for name in ("layer", "layer-plain", "layer-unshifted", "rms", "affine")),
+    *((name, "turned") for name in ("affine", "affine-unshifted", "layer-plain")),
     ("layer", "flat"),
-    ("layer-plain", "rows"),
-    ("layer-unshifted", "rows"),
-    ("rms", "rows"),
-    ("affine", "rows"),
-    ("affine", "turned"),
-    ("affine-unshifted", "turned"),
-    ("layer-plain", "turned"),
 ]
 
 
