@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import io
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -35,7 +34,6 @@ class LlamaRMSNorm(nn.Module):
 
 
 def module_of(text: str, name: str, **names: Any) -> ModuleType:
-    """Return a module of that name with the classes of ``text``."""
     made = ModuleType(name)
     vars(made).update({"torch": torch, "nn": nn, **names})
     exec(compile(text, f"{name}.py", "exec"), vars(made))
@@ -43,13 +41,11 @@ def module_of(text: str, name: str, **names: Any) -> ModuleType:
 
 
 def copy_of(text: str = NORM, **names: Any) -> type[nn.Module]:
-    """Return the class of ``text`` as one of another package."""
     return module_of(text.replace("LlamaRMSNorm", "OurNorm"), "ours", **names).OurNorm
 
 
 @pytest.fixture
 def original(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """The class that copies are compared with."""
     monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
     return sys.modules[LLAMA].LlamaRMSNorm
 
@@ -92,17 +88,13 @@ def test_one_token_that_differs_counts(original):
         ("keepdim=True", "keepdim=1"),
         ("keepdim", "dim"),
         (") + self", ") - self"),
-        ("scale * wide", "scale / wide"),
         ("scale * wide", "wide * scale"),
-        ("self.weight *", "self.weight +"),
         ("square", "abs"),
-        ("torch.rsqrt", "torch.sqrt"),
         ("torch.rsqrt", "nn.rsqrt"),
         ("torch.float32", "torch.float64"),
         ("self.variance_epsilon)", "self.epsilon)"),
         ("return self.weight", "return self.scale"),
         ("return", "yield"),
-        ("(self, hidden_states)", "(self, *hidden_states)"),
         ("(self, hidden_states)", "(self, hidden_states, /)"),
         ("(self, hidden_states)", "(self, hidden_states, factor=1)"),
         ("        wide", "        global wide\n        wide"),
@@ -113,18 +105,11 @@ def test_one_token_that_differs_counts(original):
 
 
 def with_attributes(**attributes: Any) -> Callable[[], type[nn.Module]]:
-    return lambda: type("Ours", (copy_of(),), {"forward": vars(copy_of())["forward"], **attributes})
+    return lambda: type("Ours", (copy_of(),), {"forward": forward(), **attributes})
 
 
-def wrapped() -> type[nn.Module]:
-    made = copy_of()
-    forward = vars(made)["forward"]
-    made.forward = functools.wraps(forward)(lambda self, x: 2 * forward(self, x))
-    return made
-
-
-def of_metaclass() -> type[nn.Module]:
-    return abc.ABCMeta("Ours", (nn.Module,), {"forward": vars(copy_of())["forward"]})
+def forward() -> Callable[..., Tensor]:
+    return vars(copy_of())["forward"]
 
 
 NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
@@ -141,9 +126,9 @@ NOT_ALIKE: dict[str, Callable[[], type[nn.Module]]] = {
     "a name of ours": with_attributes(bits=4),
     "a method of ours": with_attributes(keeps=lambda self, x: True),
     "an inherited forward": lambda: type("Ours", (copy_of(),), {}),
-    "a wrapper": wrapped,
-    "an object": lambda: type("Ours", (copy_of(),), {"forward": functools.partialmethod(vars(copy_of())["forward"])}),
-    "a metaclass": of_metaclass,
+    "a wrapper": lambda: with_attributes(forward=functools.wraps(forward())(lambda self, x: 2 * x))(),
+    "an object": lambda: with_attributes(forward=functools.partialmethod(forward()))(),
+    "a metaclass": lambda: abc.ABCMeta("Ours", (nn.Module,), {"forward": forward()}),
 }
 
 
@@ -172,19 +157,6 @@ def test_methods_and_functions_that_forward_calls_must_be_the_very_same(original
     assert not computes_alike(module_of(HELPED, "ours", helper=round).Helped, known)
 
 
-def test_what_a_closure_holds_is_not_known(original):
-    def forward_with(size: int) -> Callable[..., Tensor]:
-        def forward(self, x):
-            return x * size
-
-        return forward
-
-    known, ours = (type("Closed", (nn.Module,), {"forward": forward_with(size)}) for size in (1, 2))
-    assert known.forward.__code__ == ours.forward.__code__
-    assert not computes_alike(ours, known)
-    assert not computes_alike(known, known)
-
-
 def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     copied = copy_of()
     rows, learned, whole = copied(8), copied(8), copied(8)
@@ -199,48 +171,14 @@ def test_layers_that_hold_something_else_stay_dense_with_the_reason(original):
     assert [row.fqn for row in report.converted] == ["2", "3"]
 
 
-def test_a_forward_that_is_replaced_later_is_another(original):
+def test_a_class_that_somebody_changes_later_is_another(original, monkeypatch):
     copied = copy_of()
     assert is_known(copied)
-    forward = copied.forward
-    copied.forward = lambda self, x: x
-    assert not is_known(copied)
-    copied.forward = forward
+    with monkeypatch.context() as patch:
+        patch.setattr(copied, "forward", lambda self, x: x)
+        assert not is_known(copied)
     assert is_known(copied)
-
-
-def test_nothing_is_compared_with_an_original_that_somebody_has_changed(original, monkeypatch):
-    def forward(self, hidden_states):
-        return self.weight * hidden_states * self.variance_epsilon
-
-    monkeypatch.setattr(original, "forward", forward)
-    assert not is_known(type("Ours", (nn.Module,), {"forward": forward}))
+    monkeypatch.setattr(original, "forward", lambda self, x: self.weight * x * self.variance_epsilon)
+    assert not is_known(type("Ours", (nn.Module,), {"forward": original.forward}))
     monkeypatch.setattr(sys.modules[LLAMA], "LlamaRMSNorm", copy_of())
     assert not is_known(copy_of())
-
-
-def test_no_package_is_imported_for_a_copy_and_one_that_comes_later_counts(monkeypatch):
-    copied = copy_of()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    assert not is_known(copied)
-    assert "transformers" not in sys.modules
-    monkeypatch.setitem(sys.modules, LLAMA, module_of(NORM, LLAMA))
-    assert is_known(copied)
-    monkeypatch.setitem(sys.modules, LLAMA, None)
-    assert not is_known(copy_of())
-
-
-def test_a_copy_is_pickled_by_the_name_of_its_class(original, monkeypatch):
-    ours = module_of(NORM, "our_models")
-    monkeypatch.setitem(sys.modules, "our_models", ours)
-    model = nn.Sequential(ours.LlamaRMSNorm(96))
-    convert(model, "balanced")
-    file = io.BytesIO()
-    torch.save(model, file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    assert type(loaded[0]) is type(model[0])
-    assert revert(loaded) == ["0"]
-    monkeypatch.setattr(ours.LlamaRMSNorm, "forward", lambda self, x: x)
-    with pytest.raises(ValueError, match=r"our_models\.LlamaRMSNorm"):
-        torch.load(io.BytesIO(file.getvalue()), weights_only=False)

@@ -31,20 +31,15 @@ from tests.support.attention import (
     projections,
     pruned_copy,
 )
+from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
 
 CAUSAL = torch.triu(torch.full((L, L), -math.inf), 1)
 PADDING = torch.arange(S) >= torch.tensor([[S], [4], [2]])
 
 CASES = {
-    "self": Case(),
-    "self_batch_first": Case(options={"batch_first": True}),
-    "cross": Case("cross"),
-    "cross_batch_first": Case("cross", {"batch_first": True}),
-    "three": Case("three"),
-    "three_batch_first": Case("three", {"batch_first": True}),
-    "sizes": Case("sizes"),
-    "sizes_batch_first": Case("sizes", {"batch_first": True}),
+    **{kind: Case(kind) for kind in ("self", "cross", "three", "sizes")},
+    **{f"{kind}_batch_first": Case(kind, {"batch_first": True}) for kind in ("self", "cross", "three", "sizes")},
     "unbatched": Case(batched=False),
     "unbatched_batch_first": Case("cross", {"batch_first": True}, batched=False),
     "no_bias": Case("cross", {"bias": False}),
@@ -109,7 +104,6 @@ def test_weight_gradients_are_those_of_the_pruned_inputs(name: str):
 
 
 def saved_by(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Return what autograd saves in a forward, without parameters."""
     with saved_tensors() as saved:
         module(*inputs)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -148,7 +142,6 @@ def test_one_projection_alone():
 
 @pytest.mark.integration
 def test_one_that_only_routes_compiles():
-    """It has no state of its own for a compiler to ask."""
     torch._dynamo.reset()
     case = Case("cross")
     dense, inputs = case.make(), case.tensors()
@@ -187,25 +180,6 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     assert len(calls) == 3
 
 
-def test_hooks_of_the_output_projection_stay_silent_as_in_torch():
-    case = Case()
-    calls: list[str] = []
-    dense = case.make()
-    dense.out_proj.register_forward_hook(lambda *_: calls.append("out_proj"))
-    dense.register_forward_hook(lambda *_: calls.append("attention"))
-    pruned_copy(dense)(*case.tensors())
-    assert calls == ["attention"]
-
-
-def test_the_output_projection_works_when_called_itself():
-    pruned, x = pruned_copy(Case().make()), torch.randn(N, L, E)
-    y = pruned.out_proj(x)
-    assert torch.equal(y, nn.functional.linear(x, pruned.out_proj.weight, pruned.out_proj.bias))
-    assert len([t for t in saved_by(pruned.out_proj, (x,)) if t.dtype == torch.int32]) == 2
-
-
-# Transformer layers.
-
 T, WIDTH = 6, 96
 MASKED = torch.arange(T) >= torch.tensor([[T], [4], [2]])
 AHEAD = nn.Transformer.generate_square_subsequent_mask(T)
@@ -239,14 +213,7 @@ MASKS = {"none": {}, "padding": {"src_key_padding_mask": MASKED}, "causal": {"ma
 
 @pytest.mark.parametrize(
     ("mask", "batch_first", "norm_first", "training"),
-    [
-        ("none", False, False, True),
-        ("none", True, True, False),
-        ("padding", True, False, True),
-        ("padding", False, True, False),
-        ("causal", True, True, True),
-        ("causal", False, False, False),
-    ],
+    in_turn([*MASKS] * 2, (False, True), (False, True, True, False), (True, True, False)),
 )
 def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool):
     dense = encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.2).train(training)
@@ -284,20 +251,9 @@ def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):
             seen.clear()
 
 
-def hidden(x, weight, bias=None):
-    """Be a function of another name that the copied code calls with a projection."""
-    return torch._C._nn.linear(x, weight, bias)
-
-
-def bound(q, k, v, w, b=None, linear=F.linear):
-    """Call torch's ``linear`` whatever the namespace says, on the weight alone."""
-    weights = getattr(w, "weight", w).chunk(3)
-    return [linear(x, weight) for x, weight in zip((q, k, v), weights, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("_in_projection_packed", bound), ("_in_projection_packed", hidden), ("multi_head_attention_forward", None)],
+    [("_in_projection_packed", lambda x, w, b: torch._C._nn.linear(x, w, b)), ("multi_head_attention_forward", None)],
 )
 def test_attention_that_is_computed_in_another_way_stays_dense(name, other, monkeypatch):
     monkeypatch.setattr(F, name, other) if other else monkeypatch.delattr(F, name)

@@ -1,76 +1,54 @@
-"""Convolutions whose input is compressed: the gradient of the weight, for every layout, window and type.
-
-What holds for all operators alike is in ``tests/contract``.
-"""
+"""Convolutions whose input is compressed: the gradient of the weight, for every layout, window and type."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support.compressed import as_kept, compressed
 from tests.support.convolutions import BLOCK, CASES, SPARSITY, Case, in_memory, laid_out, pruned, weight_gradient
-from tests.support.marks import in_turn, only
+from tests.support.marks import in_turn
 from tests.support.oracle import relative_error
 from tests.support.saving import saved_tensors
 
-BY_TURNS = in_turn(CASES, (False, True))
-
 
 def made(name: str, last: bool, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, **settings):
-    """Return a case, its input, and its layer dense and converted."""
     case = CASES[name]
     dense = case.layer(device=device, dtype=dtype)
-    ours = converted(dense, **settings)
+    ours = compressed(dense, "convolution", **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})
     return case, case.input(last, device=device, dtype=dtype), dense, ours
-
-
-def converted(dense: nn.Module, **settings) -> nn.Module:
-    return compressed(dense, "convolution", **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})
 
 
 def grads_of(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(layer(x), (x, *layer.parameters()), grad)
 
 
-@pytest.mark.parametrize(("name", "last"), only(itertools.product(CASES, (False, True)), *BY_TURNS))
-def test_only_the_weight_gradient_is_approximate(device, name, last):
-    case, x, dense, ours = made(name, last, device)
+DTYPES = torch.bfloat16, torch.float16
+LOW = [*itertools.product(("3x3", "depthwise", "1d"), (True,), DTYPES)]
+
+
+@pytest.mark.parametrize(("name", "last", "dtype"), [*in_turn(CASES, (False, True), (torch.float32,)), *LOW], ids=str)
+def test_only_the_weight_gradient_is_approximate(device, name, last, dtype):
+    case, x, dense, ours = made(name, last, device, dtype)
     y, right = ours(x), dense(x)
     grad = torch.randn_like(right)
     (dx, dw, db), exact = grads_of(ours, x, grad), grads_of(dense, x, grad)
     assert y.stride() == right.stride()
     assert dx.stride() == exact[0].stride()
     # On a GPU the vendor's library may take another algorithm for the same convolution.
-    near = {"rtol": 0, "atol": 0} if device.type == "cpu" else {"rtol": 1e-5, "atol": 1e-5}
+    eps = torch.finfo(dtype).eps
+    near = {"rtol": 0, "atol": 0} if device.type == "cpu" else {"rtol": 84 * eps, "atol": 84 * eps}
     torch.testing.assert_close((y, dx, db), (right, exact[0], exact[2]), **near)
     # Torch's own gradient for the pruned input has the same products, and may have another order of summation.
     hat = laid_out(pruned(x, last), last)
     expected = weight_gradient(case, hat.double(), dense.weight, grad)
     torchs = relative_error(weight_gradient(case, hat, dense.weight, grad), expected)
-    assert relative_error(dw, expected) <= 2 * torchs + 4 * torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bits(device, dtype):
-    for name in ("3x3", "depthwise", "1d"):
-        case, x, dense, ours = made(name, True, device, dtype)
-        grad = torch.randn_like(dense(x))
-        found, exact = grads_of(ours, x, grad), grads_of(dense, x, grad)
-        if device.type == "cpu":
-            assert torch.equal(ours(x), dense(x))
-            assert torch.equal(found[0], exact[0])
-        hat = laid_out(pruned(x, True), True)
-        expected = weight_gradient(case, hat.double(), dense.weight, grad)
-        torchs = relative_error(weight_gradient(case, hat, dense.weight, grad), expected)
-        assert relative_error(found[1], expected) <= 2 * torchs + 4 * torch.finfo(dtype).eps
+    assert relative_error(dw, expected) <= 2 * torchs + 4 * eps
 
 
 @pytest.mark.parametrize(
@@ -114,42 +92,10 @@ def test_tokens_are_pixels_or_lines(device):
         assert relative_error(grads_of(ours, x, grad)[1], expected) < 1e-5
 
 
-def test_inputs_that_cannot_be_kept_are_refused():
-    ours = made("3x3", False)[3]
-    with pytest.raises(TypeError, match="int64"):
-        ours(torch.ones(2, 16, 9, 6, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="channels"):
-        ours(torch.randn(2, 15, 9, 6))
-
-
-PADDINGS = {
-    "circular": lambda: nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"),
-    "even": lambda: nn.Conv1d(3, 3, 4, padding="same"),
-    "transposed": lambda: nn.ConvTranspose2d(3, 3, 1),
-}
-
-
-@pytest.mark.parametrize("name", PADDINGS)
-def test_what_torch_keeps_otherwise_is_skipped(name):
-    model = nn.ModuleDict({"odd": PADDINGS[name](), "fine": nn.Conv1d(8, 8, 3)})
-    classes = [type(m) for m in model.odd.modules()]
+def test_what_torch_keeps_otherwise_is_skipped():
+    circular, same = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), nn.Conv1d(3, 3, 4, padding="same")
+    model = nn.ModuleList([circular, same, nn.ConvTranspose2d(3, 3, 1), nn.Conv1d(8, 8, 3)])
     report = convert(model, rules={"*": Keep(sparsity=0.5)})
-    assert [layer.fqn for layer in report.converted] == ["fine"]
-    [skipped] = report.skipped
-    assert skipped.fqn == "odd"
-    assert [type(m) for m in model.odd.modules()] == classes
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.integration
-def test_batches_of_all_sizes_compile_once():
-    torch.compiler.reset()
-    case, _, _, ours = made("3x3", True)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled, eager = torch.compile(ours, fullgraph=True, backend=counter), copy.deepcopy(ours)
-    for batch in (2, 3, 5, 6):
-        x = laid_out(torch.randn(batch, *case.shape[1:]), True).requires_grad_()
-        (grad,) = torch.autograd.grad(compiled(x).sum(), ours.weight)
-        (right,) = torch.autograd.grad(eager(x).sum(), eager.weight)
-        torch.testing.assert_close(grad, right)
-    assert counter.frame_count == 2  # one size, then any
+    assert [layer.fqn for layer in report.converted] == ["3"]
+    assert [layer.fqn for layer in report.skipped] == ["0", "1", "2"]
+    assert [type(m) for m in model][:3] == [nn.Conv2d, nn.Conv1d, nn.ConvTranspose2d]

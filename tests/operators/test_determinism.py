@@ -15,37 +15,24 @@ from tests.support.determinism import CASES, STEPS
 ROOT = Path(__file__).parents[2]
 
 
-def records(device):
-    """Run the trainings in a fresh process; that of the CPU interprets the kernels, also where there is a GPU."""
+def records():
+    """Run the trainings in a fresh process."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    if device == "cpu":
-        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.determinism", device],
-        capture_output=True, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    command = [sys.executable, "-m", "tests.support.determinism"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def assert_runs_agree(records, device):
-    assert [r["case"] for r in records] == [list(case) for case in CASES[device]]
-    for r in records:
+@pytest.mark.gpu
+def test_runs_in_one_process_and_in_two_agree_on_the_gpu():
+    first, second = records(), records()
+    assert first == second
+    assert [r["case"] for r in first] == [list(case) for case in CASES]
+    for r in first:
         one, two = r["runs"]
         assert len(set(one)) == STEPS + 1  # every step changed something
         assert one == two, r["case"]
         # Without this a method that quietly fell back to the other would be compared with itself.
         assert (r["gathers"] > 0) == (r["case"][1] == "gather"), r["case"]
-
-
-@pytest.mark.nightly
-def test_runs_in_one_process_agree_on_the_cpu():
-    assert_runs_agree(records("cpu"), "cpu")
-
-
-@pytest.mark.gpu
-def test_runs_in_one_process_and_in_two_agree_on_the_gpu():
-    first, second = records("cuda"), records("cuda")
-    assert_runs_agree(first, "cuda")
-    assert first == second

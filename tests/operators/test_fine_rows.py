@@ -14,7 +14,6 @@ FINE = Keep(bits=2, sparsity=0.5, fine_rows=32)
 
 
 def stored(model: nn.Module, *inputs: Tensor) -> list[tuple[int, int, int | None]]:
-    """Return bytes stored and accounted and the bits of each layer."""
     with SavedTensorMeter(model, inputs) as meter:
         output = model(*inputs)
         loss = output[0] if isinstance(output, tuple) else output

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.dispatch import LaunchCache, force_backend
-from lightning_actprune.operators import norm as operators
+from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.operators.norm import NormSetting, norm
 from lightning_actprune.operators.registry import compressed_class, operator_of
 from tests.support import oracle
@@ -28,7 +27,6 @@ LAYOUTS = [((5, 70), 32, torch.float32), ((3, 300), 24, torch.bfloat16), ((9, 8)
 
 
 def inputs(device, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``x`` whose mean is not zero, weight and bias."""
     x = (2 * torch.randn(shape) + 1).to(dtype)
     parameters = 1 + torch.randn(2, shape[-1])
     return tuple(t.to(device).requires_grad_() for t in (x, *parameters))
@@ -59,7 +57,6 @@ def gradients(grad_y: Tensor, hat: Tensor, rstd: Tensor, weight: Tensor, centred
 
 
 def read(values: Tensor, length: int, block_size: int, bits: int) -> Tensor:
-    """Return the rows that are stored, in fp64."""
     wide = formats.dequantize(values.cpu(), block_size, bits, torch.float32).double()
     return wide.view(-1, math.ceil(length / block_size) * block_size)[:, :length]
 
@@ -123,38 +120,9 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_row_alone(device, value
 
 
 def test_what_cannot_be_stored_is_refused():
-    x, weight, bias = inputs("cpu", 5, 70, dtype=torch.float64)
-    with pytest.raises(TypeError, match="float64"):
-        normalized(x, weight, bias, True, 4)
     huge = torch.empty(1, 8, requires_grad=True).expand(2**31, 8)
     with pytest.raises(ValueError, match="2147483648"):
         normalized(huge, None, None, True, 4)
-
-
-def test_one_look_up_forward_and_one_backward(kernel_device, monkeypatch):
-    """The same layout is worked out once; another layout, alignment or backend is another one."""
-    made = []
-
-    def counted(cache: LaunchCache) -> LaunchCache:
-        return LaunchCache(lambda *key: made.append(key) or cache._make(*key))
-
-    for name in ("_launches", "_grad_launches"):
-        monkeypatch.setattr(operators, name, counted(getattr(operators, name)))
-    x, weight, bias = inputs(kernel_device, 6, 40)
-    shifted = torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(6, 40).requires_grad_()
-
-    def step(x: Tensor, grad_y: Tensor) -> int:
-        before = len(made)
-        torch.autograd.grad(normalized(x, weight, bias, True, 4), (x, weight), grad_y)
-        return len(made) - before
-
-    dense = torch.randn(6, 40, device=kernel_device)
-    with force_backend("triton"):
-        assert [step(x, dense), step(x, dense.clone())] == [2, 0]
-        assert step(x, dense.t().contiguous().t()) == 1
-        assert [step(shifted, dense), step(shifted, dense)] == [1, 0]
-    with force_backend("reference"):
-        assert step(x, dense) == 0
 
 
 def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
@@ -173,29 +141,16 @@ def test_other_modes_and_parameters_run_in_plain_torch(kernel_device):
 
 
 def test_only_exact_classes_are_known():
-    class Other(nn.LayerNorm):
-        pass
-
-    assert compressed_class(Other) is None
-    assert operator_of(Other(8)) == "norm"
-    assert compressed_class(nn.InstanceNorm2d) is None
-
-
-def test_what_torch_refuses_it_refuses_still():
-    layer = compressed(nn.Sequential(nn.LayerNorm(96)), "norm", bits=8)[0]
-    with pytest.raises(RuntimeError, match="normalized_shape"):
-        layer(torch.randn(3, 7))
-    for make in (nn.LayerNorm, nn.RMSNorm):
-        layer = compressed(nn.Sequential(make(96)), "norm", bits=8)[0]
-        layer.weight = nn.Parameter(torch.ones(1))
-        with pytest.raises(RuntimeError, match="weight"):
-            layer(torch.randn(4, 96))
+    for base in (nn.LayerNorm, nn.BatchNorm2d):
+        other = type("Other", (base,), {})
+        assert compressed_class(other) is None
+        assert operator_of(other(8)) == "norm"
+    assert operator_of(nn.SyncBatchNorm(8)) == "norm"
+    assert all(compressed_class(c) is None for c in (nn.InstanceNorm2d, nn.LazyBatchNorm2d, nn.SyncBatchNorm))
 
 
 @pytest.mark.foreign
-@pytest.mark.parametrize(
-    ("module", "name"), [("norm", "LayerNorm"), ("norm", "GroupNorm"), ("norm_act", "GroupNormAct")]
-)
+@pytest.mark.parametrize(("module", "name"), [("norm", "LayerNorm"), ("norm_act", "GroupNormAct")])
 def test_fast_norm_of_timm_is_left_alone(module, name):
     dense = getattr(importlib.import_module(f"timm.layers.{module}"), name)(
         24, **({"num_groups": 4} if "G" in name else {})

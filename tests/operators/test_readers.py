@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, may_read, nodes_since
+from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, may_read
 
 D = 0.01
 """Largest error of what was saved."""
@@ -26,7 +25,6 @@ def bounded(slope: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the bound of a norm of the values in ``dims``."""
 
     def bound(x: Tensor, g: Tensor) -> Tensor:
         r = x.var(dims, correction=0, keepdim=True).add(1e-5).rsqrt()
@@ -37,11 +35,10 @@ def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_groups(x: Tensor, g: Tensor) -> Tensor:
-    """Return the bound of a norm of two groups of four channels."""
     return of_norm((2,))(x.view(8, 1, 64), g.view(8, 1, 64)).view(4, 2, 1).repeat_interleave(4, 1)
 
 
-W = weights(16, 16)
+W, ENDS = weights(16, 16), torch.tensor([8, 8, 20, 32], dtype=torch.int32)
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "Mul": lambda x: x * weights(4, 8, 16).requires_grad_(),
     "Mm": lambda x: x[0] @ W.clone().requires_grad_(),
@@ -57,6 +54,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "Convolution": lambda x: F.conv1d(x, weights(3, 8, 3).requires_grad_()),
     "Pow": lambda x: x.square(),
     "LinalgVectorNorm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "GroupedMm": lambda x: F.grouped_mm(x.view(32, 16), weights(4, 16, 8).float().requires_grad_(), offs=ENDS),
 }
 """Gradients are linear in each tensor saved, so errors of mean zero stay so; the first of several is disturbed."""
 NOT_LINEAR: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -78,7 +76,7 @@ SHAPE_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
     "MaxPool2DWithIndices": lambda x: F.max_pool2d(x, 2),
     "MaxPool3DWithIndices": lambda x: F.max_pool3d(x, 2),
 }
-ELSEWHERE = {"CudnnConvolution", "GroupedMm", "SlowConv2D", "Linear", "CudnnBatchNorm", "FusedRmsNorm"}
+ELSEWHERE = {"CudnnConvolution", "SlowConv2D", "Linear", "CudnnBatchNorm", "FusedRmsNorm"}
 """Nodes that other devices, types or builds of torch make."""
 
 
@@ -110,7 +108,6 @@ def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: T
 
 
 def nodes_of(y: Tensor) -> list[object]:
-    """Return all nodes behind ``y``."""
     found: list[object] = []
     waiting = [y.grad_fn]
     while waiting:
@@ -123,24 +120,12 @@ def nodes_of(y: Tensor) -> list[object]:
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_gradients_are_right_on_average(name: str):
-    x, noise = weights(4, 8, 16), D * weights(4, 8, 16).sin()
-    exact, _ = disturbed_gradient(LINEAR[name], x, None)
-    up, reader = disturbed_gradient(LINEAR[name], x, noise)
-    down, _ = disturbed_gradient(LINEAR[name], x, -noise)
+    dtype, near = (torch.float32, 1e-5) if name == "GroupedMm" else (torch.float64, 1e-12)
+    x, noise = weights(4, 8, 16).to(dtype), (D * weights(4, 8, 16).sin()).to(dtype)
+    (exact, _), (up, reader), (down, _) = (disturbed_gradient(LINEAR[name], x, n) for n in (None, noise, -noise))
     assert reader == f"{name}Backward0"
-    assert reader in READERS
     assert not torch.equal(up, exact)
-    torch.testing.assert_close((up + down) / 2, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_of_grouped_products_are_right_on_average():
-    w, ends = weights(4, 16, 8).float(), torch.tensor([8, 8, 20, 32], dtype=torch.int32)
-    product = lambda x: F.grouped_mm(x, w.clone().requires_grad_(), offs=ends)  # noqa: E731
-    x, noise = weights(32, 16).float(), D * weights(32, 16).sin().float()
-    exact, up, down = (disturbed_gradient(product, x, given)[0] for given in (None, noise, -noise))
-    assert disturbed_gradient(product, x, noise)[1] == "GroupedMmBackward0"
-    assert not torch.equal(up, exact)
-    torch.testing.assert_close((up + down) / 2, exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((up + down) / 2, exact, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", NOT_LINEAR)
@@ -154,7 +139,6 @@ def test_other_gradients_are_off_by_no_more_than_is_said(name: str):
         noise = D * (2 * torch.rand(4, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1)
         made, reader = disturbed_gradient(function, x, noise)
         assert reader == f"{name.split(',')[0]}Backward0"
-        assert reader in READERS
         error = (made - exact).view(4, 8, 16).abs()
         assert error.max() > 0
         assert (error <= 1.001 * bound(x, outer)).all()
@@ -166,7 +150,6 @@ def test_pooling_reads_no_value(name: str):
     exact, _ = disturbed_gradient(SHAPE_ALONE[name], x, None)
     made, reader = disturbed_gradient(SHAPE_ALONE[name], x, torch.full_like(x, 1e30))
     assert reader == f"{name}Backward0"
-    assert reader in READERS
     assert torch.equal(made, exact)
 
 
@@ -177,27 +160,10 @@ def test_every_reader_is_tested():
 
 def test_some_powers_and_norms_may_not():
     x = torch.rand(8, requires_grad=True)
-    for function in (lambda x: x.pow(2), lambda x: x.pow(3), torch.linalg.vector_norm, F.gelu):
-        assert may_read(function(x).grad_fn)
-    for function in (
-        lambda x: x.pow(0.5),
-        lambda x: x.pow(-1),
-        lambda x: x.pow(4),
-        lambda x: x.pow(x),
-        lambda x: torch.linalg.vector_norm(x, 3),
-        torch.sin,
-        lambda x: x / x,
-    ):
-        assert not may_read(function(x).grad_fn)
-
-
-def test_nodes_are_found_by_number_and_older_ones_are_not_looked_for():
-    x = torch.rand(8, requires_grad=True)
-    old = (x * 2).sin()
-    since = torch._C._autograd._get_sequence_nr()
-    new = [(old * x).exp(), {"deep": old.cos()}, None, "text"]
-    names = {number: node.name() for number, node in nodes_since(new, since).items() if number < 2**62}
-    assert names == {since: "MulBackward0", since + 1: "ExpBackward0", since + 2: "CosBackward0"}
+    for y in (x.pow(2), x.pow(3), torch.linalg.vector_norm(x), F.gelu(x)):
+        assert may_read(y.grad_fn)
+    for y in (x.pow(0.5), x.pow(-1), x.pow(4), x.pow(x), torch.linalg.vector_norm(x, 3), torch.sin(x), x / x):
+        assert not may_read(y.grad_fn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -216,41 +182,12 @@ def test_outliers_that_take_all_steps_are_found(dtype: torch.dtype):
     assert loses_values(one, 32)
 
 
-def test_large_tensors_are_looked_at_in_part():
-    x = torch.randn(1, 70, 32768)
-    x[0, -1, :8] = 1e6
-    assert not loses_values(x, 32)
-    assert loses_values(x[:, -8:], 32)
-
-
-def test_a_module_may_return_anything():
-    class Result:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
-
-    module = nn.Linear(4, 4)
-    assert nodes_since(Result(module(torch.rand(2, 4))), 0) == {}
-
-
-def test_a_node_that_does_not_say_what_it_computes_may_not_read():
-    for name in ("PowBackward0", "LinalgVectorNormBackward0"):
-        assert not may_read(SimpleNamespace(name=lambda name=name: name))
-
-
 def test_a_mask_is_found():
-    cases = (
-        (lambda x, m: x.masked_fill(m, 0), True),
-        (lambda x, m: torch.where(m, x, 0.0), True),
-        (lambda x, m: x.index_fill(0, torch.tensor([0]), 0.0), True),
-        (lambda x, m: (2 * x.masked_fill(m, 0).mT.half() - 1).unsqueeze(0) / 3, True),
-        (lambda x, m: x + x.masked_fill(m, 0), True),
-        (lambda x, m: x * m, False),
-        (lambda x, m: x.masked_fill(m, 0).softmax(-1), False),
-        (lambda x, m: x.masked_fill(m, 0) @ x, False),
-        (lambda x, m: x, False),
-    )
-    x = torch.randn(4, 4, requires_grad=True)
-    for function, masked in cases:
-        assert is_masked(function(x, torch.eye(4, dtype=torch.bool))) == masked
-        with torch.no_grad():
-            assert not is_masked(function(x, torch.eye(4, dtype=torch.bool)))
+    x, m = torch.randn(4, 4, requires_grad=True), torch.eye(4, dtype=torch.bool)
+    filled = x.masked_fill(m, 0)
+    masked = filled, torch.where(m, x, 0.0), x.index_fill(0, torch.tensor([0]), 0.0), x + filled
+    for y in (*masked, (2 * filled.mT.half() - 1).unsqueeze(0) / 3):
+        assert is_masked(y)
+        assert not is_masked(y.detach())
+    for y in (x * m, filled.softmax(-1), filled @ x, x):
+        assert not is_masked(y)

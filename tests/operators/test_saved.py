@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,19 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
-from lightning_actprune.operators.saved import SavedTensorCompression, is_weight
+from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compression import (
     DENSE,
     SHAPE,
     STORED,
-    WIDTH,
     Product,
     Runs,
     activation,
-    asked,
     attention,
     bound,
     gradients,
@@ -36,7 +33,7 @@ from tests.support.compression import (
     read_back,
     typical,
 )
-from tests.support.marks import in_turn, only
+from tests.support.marks import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
 
@@ -61,11 +58,7 @@ def in_blocks(values: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("lay_out", "dtype", "bits"),
-    only(
-        itertools.product(LAYOUTS, DTYPES, BITS),
-        *in_turn(LAYOUTS, DTYPES, BITS),
-        *in_turn(["contiguous"] * 4, DTYPES[::-1], BITS),
-    ),
+    in_turn([*LAYOUTS, *["contiguous"] * 4], DTYPES, BITS),
     ids=str,
 )
 def test_backward_reads_values_within_half_a_step(lay_out: str, dtype: torch.dtype, bits: int, device: torch.device):
@@ -78,18 +71,8 @@ def test_backward_reads_values_within_half_a_step(lay_out: str, dtype: torch.dty
     assert error.abs().max() > most.min() / 2  # it was not exact either
 
 
-def test_errors_are_without_bias():
-    """Over many places, errors of equal values are uniform within a step: their mean is within 5 sigma of zero."""
-    x = torch.linspace(-1, 1, BLOCK).repeat(4000, 1).requires_grad_() * 1
-    error = (read_back(x, 2) - x.detach()).double()
-    half = bound(x.detach()[:1], 2).item()
-    assert error.abs().max() > half / 2
-    assert (error.mean(0).abs() < 5 * half / 3**0.5 / 4000**0.5).all()
-
-
 OPERATIONS = {
     "gamma": (lambda x, gamma: x * gamma, (64,)),
-    "addcmul": (lambda x, gamma: torch.addcmul(x, x.sin(), gamma), (64,)),
     "layer_norm": (lambda x, g, b: F.layer_norm(x, (64,), g, b), (64,), (64,)),
     "linear": (lambda x, w: F.linear(x, w), (48, 64)),
     "bmm": (lambda x, w: torch.bmm(x @ w, x.mT), (64, 64)),
@@ -118,10 +101,11 @@ def test_gradients_are_close_and_the_output_exact(name: str, math: bool):
 
 
 def test_gradients_of_inputs_are_exact_where_they_need_weights_alone():
-    """With a mask, a norm and a scale of the weight, none of which is a parameter."""
+    """With masks, scales, parts and views of the weight, none of which is a parameter."""
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         x = F.linear(x, w)
+        x = x @ w.view(2, 32, 64)[1].mT.contiguous() @ w[:32] + x @ w.chunk(2)[0].to(x.dtype).t() @ w[32:]
         x = F.linear(x, w * (w > 0))
         return F.linear(x, w / w.norm(dim=1, keepdim=True)) @ w.t().contiguous()
 
@@ -132,7 +116,7 @@ def test_gradients_of_inputs_are_exact_where_they_need_weights_alone():
             with SavedTensorCompression(model, Keep(bits=2), min_values=1) as saving:
                 made = gradients(model, x)
         torch.testing.assert_close(made[0], expected[0], rtol=0, atol=0)
-        assert {row.shape for row in saving.rows} <= {(80, 64), SHAPE}
+        assert {row.shape for row in saving.rows} <= {(80, 64), (80, 32), SHAPE}
         assert not torch.equal(made[1], expected[1])
 
 
@@ -169,13 +153,10 @@ def test_what_does_not_qualify_is_left_alone():
 
 def test_few_values_and_no_gradient():
     model, x = Product(), activation()
-    for values, count in ((x.numel(), 1), (x.numel() + 1, 0)):
-        with SavedTensorCompression(model, min_values=values) as saving:
+    for values, recorded, count in ((x.numel(), True, 1), (x.numel() + 1, True, 0), (1, False, 0)):
+        with SavedTensorCompression(model, min_values=values) as saving, torch.set_grad_enabled(recorded):
             model(x, torch.ones(64, requires_grad=True))
         assert len(saving.rows) == count
-    with SavedTensorCompression(model, min_values=1) as saving, torch.no_grad():
-        model(x, x)
-    assert saving.rows == []
 
 
 def test_views_of_one_region_are_packed_once_and_counted_once():
@@ -194,21 +175,18 @@ def test_views_of_one_region_are_packed_once_and_counted_once():
 
 def test_another_version_region_or_type_is_packed_for_itself():
     def run(x: Tensor) -> Tensor:
-        ones = torch.ones(64, requires_grad=True)
         x = x.clone()
-        y = (x * ones).square()
-        if model.calls:
+        y = (x * ONES).square()
+        if saving.rows:
             x.mul_(2)  # also x[:2], a part of the same storage
-        model.calls += 1
-        return y.sum() + (x * ones).sum() + (x[:2] * ones).sum()
+        return y.sum() + (x * ONES).sum() + (x[:2] * ONES).sum()
 
     model = Runs(run)
-    model.calls = 0
     with SavedTensorCompression(model, min_values=256) as saving:
         model(activation())
-        saving.reset()
+        before = packed(saving)
         model(activation())
-    assert sum(row.count for row in saving.rows) == 4  # with the product
+    assert packed(saving) - before == 4  # with the product
 
 
 def test_a_pack_lives_as_long_as_its_graph():
@@ -237,16 +215,6 @@ def test_what_something_retains_as_it_is_stays_so():
         assert saving.retained_twice_bytes == 0
         y.sum().backward()
         assert not saving._unchanged._storages
-
-
-def test_what_is_retained_as_it_is_only_later_is_counted():
-    model = Runs(lambda x, w: (x * w).sum() + (x.detach() * w).sum() + (x.detach() * w).sum(), (64,))
-    x = activation()
-    with SavedTensorCompression(model, min_values=256) as saving:
-        model(x)
-        assert saving.rows == []  # by the time that it was decided, it was known
-        model(x)
-    assert saving.retained_twice_bytes == x.numel() // BLOCK * (BLOCK + 2) == saving.rows[0].stored_bytes
 
 
 @pytest.mark.parametrize(("packed", "decided"), [(True, True), (True, False), (False, True)])
@@ -278,39 +246,22 @@ def test_a_tensor_written_to_after_it_was_saved_is_right_or_an_error(packed: boo
             loss.backward()
 
 
-def test_a_parameter_written_to_before_backward_is_an_error():
-    model = nn.Linear(64, 64)
-    with SavedTensorCompression(model, min_values=256):
-        y = model(activation())
-    with torch.no_grad():
-        model.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_a_forward_that_fails_keeps_nothing():
-    saved = []
-
     def run(x: Tensor) -> Tensor:
         h = x * x.sin()
         saved.append(StorageWeakRef(h.untyped_storage()))
-        F.gelu(h)  # a first forward does not know yet how its input is kept
-        raise RuntimeError("out of memory")
+        raise RuntimeError(F.gelu(h).shape)  # a first forward does not know yet how its input is kept
 
-    model = Runs(run)
+    model, saved = Runs(run), []
     with SavedTensorCompression(model, min_values=256):
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match="20, 64"):
             model(activation())
         gc.collect()
         assert saved[0].expired()
 
 
-def gamma_first(x: Tensor, gamma: Tensor) -> Tensor:
-    return gamma * x
-
-
 FOR_A_PARAMETER = {
-    "gamma * x": gamma_first,
+    "gamma * x": lambda x, gamma: gamma * x,
     "x * gamma": lambda x, gamma: x * gamma,
     "view": lambda x, gamma: x * gamma.view(1, 1, -1),
     "addcmul": lambda x, gamma: torch.addcmul(x.sum(), gamma, x),
@@ -327,8 +278,6 @@ AS_THEY_ARE = {
     "prelu": lambda x, gamma: F.prelu(x.transpose(1, 2), gamma),
     "maximum": torch.maximum,
     "lerp": lambda x, gamma: torch.lerp(x, x.sin(), gamma),
-    "logaddexp": torch.logaddexp,
-    "copysign": torch.copysign,
 }
 
 
@@ -348,86 +297,51 @@ def test_what_a_parameters_gradient_needs_alone_has_bits_of_its_own(name: str):
         assert saving.left
 
 
-def test_what_needs_more_bits_too_is_stored_again_and_what_needs_fewer_is_not():
+def test_what_needs_more_bits_is_stored_again_and_what_needs_fewer_is_not():
     for run, stored in ((lambda x, g: x * g + x.square(), 2), (lambda x, g: x.square() + x * g, 1)):
         with SavedTensorCompression(Runs(run, (64,)), min_values=256, parameter_bits=4) as saving:
             saving._module(activation())
-        assert sum(row.count for row in saving.rows) == stored
-
-
-def test_wrong_arguments():
-    for arguments, error, message in (
-        ({"keep": Keep(sparsity=0.5)}, ValueError, "`keep`"),
-        ({"keep": "int8"}, TypeError, "`keep` .*'int8'"),
-        ({"parameter_bits": 5}, ValueError, "`parameter_bits` .*5"),
-        ({"min_values": 0}, ValueError, "`min_values` .*0"),
-        ({"min_values": 1.5}, TypeError, "`min_values` .*1.5"),
-    ):
-        with pytest.raises(error, match=message):
-            SavedTensorCompression(nn.Linear(8, 8), **arguments)
+        assert packed(saving) == stored
 
 
 def test_a_meter_counts_what_is_kept():
     model, x = made(), activation().detach()
     totals = []
-    for saving in (None, SavedTensorCompression(model, min_values=256)):
-        if saving is not None:
-            saving.attach()
-        with SavedTensorMeter(model, x) as meter, StepMemoryRecorder(model, x) as recorder:
-            loss = model(x.clone().requires_grad_() * 1).sum()
-        loss.backward()
+    for saving in (nullcontext(), SavedTensorCompression(model, min_values=256)):
+        with saving, SavedTensorMeter(model, x) as meter:
+            model(x.clone().requires_grad_() * 1)
         totals.append(meter.report().stored_bytes)
-        if saving is not None:
-            saving.detach()
     dense_bytes = sum(row.dense_bytes for row in saving.rows)
     stored_bytes = sum(row.stored_bytes for row in saving.rows)
     # The inputs of the norm, of the GELU and of the first layer; that of the second is kept by the ReLU.
     assert (dense_bytes, stored_bytes) == (3 * DENSE, 3 * STORED)
     assert totals[0] - totals[1] == dense_bytes - stored_bytes
-    assert recorder.result() is not None
 
 
 def test_a_probe_sees_that_a_compressed_layer_shares_its_input_with_nothing_dense():
     """The norm keeps the same tensor, quantized: compressing the layer is worth it."""
 
-    def run(x: Tensor) -> Tensor:
-        x = x.sin()
-        return layer(x) + F.layer_norm(x, (64,), weight)
-
-    layer, weight = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
-    model = Runs(run)
-    model.layer = layer
-    report = convert(model, sparsity=0.6)
-    for saving, retained in ((None, ["layer"]), (SavedTensorCompression(model, min_values=256), [])):
-        if saving is not None:
-            saving.attach()
-        with RetentionProbe(model) as probe:
+    model = Runs(lambda x, w: (lambda y: model.layer(y) + F.layer_norm(y, (64,), w))(x.sin()), (64,))
+    model.layer = nn.Linear(64, 64)
+    assert len(convert(model, sparsity=0.6).converted) == 1
+    for saving, retained in ((nullcontext(), ["layer"]), (SavedTensorCompression(model, min_values=256), [])):
+        with saving, RetentionProbe(model) as probe:
             model(activation()).sum().backward()
         assert [skipped.fqn for skipped in probe.retained] == retained
-    assert len(report.converted) == 1
 
 
 def test_a_meter_credits_what_waits_to_the_module_that_saved_it():
     """Query, key and value of an attention wait until its projection is called, which keeps an input of its own."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+    def run(x: Tensor) -> Tensor:
+        return block.proj(F.scaled_dot_product_attention(*block.qkv(x).unsqueeze(1).chunk(3, -1)).squeeze(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
-            return self.proj(F.scaled_dot_product_attention(q, k, v).squeeze(1))
-
-    model, x = nn.Sequential(Attention()), activation()
+    block, x = Runs(run), activation()
+    block.qkv, block.proj, model = nn.Linear(64, 192), nn.Linear(64, 64), nn.Sequential(block)
     convert(model, rules={"type:linear": Keep(bits=2), "*": None})
-    for watched in (False, True):
-        with SavedTensorCompression(model, min_values=256) as saving:
-            if watched:
-                with SavedTensorMeter(model) as meter:
-                    model(x)
-            else:
-                model(x)
+    for meter in (nullcontext(), SavedTensorMeter(model)):
+        with SavedTensorCompression(model, min_values=256) as saving, meter:
+            model(x)
         assert sum(row.stored_bytes for row in saving.rows) == 4 * STORED
     assert [(row.fqn, row.stored_bytes) for row in meter.report().rows] == [
         ("0.qkv", 80 * 2 * (8 + 2)),
@@ -449,27 +363,18 @@ def test_compressed_layers_share_their_input_in_a_scope_too():
 
 
 def test_hooks_around_get_packed_values_once_and_all_else_as_it_is():
-    sizes: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor.detach().clone()
-
-    def run(x: Tensor, w: Tensor) -> Tensor:
-        return (x * w + x * w).relu()
-
-    model, x = Runs(run, (64,)), activation()
+    model, x, sizes = Runs(lambda x, w: (x * w + x * w).relu(), (64,)), activation(), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(), sizes.append(t.nbytes))[0], lambda t: t)
     with SavedTensorCompression(model, min_values=256) as saving:
         expected = gradients(model, x)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with hooks:
             torch.testing.assert_close(gradients(model, x), expected, rtol=0, atol=0)
         assert packed(saving) == 2
     assert sorted(sizes) == [256, 256, STORED, DENSE]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weights_are_not(dtype: torch.dtype):
-    model, x = made(), activation()
+def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weights_are_not():
+    model, x, dtype = made(), activation(), torch.bfloat16
     with torch.autocast("cpu", dtype):
         expected = gradients(model, x)
         with SavedTensorCompression(model, min_values=256) as saving:
@@ -479,62 +384,3 @@ def test_under_autocast_the_copies_that_layers_keep_are_packed_and_those_of_weig
     for gradient, exact in zip(made_gradients, expected, strict=True):
         most = 3 * typical(8) + 4 * torch.finfo(dtype).eps
         assert (gradient - exact).norm() <= most * exact.norm()
-
-
-class Weights(nn.Module):
-    """Everything that a weight can be multiplied as."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
-        self.register_buffer("mask", torch.rand(3 * WIDTH, WIDTH).round())
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        w = self.weight
-        made = [F.linear(x, w), x @ w.t(), x @ w[:WIDTH], x @ w.chunk(3)[1].to(x.dtype).t(), F.linear(x, w * self.mask)]
-        made += [x * w[0], x @ w.view(3, WIDTH, WIDTH)[2].mT.contiguous(), F.linear(x, w / w.norm(dim=1, keepdim=True))]
-        return made
-
-
-class Views(torch.autograd.Function):
-    """Returns a view of what it computes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return (x * 2).flatten().view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-def test_what_is_no_weight():
-    view = Views.apply(torch.randn(5, WIDTH, requires_grad=True))
-    assert view._base.is_leaf
-    assert not is_weight(view, set())
-    assert not is_weight(view.view(-1, 8), set())
-    assert not is_weight(torch.ones(3, 4), {(3, 4)})
-    assert is_weight(torch.ones(3, 4, requires_grad=True), set())
-    assert not is_weight(nn.Embedding(9, 4)(torch.zeros(5, dtype=torch.long)), {(4, 9)})
-
-
-@pytest.mark.parametrize(
-    ("autocast", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)]
-)
-def test_weights_and_what_is_made_of_them_are_known(autocast: bool, dtype: torch.dtype):
-    model, x = Weights(), torch.randn(5, 7, WIDTH, requires_grad=True).to(dtype) * 1
-    model.to(dtype)
-    shapes = {tuple(sorted(model.weight.shape))}
-    saved = []
-
-    def question(tensor: Tensor) -> bool:
-        saved.append(tensor)
-        return is_weight(tensor, shapes)
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        answers = [answer for _, answer in asked(question, lambda: model(x))]
-    for tensor, answer in zip(saved, answers, strict=True):
-        if tensor.shape[-1] != 1:  # the norms
-            assert answer == (tensor.numel() != x.numel()), tensor.shape
-    assert True in answers
-    assert False in answers

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers in two processes: dense where nothing is left out, and otherwise what each shard would do."""
+"""Tensor-parallel layers, and modules that run again under DDP, FSDP and ``fully_shard``, in two processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.nn.utils import prune
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_actprune import Keep, convert
+from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune.compiled.scope import CompiledPacking
-from lightning_actprune.convert import mark_layers
+from lightning_actprune.config import Config
+from lightning_actprune.convert import convert_layers, mark_layers, new_owner
+from tests.operators.test_recompute import ALONE, Net, cosine
+from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
 
 RANKS, WIDTH, HIDDEN, TOKENS = 2, 80, 66, 6
@@ -47,8 +47,6 @@ def check(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None
 
 
 class Block(nn.Module):
-    """Attention's projections and an MLP, each behind a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
@@ -102,16 +100,24 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def assert_found(found: Found, expected: Found, cosine: float = 1, placed: bool = True) -> None:
+    """Compare tensors, bit for bit or by their cosines, and where DTensors lie."""
+    assert not placed or found.keys() == expected.keys()
+    for name, right in expected.items():
+        if isinstance(right, Tensor):
+            near = torch.cosine_similarity(found[name].flatten(), right.flatten(), 0)
+            assert torch.equal(found[name], right) if cosine == 1 else near > cosine, name
+        else:
+            assert not placed or found[name] == right, name
+
+
 @check
 def dense_where_nothing_is_left_out(mesh: DeviceMesh) -> None:
     for sequence in (False, True):
         dense, ours = block(mesh, sequence), block(mesh, sequence)
         report = convert(ours, sparsity=0.0)
         assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
-        expected, found = (step(model, *given(sequence)) for model in (dense, ours))
-        assert expected.keys() == found.keys()
-        for name, right in expected.items():
-            assert torch.equal(found[name], right) if isinstance(right, Tensor) else found[name] == right, name
+        assert_found(step(ours, *given(sequence)), step(dense, *given(sequence)))
 
 
 @check
@@ -119,18 +125,13 @@ def blocks_of_each_shard(mesh: DeviceMesh) -> None:
     """A row-wise layer drops blocks of its own features, a column-wise one those of the whole input."""
     x, grad = given(False)
     layer = nn.Linear(WIDTH, 8)
-    expected = copy.deepcopy(layer)
     for style, features in ((ColwiseParallel(), WIDTH), (RowwiseParallel(input_layouts=Replicate()), WIDTH // RANKS)):
         ours = parallelize_module(nn.Sequential(copy.deepcopy(layer)), mesh, {"0": style})
         convert(ours, sparsity=0.5, block_size=8)
-        kept = [nn.Linear(features, 8, bias=False) for _ in range(WIDTH // features)]
-        parts = zip(kept, x.split(features, -1), expected.weight.split(features, 1), strict=True)
-        grad_y = grad[..., :8]
-        by_hand = []
-        for part, shard, weight in parts:
-            part.weight.data.copy_(weight)
-            convert(holder := nn.Sequential(part), rules={"0": Keep(sparsity=0.5, block_size=8)})
-            holder(shard).backward(grad_y)
+        grad_y, by_hand = grad[..., :8], []
+        for shard in x.split(features, -1):
+            part = compressed(nn.Linear(features, 8, bias=False), sparsity=0.5, block_size=8)
+            part(shard).backward(grad_y)
             by_hand.append(part.weight.grad)
         y = ours(x)
         y.backward(grad_y if y.shape == grad_y.shape else grad_y.chunk(RANKS, -1)[dist.get_rank()])
@@ -146,11 +147,7 @@ def few_bits(mesh: DeviceMesh) -> None:
         report = convert(ours, rules=EIGHT_BITS)
         assert {layer.fqn for layer in report.converted} >= {"norm1", "norm2", "q", "out"}
         expected, found = (step(model, *given(sequence)) for model in (dense, ours))
-        for name, right in expected.items():
-            if isinstance(right, Tensor):
-                assert torch.cosine_similarity(found[name].flatten(), right.flatten(), 0) > 0.999, name
-            else:
-                assert found[name] == right, name
+        assert_found(found, expected, 0.999)
         assert not torch.equal(found["q.weight"], expected["q.weight"])
 
 
@@ -187,7 +184,7 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
                 parameter = distribute_tensor(getattr(layer, name).detach(), mesh, placements)
                 layer.register_parameter(name, nn.Parameter(parameter))
             x = DTensor.from_local(x.to_local(), mesh, given) if given == [Partial()] else x.redistribute(mesh, given)
-            ours = convert_alone(copy.deepcopy(layer))
+            ours = compressed(layer, bits=4)
             found = []
             for model in (layer, ours):
                 with warnings.catch_warnings(record=True) as caught:
@@ -202,64 +199,12 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
 
 
 @check
-def an_input_may_be_given_by_name(mesh: DeviceMesh) -> None:
-    dense = parallelize_module(nn.Sequential(nn.Linear(WIDTH, HIDDEN)), mesh, {"0": ColwiseParallel()})
-    ours = copy.deepcopy(dense)
-    convert(ours, sparsity=0.0)
-    x = distribute_tensor(torch.randn(3, WIDTH), mesh, [Replicate()])
-    assert torch.equal(nn.Linear.forward(ours[0], input=x).to_local(), ours[0].forward(input=x).to_local())
-    assert torch.equal(dense(x), ours(x))
-
-
-@check
-def a_process_may_have_no_outputs(mesh: DeviceMesh) -> None:
-    for keep in (Keep(sparsity=0.5, block_size=8), Keep(bits=8), Keep(sparsity=0.0)):
-        torch.manual_seed(0)
-        dense = parallelize_module(
-            nn.Sequential(nn.Linear(WIDTH, 1)), mesh, {"0": ColwiseParallel(use_local_output=False)}
-        )
-        ours, found = copy.deepcopy(dense), []
-        convert(ours, rules={"0": keep})
-        x = torch.randn(3, 2, WIDTH)
-        for model in (dense, ours):
-            y = model(x).full_tensor()
-            y.sum().backward()
-            found.append((y, model[0].bias.grad.full_tensor(), model[0].weight.grad.full_tensor().shape))
-        assert torch.equal(found[0][0], found[1][0])
-        assert torch.equal(found[0][1], found[1][1])
-        assert found[0][2] == found[1][2]
-
-
-@check
-def weights_that_a_hook_makes_stay_dense(mesh: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN // RANKS, 4))
-    parallelize_module(model, mesh, {"0": ColwiseParallel()})
-    prune.identity(model[0], "weight")
-    report = convert(model, rules={"type:linear": Keep(bits=8)})
-    assert [layer.fqn for layer in report.converted] == ["1"]
-    model(torch.randn(3, WIDTH)).sum().backward()
-
-
-def convert_alone(layer: nn.Module) -> nn.Module:
-    convert(nn.Sequential(layer), rules={"0": Keep(bits=4)})
-    return layer
-
-
-@check
 def of_two_dimensions(mesh: DeviceMesh) -> None:
     """``fully_shard`` along one dimension of a mesh of two, tensor-parallel along the other."""
     grid = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
-    models = []
-    for ours in (False, True):
-        torch.manual_seed(0)
-        model = parallelize_module(Block(), grid["tensor"], plan(True))
-        fully_shard(model, mesh=grid["data"])
-        if ours:
-            report = convert(model, sparsity=0.0)
-            assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
-        models.append(step(model, *given(True)))
-    for name, right in models[0].items():
-        assert torch.equal(models[1][name], right) if isinstance(right, Tensor) else models[1][name] == right, name
+    dense, ours = (fully_shard(block(grid["tensor"], True), mesh=grid["data"]) for _ in range(2))
+    assert len(convert(ours, sparsity=0.0).converted) == 5
+    assert_found(step(ours, *given(True)), step(dense, *given(True)))
 
 
 @check
@@ -274,35 +219,76 @@ def compiled(mesh: DeviceMesh) -> None:
     expected = step(torch.compile(dense, backend="aot_eager"), x, torch.ones_like(x))
     assert torch.equal(found["output"], expected["output"])
     assert sum(row.stored_bytes < row.dense_bytes for row in packing.rows) >= 3
-    for name, right in expected.items():
-        if isinstance(right, Tensor):
-            assert torch.cosine_similarity(found[name].flatten(), right.flatten(), 0) > 0.999, name
+    assert_found(found, expected, 0.999, placed=False)
 
 
-class Noted:
-    """Notes what goes wrong in its context, pytest's own exceptions too."""
+def again(model: nn.Module) -> nn.Module:
+    convert(model, rules={"*blocks.?": Recompute(8), **ALONE})
+    return model
 
-    def __init__(self, name: str, errors: dict[str, str]) -> None:
-        self.name, self.errors = name, errors
 
-    def __enter__(self) -> None:
-        pass
+def wrapped(model: nn.Module, strategy: str, mesh: DeviceMesh) -> nn.Module:
+    if strategy == "fsdp2":
+        for part in (*model.blocks, model):  # type: ignore[misc]
+            fully_shard(part, mesh=mesh)
+        return model
+    if strategy == "fsdp":
+        policy, device = ModuleWrapPolicy({type(model.blocks[0])}), torch.device("cpu")  # type: ignore[index]
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=device)
+    return DistributedDataParallel(model, static_graph=strategy == "static ddp")
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if error is not None:
-            self.errors[self.name] = "".join(traceback.format_exception(error))
-        return True
+
+def set_again(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return the model as of a callback: converted before and after ``fully_shard``, which derives classes."""
+    config, owner = Config("recompute", rules={"head": None}), new_owner("test")
+    convert_layers(model, config, owner)
+    wrapped(model, "fsdp2", mesh)
+    for _ in range(3):
+        report = convert_layers(model, config, owner)
+        assert [block.fqn for block in report.recomputed] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert len({type(block) for block in model.blocks}) == 1  # type: ignore[union-attr]
+    return model
+
+
+def loss_and_gradient(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and the gradient of all parameters, in the order of their names."""
+    loss = model(x).square().mean()
+    loss.backward()
+    sharded = isinstance(model, FullyShardedDataParallel)
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True) if sharded else nullcontext():
+        grads = {name.replace("_fsdp_wrapped_module.", ""): whole(p.grad) for name, p in model.named_parameters()}
+        return loss.detach(), torch.cat([grad.flatten() for _, grad in sorted(grads.items())])
+
+
+@check
+def strategies_run_blocks_again(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model, x = Net().eval(), torch.randn(RANKS, 4, 32, 16)[dist.get_rank()]
+    copied = lambda: copy.deepcopy(model)  # noqa: E731
+    loss, exact = loss_and_gradient(wrapped(copied(), "ddp", mesh), x)
+    models = [set_again(copied(), mesh)]
+    models += [wrapped(again(copied()), strategy, mesh) for strategy in ("ddp", "static ddp", "fsdp", "fsdp2")]
+    models += [again(wrapped(copied(), strategy, mesh)) for strategy in ("ddp", "static ddp", "fsdp2")]
+    for ours in models:
+        found, gradient = loss_and_gradient(ours, x)
+        assert torch.equal(found, loss)
+        assert 0.9999 < cosine(gradient, exact) <= 1 + 1e-9
+
+
+def run_one(name: str, mesh: DeviceMesh, errors: dict[str, str]) -> None:
+    try:
+        CHECKS[name](mesh)
+    except BaseException as error:  # pytest's own exceptions too
+        errors[name] = "".join(traceback.format_exception(error))
 
 
 def run(rank: int, port: int, folder: Path) -> None:
-    """Run all checks in one process, and leave what went wrong in each."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh, errors = init_device_mesh("cpu", (RANKS,)), {}
-    for name, one in CHECKS.items():
-        with Noted(name, errors):
-            one(mesh)
+    for name in CHECKS:
+        run_one(name, mesh, errors)
     torch.save(errors, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
-"""Train a small pruned model twice in every configuration and print digests, in a process of its own.
+"""Train a small pruned model twice in every configuration and print a digest of all gradients and parameters.
 
-CUBLAS_WORKSPACE_CONFIG is read when cuBLAS starts: ``python -m tests.support.determinism cuda``.
+Run on a GPU, in its own process, because CUBLAS_WORKSPACE_CONFIG is read when cuBLAS starts and TRITON_INTERPRET when a
+kernel is decorated: ``python -m tests.support.determinism``.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,14 @@ from tests.support import oracle
 from tests.support.workload import launches
 
 STEPS, FEATURES = 3, 96
-SAMPLES = {"cpu": (2, 37), "cuda": (16, 130)}
-"""Batch and tokens; on a GPU, enough rows that the reduction of the weight gradient is cut into parts."""
-
-
-CASES = {
-    "cuda": [
-        (backend, method, name, autocast)
-        for backend, method in (("triton", "gather"), ("triton", "unpack"), ("reference", "unpack"))
-        for name, autocast in (("float32", False), ("bfloat16", False), ("float16", False), ("bfloat16", True))
-    ],
-    "cpu": [("triton", "gather", "float32", False), ("reference", "unpack", "bfloat16", False)],
-}
-"""Backend, method, type, and whether under autocast; the interpreter takes long."""
+SAMPLES = 16, 130
+"""Batch and tokens: enough rows that the reduction of the weight gradient is cut into parts."""
+CASES = [
+    (backend, method, name, autocast)
+    for backend, method in (("triton", "gather"), ("triton", "unpack"), ("reference", "unpack"))
+    for name, autocast in (("float32", False), ("bfloat16", False), ("float16", False), ("bfloat16", True))
+]
+"""Backend, method, type, and whether under autocast."""
 
 
 def model(tokens: int) -> nn.Module:
@@ -47,6 +42,7 @@ def model(tokens: int) -> nn.Module:
 
 
 def digest(tensors: list[Tensor]) -> str:
+    """Return a hash of the bits."""
     found = hashlib.sha256()
     for tensor in tensors:
         assert torch.isfinite(tensor).all()
@@ -54,15 +50,15 @@ def digest(tensors: list[Tensor]) -> str:
     return found.hexdigest()
 
 
-def train(device: str, dtype: torch.dtype, autocast: bool) -> list[str]:
+def train(dtype: torch.dtype, autocast: bool) -> list[str]:
     """Return one digest per step, of all gradients and the parameters after it."""
     torch.manual_seed(0)
-    network = model(SAMPLES[device][1]).to(device, torch.float32 if autocast else dtype)
+    network = model(SAMPLES[1]).to("cuda", torch.float32 if autocast else dtype)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     steps = []
     for _ in range(STEPS):
-        x = oracle.integers(*SAMPLES[device], FEATURES, dtype=torch.float32 if autocast else dtype, device=device)
-        with torch.autocast(device, dtype) if autocast else contextlib.nullcontext():
+        x = oracle.integers(*SAMPLES, FEATURES, dtype=torch.float32 if autocast else dtype, device="cuda")
+        with torch.autocast("cuda", dtype) if autocast else contextlib.nullcontext():
             y = network(x)
         y.float().square().mean().backward()
         gradients = [p.grad for p in network.parameters() if p.grad is not None]
@@ -74,11 +70,11 @@ def train(device: str, dtype: torch.dtype, autocast: bool) -> list[str]:
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
-    for case in CASES[sys.argv[1]]:
+    for case in CASES:
         backend, method, name, autocast = case
         runs = []
         with force_backend(backend), force_method(method), launches() as names:
             # What depends on memory that nobody wrote differs if it is full of NaN.
             for torch.utils.deterministic.fill_uninitialized_memory in (True, False):
-                runs.append(train(sys.argv[1], getattr(torch, name), autocast))
+                runs.append(train(getattr(torch, name), autocast))
         print(json.dumps({"case": case, "runs": runs, "gathers": names.count("weight_grad_kernel")}), flush=True)
