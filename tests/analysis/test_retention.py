@@ -32,7 +32,7 @@ from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
-from tests.support.marks import cover, only
+from tests.support.marks import cover
 from tests.support.retention import (
     BY,
     FREE,
@@ -48,7 +48,9 @@ from tests.support.retention import (
     made,
     retained,
 )
-from tests.support.saving import saved_tensors
+from tests.support.saving import bytes_saved, saved_tensors
+
+BATCH = "its input is part of the batch"
 
 
 @pytest.mark.parametrize(("make", "reason"), RETAINED)
@@ -60,7 +62,7 @@ def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what
         if backward_inside:
             loss.backward()
     returned = probe.apply(report)
-    assert {layer.fqn: layer.reason for layer in returned} == {"in_": "its input is part of the batch", "fc": reason}
+    assert {layer.fqn: layer.reason for layer in returned} == {"in_": BATCH, "fc": reason}
     assert type(model.fc) is nn.Linear
     assert [layer for layer in report.skipped if layer.fqn != "k"] == returned
     assert [layer.fqn for layer in report.converted] == pruned_layers(model) == []
@@ -79,19 +81,10 @@ def test_a_layer_whose_input_only_compressed_layers_keep_stays_compressed(make):
     loss.backward()
 
 
-def test_a_batch_that_is_not_named_is_a_reference_in_python():
-    model, _, x = made(Step)
-    assert retained(model, x) == {"in_": RETAINED[6][1]}
-    assert retained(model, x, batch={"image": [x[1:]]}) == {"in_": "its input is part of the batch"}
-
-
 def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
     for make, reason in RETAINED:
         model, _, x = made(make, sparsity=0.0)
-        with RetentionProbe(model, x, sparsity=0.6) as probe:
-            model(x).sum().backward()
-        reasons = {layer.fqn: layer.reason for layer in probe.retained}
-        assert reasons == {"in_": "its input is part of the batch", "fc": reason}
+        assert retained(model, x, batch={"image": [x[1:]]}, sparsity=0.6) == {"in_": BATCH, "fc": reason}
     for make in FREE:
         model, _, x = made(make, sparsity=0.0)
         # Two sisters will share one pack of their input, which nobody has seen yet.
@@ -99,10 +92,10 @@ def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
         assert retained(model, x, batch=x) == {}
 
 
-def test_a_copy_made_by_autocast_or_by_a_transposed_view_is_the_layers_own():
+def test_a_copy_made_by_autocast_or_of_a_transposed_view_belongs_to_the_layer():
     model, _, x = made(Relu)
     with torch.autocast("cpu", torch.bfloat16):
-        assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, what autocast has made is not
+        assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, the ReLU's output is not
 
     class Transposed(Step):
         def use(self, h):
@@ -164,28 +157,12 @@ def test_the_decision_does_not_depend_on_the_order(order: str):
     assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
 
 
-def test_layers_that_say_nothing_are_not_judged():
+def test_layers_without_a_backward_or_rows_are_not_judged():
     model, _, x = made(Relu)
     assert retained(model, x[:0]) == {}
-    with torch.no_grad():
-        assert retained(model, x) == {}
-    model.requires_grad_(False)
-    assert retained(model, x) == {}
+    assert retained(model.requires_grad_(False), x) == {}
     built = nn.Sequential(nn.ReLU(), ActivationPrunedLinear(64, 64, sparsity=0.5))
     assert retained(built, x.requires_grad_()) == {}
-
-
-def bytes_kept(model: nn.Module, x: Tensor) -> int:
-    """Return the bytes of all distinct storages alive until backward beside parameters and the batch."""
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(x)
-    for block in model:
-        kept += block.kept
-        block.kept.clear()
-    own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -194,114 +171,97 @@ def test_a_model_never_keeps_more_than_the_dense_one(seed: int):
     names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
     model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
     x = torch.randn(2, 8, 64, requires_grad=True)
-    dense = bytes_kept(model, x)
-    with SavedTensorMeter(model, x) as meter:
-        model(x)
-    counted = meter.report().stored_bytes
+
+    def forget() -> None:
+        for block in model:
+            block.kept.clear()
+
+    def measured() -> tuple[int, int]:
+        stored = bytes_saved(model, x, also=lambda: [t for block in model for t in block.kept])
+        forget()
+        with SavedTensorMeter(model, x) as meter:
+            model(x)
+        forget()
+        return stored, meter.report().stored_bytes
+
+    dense, counted = measured()
     report = convert(model, sparsity=sparsity, block_size=16, rules={"*.dense": None})
-    always = bytes_kept(model, x)
+    always, _ = measured()
     with RetentionProbe(model, x) as probe:
         model(x)
-    for block in model:
-        block.kept.clear()
+    forget()
     probe.apply(report)
-    with SavedTensorMeter(model, x) as meter:
-        model(x)
-    for block in model:
-        block.kept.clear()
-    assert meter.report().stored_bytes <= counted
-    assert bytes_kept(model, x) <= min(dense, always)
+    stored, now_counted = measured()
+    assert now_counted <= counted
+    assert stored <= min(dense, always)
 
 
-@pytest.mark.parametrize("make", [Relu, Sdpa, Parameter])
-def test_the_probed_step_is_exact_and_packs_nothing_that_was_kept_before(make):
+@pytest.mark.parametrize("make", [Relu, Sdpa, Parameter, KeptFeatures, NormReadsResidual])
+def test_the_probed_step_is_exact_but_for_layers_whose_input_is_retained_later(make):
     model, _, x = made(make)
     dense = make()
     dense.load_state_dict(model.state_dict())
-    with SavedTensorMeter(dense, x) as meter:
+    with SavedTensorMeter(dense, x) as before:
         expected = dense(x).square().sum()
-    before = meter.report().stored_bytes
     state = torch.get_rng_state()
     with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
         loss = model(x).square().sum()
     assert torch.equal(torch.get_rng_state(), state)
-    report = meter.report()
-    assert report.stored_bytes == before
-    assert report.stored_bytes == report.dense_bytes
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
-    torch.testing.assert_close(grads, torch.autograd.grad(expected, list(dense.parameters())), rtol=0, atol=0)
-    assert model.fc.sparsity == model.in_.sparsity == 0.6
-
-
-@pytest.mark.parametrize("make", [KeptFeatures, NormReadsResidual])
-def test_what_retains_an_input_later_changes_the_weight_gradient_of_the_step_alone(make):
-    model, _, x = made(make)
-    dense = make()
-    dense.load_state_dict(model.state_dict())
-    with RetentionProbe(model, x):
-        loss = model(x).square().sum()
-    expected = dense(x).square().sum()
+    later = make in (KeptFeatures, NormReadsResidual)
+    if not later:  # nothing that was retained before is packed
+        assert meter.report().stored_bytes == meter.report().dense_bytes == before.report().stored_bytes
     expected.backward()
     loss.backward()
     assert torch.equal(loss, expected)
     for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad) == (name != "fc.weight"), name
+        assert torch.equal(ours.grad, theirs.grad) == (not later or name != "fc.weight"), name
+    assert model.fc.sparsity == model.in_.sparsity == 0.6
 
 
 def test_nothing_is_kept_alive():
     model, _, x = made(Step)
     with RetentionProbe(model, x) as probe:
         h = F.gelu(model.in_(x))
-        alive = weakref.ref(h)
+        alive, batch = weakref.ref(h), weakref.ref(x)
         storage = torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage())
         out = model.fc(h)
-        del h
         gc.disable()
         try:
+            del h
             assert alive() is None
             assert storage.expired()
         finally:
             gc.enable()
-    del out
-    batch = weakref.ref(x)
-    del x
+    del out, x
     assert batch() is None
     assert probe.ran
     assert [layer.fqn for layer in probe.retained] == ["in_"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_a_layer_leaves_all_as_it_was(error: type[BaseException]):
+def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
     def fail(*args):
         raise error
+
+    class Refusing(nn.Identity):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise error
 
     model, _, x = made(Relu)
     handle = model.fc.register_forward_hook(fail)
     with pytest.raises(error), RetentionProbe(model, x):
         model(x)
     handle.remove()
+    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
+    with pytest.raises(error):
+        RetentionProbe(model, x).__enter__()
     assert model.fc.sparsity == model.in_.sparsity == 0.6
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert watchers == []
     assert torch.overrides._get_current_function_mode() is None
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    with saved_tensors() as packed:
         model(x).sum().backward()
     assert packed
-
-
-def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
-    class Refusing(nn.Identity):
-        def register_forward_pre_hook(self, *args, **kwargs):
-            raise RuntimeError("no hooks")
-
-    model, _, x = made(Step)
-    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
-    with pytest.raises(RuntimeError, match="no hooks"):
-        RetentionProbe(model, x).__enter__()
-    assert watchers == []
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch.overrides._get_current_function_mode() is None
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
@@ -324,102 +284,51 @@ def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int,
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_model_copied_or_pickled_in_the_probed_step_takes_no_hook_along():
+def test_a_model_copied_in_the_probed_step_takes_no_hook_along():
     model, _, x = made(Relu)
     with RetentionProbe(model, x):
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for module in copies:
-        assert not any("RetentionProbe" in repr(vars(m)) for m in module.modules())
-        module(x).sum().backward()
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert not any("RetentionProbe" in repr(vars(module)) for module in twin.modules())
+    twin(x).sum().backward()
 
 
 @pytest.fixture
-def forget_compilations() -> None:
+def compiled_model() -> nn.Sequential:
+    """A converted model whose third layer is behind a ReLU."""
     torch._dynamo.reset()
     counters.clear()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model.report = convert(model, sparsity=0.5)
+    return model
 
 
-class Compiled(nn.Module):
-    """``blocks.1`` is behind a ReLU, ``blocks.3`` behind a GELU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x * 2)
-
-
-def compilable() -> tuple[Compiled, ConversionReport, Tensor]:
-    model = Compiled()
-    return model, convert(model, sparsity=0.5), torch.randn(4, 8, 64)
-
-
-def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor, probe: bool) -> list[str]:
-    """Run four training steps, the first of them probed or not; return what was decided."""
-    reasons: list[str] = []
-    for step in range(4):
-        if probe and step == 0:
-            with RetentionProbe(model, x) as found:
-                loss = call(x).square().sum()
-            reasons = [f"{layer.fqn}: {layer.reason}" for layer in found.apply(report)]
-        else:
-            loss = call(x).square().sum()
-        loss.backward()
-    return reasons
-
-
-@pytest.mark.usefixtures("forget_compilations")
-@pytest.mark.parametrize("how", only(["wrapped", "block"], "block", rest="integration"))
-def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
-    model, report, x = compilable()
-    expected = steps(model, model, report, x, probe=True)
-    assert expected == ["blocks.2: its input is kept for backward by 'blocks.1' (relu)"]
-
-    frames = {}
-    for probe in (False, True):
-        torch._dynamo.reset()
-        model, report, x = compilable()
-        counter = CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
+def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(compiled_model, wrapped: bool):
+    model, x, counter = compiled_model, torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
+    if wrapped:
+        call = torch.compile(model, backend=counter, fullgraph=True)
+    else:
+        model.compile(backend=counter, fullgraph=True)
         call = model
-        if how == "wrapped":
-            call = torch.compile(model, backend=counter, fullgraph=True)
-        else:
-            model.blocks.compile(backend=counter, fullgraph=True)
-        assert steps(call, model, report, x, probe) == (expected if probe else [])
-        assert pruned_layers(model) == [f"blocks.{i}" for i in (0, 2, 4) if not probe or i != 2]
-        frames[probe] = counter.frame_count
-    assert frames[True] == frames[False]
+    for frames in (1, 1):
+        call(x * 2).sum().backward()
+        assert counter.frame_count == frames
+    with RetentionProbe(model, x) as probe:
+        call(x * 2).sum().backward()
+    call(x * 2).sum().backward()
+    assert counter.frame_count == 1  # nothing of the probe is left
+    assert {layer.fqn: layer.reason for layer in probe.apply(model.report)} == {"2": BY + "'1' (relu)"}
+    assert pruned_layers(model) == ["0", "4"]
+    for _ in range(2):
+        call(x * 2).sum().backward()
+    assert counter.frame_count == 2
     assert not counters["graph_break"]
 
 
-@pytest.mark.usefixtures("forget_compilations")
-def test_a_probe_after_compilation_compiles_once_more_for_the_layers_it_turns():
-    model, report, x = compilable()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(2):
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-    with RetentionProbe(model, x) as probe:
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-    compiled(x).sum().backward()
-    assert counter.frame_count == 1  # nothing of the probe is left
-    assert [layer.fqn for layer in probe.apply(report)] == ["blocks.2"]
-    for _ in range(2):
-        compiled(x).sum().backward()
-    assert counter.frame_count == 2
-
-
-@pytest.mark.usefixtures("forget_compilations")
-def test_the_compilers_own_stance_comes_back():
-    model, _, x = compilable()
-    compiled = torch.compile(model, backend="eager")
+def test_the_stance_of_the_compiler_comes_back(compiled_model):
+    x, compiled = torch.randn(4, 8, 64), torch.compile(compiled_model, backend="eager")
     with torch.compiler.set_stance("fail_on_recompile"):
-        first, second = RetentionProbe(model), RetentionProbe(model)
-        first.__enter__()
-        second.__enter__()
+        first, second = RetentionProbe(compiled_model).__enter__(), RetentionProbe(compiled_model).__enter__()
         compiled(x)
         first.close()
         compiled(x)
@@ -429,8 +338,7 @@ def test_the_compilers_own_stance_comes_back():
     compiled(x)
 
 
-BATCH = "its input is part of the batch"
-BY_ATTENTION = "its input is kept for backward by 'attn' (multi_head_attention_forward)"
+BY_ATTENTION = BY + "'attn' (multi_head_attention_forward)"
 
 
 class SelfAttention(nn.Module):
@@ -453,15 +361,6 @@ def probed(model: nn.Module, x: Tensor, sparsity: float = 0.6) -> tuple[Conversi
     with RetentionProbe(model, x, sparsity=0.6) as probe:
         model(x).sum().backward()
     return report, {layer.fqn: layer for layer in probe.apply(report)}
-
-
-def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
-    """Return the bytes of all distinct storages that a forward saves beside parameters and inputs."""
-    with saved_tensors() as saved:
-        model(*args, **kwargs)
-    own = {t.untyped_storage().data_ptr() for t in (*args, *model.parameters())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
@@ -515,33 +414,27 @@ def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
 
 
-FLAGS = (False, True)
-
-
 @pytest.mark.parametrize(
     ("inputs", "batch_first", "need_weights", "batched", "given", "sparsity"),
-    cover(["self", "cross", "three", "sizes"], FLAGS, FLAGS, FLAGS, FLAGS, [0.0, SPARSITY]),
+    cover(["self", "cross", "three", "sizes"], *[(False, True)] * 4, [0.0, SPARSITY]),
 )
 def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need_weights, batched, given, sparsity):
     case = Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
-    module = case.make()
 
     class Attention(nn.Module):
         """Attention on the batch or on what something makes of it."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.attn = module
+            self.attn = case.make()
 
         def forward(self, *inputs: Tensor) -> Tensor:
             made = {id(x): x if given else x + 1 for x in inputs}
-            output, _ = self.attn(*(made[id(x)] for x in inputs), **case.call)
-            return output
+            return self.attn(*(made[id(x)] for x in inputs), **case.call)[0]
 
     model, inputs = Attention(), case.tensors()
-    dense = kept(model, *inputs)
-    keep = Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)
-    report = converted(model, sparsity, rules={"type:linear": keep})
+    dense = bytes_saved(model, *inputs)
+    report = converted(model, sparsity, rules={"type:linear": Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)})
     with RetentionProbe(model, inputs, sparsity=SPARSITY) as probe:
         model(*inputs).sum().backward()
     probe.apply(report)
@@ -549,4 +442,4 @@ def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need
         if isinstance(layer, CompressedLayer) and "_state" in vars(layer):
             layer.sparsity = SPARSITY
     assert len(report.converted) + len(report.skipped) == 2
-    assert kept(model, *inputs) <= dense
+    assert bytes_saved(model, *inputs) <= dense
