@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -16,6 +15,7 @@ from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support.checkpointing import WAYS
+from tests.support.marks import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
 
@@ -34,8 +34,6 @@ class Shared(nn.Module):
 
 
 class Attention(nn.Module):
-    """``nn.MultiheadAttention`` on one tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(64, 4, dropout=0.2, batch_first=True)
@@ -64,27 +62,24 @@ def step(model: nn.Module, probed: bool = False) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize(("way", "make"), list(zip(WAYS.values(), itertools.cycle([Shared, Attention]), strict=False)))
-def test_gradients_in_the_probed_step(make, way):
+@pytest.mark.parametrize(("way", "make"), in_turn(WAYS, [Shared, Attention]))
+def test_gradients_in_the_probed_step(make, way: str):
     """The probe lets layers whose input is retained run dense, but not in one of the two runs of a region."""
-    plain, checkpointed = made(make), made(make, way)
-    expected = step(plain)
-    found = step(checkpointed, probed=True)
-    retained = "0.weight"  # reads the batch, so that it ran dense
-    for (name, _), ours, theirs in zip(plain.named_parameters(), found[1:], expected[1:], strict=True):
-        assert torch.equal(ours, theirs) == (name != retained), name
+    plain, checkpointed = made(make), made(make, WAYS[way])
+    expected, found = step(plain), step(checkpointed, probed=True)
+    names = ["", *(name for name, _ in plain.named_parameters())]
+    differ = [name for name, ours, theirs in zip(names, found, expected, strict=True) if not torch.equal(ours, theirs)]
+    assert differ == ["0.weight"]  # reads the batch, so that it ran dense
     torch.testing.assert_close(step(checkpointed), expected, rtol=0, atol=0)  # and later steps are pruned as before
 
 
 @pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
 def test_the_meter_does_not_count_what_runs_again_in_backward(way: str):
     model, x = made(Shared, WAYS[way]), torch.randn(3, 10, 64)
-    totals = []
-    for backward_inside in (False, True):
-        with SavedTensorMeter(model, x) as meter:
-            loss = model(x).sum()
-            if backward_inside:
-                loss.backward()
-        totals.append(meter.report())
-    assert totals[0] == totals[1]
-    assert [row.fqn for row in totals[1].rows] == ["0", "6"]
+    with SavedTensorMeter(model, x) as forward:
+        loss = model(x).sum()
+    with SavedTensorMeter(model, x) as both:
+        model(x).sum().backward()
+    loss.backward()
+    assert forward.report() == both.report()
+    assert [row.fqn for row in both.report().rows] == ["0", "6"]

@@ -12,51 +12,25 @@ from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
-from tests.support.conv1d import block
 
 
-def linear_layers(**settings: object) -> dict[str, Keep | None]:
-    return {"type:linear": Keep(sparsity=0.6, block_size=16, **settings), "*": None}
-
-
-def measure(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> MemoryReport:
-    with SavedTensorMeter(model, (args, kwargs)) as meter:
-        model(*args, **kwargs)
+def measure(model: nn.Module, batch: dict[str, Tensor]) -> MemoryReport:
+    with SavedTensorMeter(model, batch) as meter:
+        model(**batch)
     return meter.report()
-
-
-@pytest.mark.parametrize(
-    ("shape", "scope"), [((7, 65), "sample"), ((3, 5, 65), "token"), ((2, 3, 5, 65), "sample")], ids=str
-)
-def test_what_is_announced_is_what_is_kept(conv1d, shape, scope):
-    model, x = block(conv1d), torch.randn(shape, requires_grad=True)
-    dense = measure(model, x)
-    convert(model, rules=linear_layers(scope=scope))
-    pruned = measure(model, x)
-    assert [row.fqn for row in pruned.rows] == ["c_fc", "c_proj"]
-    assert [row.dense_bytes for row in pruned.rows] == [x.nbytes, x.nbytes // 65 * 97]
-    assert [row.dense_bytes for row in pruned.rows] == [row.stored_bytes for row in dense.rows]
-    assert all(row.stored_bytes == row.accounted_bytes for row in pruned.rows)
-    assert pruned.dense_bytes == dense.stored_bytes
-    assert dense.stored_bytes - pruned.stored_bytes == pruned.saved_bytes > 0
-
-
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    import transformers
-
-    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    config = transformers.GPT2Config(**sizes, **drop, use_cache=False)
-    tokens = torch.randint(99, (3, 32))
-    return transformers.GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
 @pytest.mark.foreign
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_gpt2_saves_what_is_announced_and_changes_no_other_gradient(autocast):
-    model, batch = gpt2()
+    import transformers
+
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, use_cache=False)).train()
+    batch = dict.fromkeys(("input_ids", "labels"), torch.randint(99, (3, 32)))
     dense = copy.deepcopy(model)
-    report = convert(model, rules=linear_layers())
+    report = convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
     names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     layers = [f"transformer.h.{i}.{name}" for i in (0, 1) for name in names]
     assert [layer.fqn for layer in report.converted] == [*layers, "lm_head"]
@@ -66,7 +40,7 @@ def test_gpt2_saves_what_is_announced_and_changes_no_other_gradient(autocast):
     retained = {layer.fqn: layer.reason for layer in probe.apply(report)}
     assert all("attn.c_proj" in fqn and "scaled_dot_product" in reason for fqn, reason in retained.items())
     with context:
-        plain, found = measure(dense, **batch), measure(model, **batch)
+        plain, found = measure(dense, batch), measure(model, batch)
     assert [row.fqn for row in found.rows if row.sparsity] == [layer.fqn for layer in report.converted]
     assert all(row.stored_bytes == row.accounted_bytes for row in found.rows)
     assert found.dense_bytes == plain.stored_bytes

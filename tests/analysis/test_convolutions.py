@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune.analysis.first_batch import EnergyProbe, RecomputationProbe, RetentionProbe
+from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
@@ -19,6 +17,7 @@ from tests.support.convolutions import laid_out
 FOUR = Keep(bits=4)
 HALF = Keep(bits=4, sparsity=0.5)
 RULES = {"type:convolution": HALF, "type:linear": Keep(sparsity=0.5), "type:activation": FOUR, "*": None}
+READS = {"conv1": 1, "conv2": 2, "shortcut": 1}
 
 
 class Block(nn.Module):
@@ -45,25 +44,22 @@ def model() -> nn.Sequential:
     )
 
 
-def images(batch: int = 4, last: bool = True) -> Tensor:
-    return laid_out(torch.randn(batch, 3, 16, 16), last)
+def images(last: bool = True) -> Tensor:
+    return laid_out(torch.randn(4, 3, 16, 16), last)
 
 
 @pytest.mark.parametrize(("last", "autocast"), [(False, True), (True, False)])
 def test_what_is_accounted_is_what_is_kept(last, autocast):
-    dense, x = model(), images(last=last)
-    ours = copy.deepcopy(dense)
-    convert(ours, rules=RULES)
-    reports = []
-    for module in (dense, ours):
+    module, x, reports = model(), images(last=last), []
+    for rules in ({"*": None}, RULES):
+        convert(module, rules=rules)
         with SavedTensorMeter(module, x) as meter, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             module(x).sum()
         reports.append(meter.report())
     rows = {row.fqn: row for row in reports[1].rows}
     assert [*rows] == ["stem", "block.conv1", "block.conv2", "block.shortcut", "head"]
     assert rows["block.shortcut"].stored_bytes == 0  # shares what conv1 has packed
-    for row in rows.values():
-        assert row.stored_bytes == row.accounted_bytes
+    assert all(row.stored_bytes == row.accounted_bytes for row in rows.values())
     assert rows["block.conv1"].sparsity == 0.5
     # What the dense model keeps is what the compressed one says that it would.
     assert [row.fqn for row in reports[0].rows] == ["head"]
@@ -71,22 +67,18 @@ def test_what_is_accounted_is_what_is_kept(last, autocast):
     assert reports[1].saved_bytes == reports[0].stored_bytes - reports[1].stored_bytes
 
 
-def test_convolutions_behind_a_relu_are_retained_unless_that_keeps_one_bit():
-    x = images()
-    for activation, names in (
-        (None, ["stem", "block.conv1", "block.conv2", "block.shortcut"]),
-        (FOUR, ["stem"]),
-    ):
-        module = model()
-        report = convert(module, rules={"type:convolution": HALF, "type:activation": activation, "*": None})
-        with RetentionProbe(module, x) as probe:
-            module(x).sum()
-        reasons = {layer.fqn: layer.reason for layer in probe.apply(report)}
-        assert [*reasons] == names
-        assert reasons["stem"] == "its input is part of the batch"
-        if len(names) > 1:
-            assert reasons["block.conv1"] == "its input is kept for backward by 'block.act1' (relu)"
-        assert [type(module.get_submodule(name)) for name in names] == [nn.Conv2d] * len(names)
+@pytest.mark.parametrize("activation", [None, FOUR])
+def test_convolutions_behind_a_relu_are_retained_unless_that_keeps_one_bit(activation):
+    module, x = model(), images()
+    report = convert(module, rules={"type:convolution": HALF, "type:activation": activation, "*": None})
+    with RetentionProbe(module, x) as probe:
+        module(x).sum()
+    reasons = {layer.fqn: layer.reason for layer in probe.apply(report)}
+    by_relu = "its input is kept for backward by 'block.act{}' (relu)"
+    assert reasons == {"stem": "its input is part of the batch"} | (
+        {} if activation else {f"block.{name}": by_relu.format(n) for name, n in READS.items()}
+    )
+    assert {type(module.get_submodule(name)) for name in reasons} == {nn.Conv2d}
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -103,12 +95,3 @@ def test_energy_is_judged_by_the_blocks_that_are_dropped(last):
     assert probe.shares == {"0": 0.5}
     assert probe.apply(report) == ["0"]
     assert (module[0].sparsity, module[0].bits) == (0.0, 4)
-
-
-def test_convolutions_inside_a_checkpoint_are_found():
-    module, x = model(), images()
-    convert(module, rules=RULES)
-    with RecomputationProbe(module) as probe:
-        y = checkpoint(module.block, module.stem(x), use_reentrant=False)
-        y.sum().backward()
-    assert probe.recomputed == ["block.conv1", "block.conv2", "block.shortcut"]

@@ -7,13 +7,14 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.first_batch import RecomputationProbe, RetentionProbe
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.attention import watchers
 from tests.support.checkpointing import WAYS
-from tests.support.marks import cover
+from tests.support.marks import cover, in_turn
 from tests.support.retention import converted
 
 INSIDE = ["inside.fc1", "inside.fc2"]
@@ -38,16 +39,12 @@ def found(model: nn.Module, **options: bool) -> list[str]:
     return [name.replace(".inner.", ".") for name in probe.recomputed]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_layers_inside_a_checkpoint_are_found_whatever_makes_it(way):
-    assert found(made(way)) == INSIDE
+@pytest.mark.parametrize(("way", "sparsity"), in_turn(WAYS, [0.5, 0.0]))
+def test_layers_inside_a_checkpoint_are_found_whatever_makes_it(way: str, sparsity: float):
+    assert found(made(WAYS[way], sparsity)) == INSIDE
 
 
-def test_layers_that_do_not_drop_blocks_yet_are_found():
-    assert found(made(WAYS["non_reentrant"], sparsity=0.0)) == INSIDE
-
-
-def test_no_checkpoint_no_layer():
+def test_without_a_checkpoint_nothing_is_found():
     model = made()
     assert found(model) == []
     revert(model)
@@ -59,18 +56,11 @@ def test_no_checkpoint_no_layer():
 
 @pytest.mark.parametrize("way", [WAYS["reentrant"], WAYS["non_reentrant"]])
 def test_a_layer_that_runs_outside_too_saves_memory_there(way):
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared, self.own = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.region = way(nn.Sequential(self.shared, nn.GELU(), self.own))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.region(nn.functional.gelu(self.shared(x)))
-
-    model = Twice()
+    inner = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model = nn.Sequential(inner[0], nn.GELU(), inner)
     convert(model, sparsity=0.5)
-    assert [name.rpartition(".")[2] for name in found(model)] == ["own"]
+    model[2] = way(inner)
+    assert [name.rpartition(".")[2] for name in found(model)] == ["2"]
 
 
 def test_layers_that_keep_nothing_are_not_found():
@@ -84,62 +74,48 @@ def test_layers_that_keep_nothing_are_not_found():
 
 @pytest.mark.parametrize(("reentrant", "need_weights", "batch_first"), cover(*[(False, True)] * 3))
 def test_both_projections_of_attention_are_found(reentrant: bool, need_weights: bool, batch_first: bool):
-    class SelfAttention(nn.Module):
-        def __init__(self, checkpointed: bool) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
             super().__init__()
-            self.attention, self.checkpointed = nn.MultiheadAttention(64, 4, batch_first=batch_first), checkpointed
+            self.inside, self.outside = (nn.MultiheadAttention(64, 4, batch_first=batch_first) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            def attend(y: Tensor) -> Tensor:
-                return self.attention(y, y, y, need_weights=need_weights)[0]
+            def attend(y: Tensor, layer: nn.Module) -> Tensor:
+                return layer(y, y, y, need_weights=need_weights)[0]
 
-            return checkpoint(attend, x, use_reentrant=reentrant) if self.checkpointed else attend(x)
+            return attend(checkpoint(attend, x, self.inside, use_reentrant=reentrant), self.outside)
 
-    model = nn.Sequential(nn.Linear(64, 64), SelfAttention(True), SelfAttention(False))
+    model = nn.Sequential(nn.Linear(64, 64), Both())
     convert(model, sparsity=0.5)
-    assert found(model) == ["1.attention", "1.attention.out_proj"]
+    assert found(model) == ["1.inside", "1.inside.out_proj"]
 
 
-def test_saved_tensors_moved_inside_a_checkpoint_are_kept():
-    def offloaded(inner: nn.Module, x: Tensor) -> Tensor:
-        def run(y: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                return inner(y)
+def test_saved_tensors_moved_inside_a_checkpoint_are_kept_and_hooks_around_it_hide_nothing():
+    class Offloaded(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            with save_on_cpu():
+                return super().forward(x)
 
-        return checkpoint(run, x, use_reentrant=False)
-
-    model = made()
-    region = model.inside
-    model.inside = nn.Module()
-    model.inside.region, model.inside.forward = region, lambda x: offloaded(region, x)
-    assert found(model) == []  # what the layers save goes to the CPU, past the checkpoint
-
-
-def test_hooks_around_a_checkpoint_hide_nothing():
-    with torch.autograd.graph.save_on_cpu():
+    assert found(made(lambda inner: WAYS["non_reentrant"](Offloaded(inner)))) == []  # goes past the checkpoint
+    with save_on_cpu():
         assert found(made(WAYS["non_reentrant"])) == INSIDE
-    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+    with disable_saved_tensors_hooks("none here"):
         assert found(made(WAYS["reentrant"])) == INSIDE
 
 
-def test_a_forward_of_the_users_own_in_backward_is_no_checkpoint():
-    model = made()
+def test_a_forward_of_the_user_in_backward_and_second_derivatives_are_no_checkpoint():
+    model, x = made(), torch.randn(2, 64, requires_grad=True)
 
     def again(grad: Tensor) -> None:
         with torch.enable_grad():
             model.head(grad.detach())
 
-    x = torch.randn(2, 64, requires_grad=True)
     with RecomputationProbe(model) as probe:
         y = model[:-1](x)
         y.register_hook(again)
         model.head(y).sum().backward()
     assert probe.recomputed == []
-
-
-def test_second_derivatives_are_no_checkpoint():
     model = made(sparsity=0.0)
-    x = torch.randn(2, 64, requires_grad=True)
     with RecomputationProbe(model) as probe:
         (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         grad.square().sum().backward()
@@ -148,7 +124,7 @@ def test_second_derivatives_are_no_checkpoint():
 
 def test_compiled_modules_are_seen_only_while_they_run_eagerly():
     torch._dynamo.reset()
-    model = made(WAYS["non_reentrant"])
+    model = made(WAYS["non_reentrant"], sparsity=0.0)
     model.inside.compile(backend="aot_eager")
     assert found(model) == []
     with RetentionProbe(model):

@@ -29,7 +29,6 @@ from lightning_actprune.operators.attention import (
 )
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
-from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
@@ -113,48 +112,36 @@ def test_a_layer_called_twice_is_decided_by_bytes(small: bool):
             return self.fc(F.relu(h)[:, : 1 + 15 * small]).mean() + self.fc(h[:, : 16 - 15 * small].exp().sin())
 
     model, _, x = made(Twice)
-    found = retained(model, x)
-    if small:
-        assert found["fc"].startswith(BY + "relu in 1 of 2 calls; packing would add")
-    else:
-        assert "fc" not in found
+    assert retained(model, x).get("fc", "").startswith(BY + "relu in 1 of 2 calls") is small
 
 
-def test_sisters_are_turned_together_and_what_they_retain_then_too():
-    class Family(nn.Module):
-        """``q`` and ``k`` share ``h``; that of ``q`` in its larger second call is retained, so it retains ``h``."""
+class Siblings(nn.Module):
+    """Linear layers with one input for each letter: a capital one reads it behind a ReLU, ``twice`` it both ways."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+    def __init__(self, names: str, twice: str = "") -> None:
+        super().__init__()
+        self.layers, self.twice = nn.ModuleDict({name: nn.Linear(64, 64) for name in names}), twice
 
-        def forward(self, h: Tensor) -> Tensor:
-            large = torch.relu(h.repeat(4, 1, 1))
-            h = h.sin()
-            return (self.q(h) * self.k(h)).sum() + self.q(large)
+    def forward(self, x: Tensor) -> Tensor:
+        h, large = x * 2, F.relu(x.repeat(4, 1, 1))
+        used = {name: F.relu(h) if name.isupper() else h for name in self.layers}
+        again = self.layers[self.twice](large).sum() if self.twice else 0
+        return sum(layer(used[name]).sum() for name, layer in self.layers.items()) + again
 
-    model = Family()
+
+@pytest.mark.parametrize(
+    ("names", "twice", "expected"),
+    [
+        ("qkV", "", {"V": BY + "relu"}),
+        ("Vqk", "", {"V": BY + "relu"}),
+        ("qk", "q", {"q": BY + "relu in 1 of 2 calls", "k": BY + "'layers.q' (a layer that is dense)"}),
+    ],
+)
+def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expected: dict[str, str]):
+    model = Siblings(names, twice)
     convert(model, sparsity=0.6)
     found = retained(model, torch.randn(3, 16, 64, requires_grad=True))
-    assert found["q"].startswith(BY + "relu in 1 of 2 calls")
-    assert found["k"] == BY + "'q' (a layer that is dense)"
-
-
-@pytest.mark.parametrize("order", ["qkv", "vqk"])
-def test_the_decision_does_not_depend_on_the_order(order: str):
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in order})
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 2
-            used = {name: h if name != "v" else F.relu(h) for name in order}
-            return sum(layer(used[name]).sum() for name, layer in self.layers.items())
-
-    model = Attention()
-    convert(model, sparsity=0.6)
-    assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
+    assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in found.items()} == expected
 
 
 def test_layers_without_a_backward_or_rows_are_not_judged():
@@ -267,7 +254,6 @@ def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
     model, _, x = made(Relu)
-    alone = SavedTensorMeter(model, x)
     contexts = [RetentionProbe(model, x), SavedTensorMeter(model, x), RetentionProbe(model, x)]
     for context in contexts:
         context.__enter__()
@@ -275,9 +261,8 @@ def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int,
     for number in order:
         contexts[number].__exit__(None, None, None)
     assert [len(contexts[number].retained) for number in (0, 2)] == [2, 2]
-    for layer in (model.in_, model.fc):  # as the probes had them run
-        layer.sparsity = 0.0
-    with alone:
+    model.in_.sparsity = model.fc.sparsity = 0.0  # as the probes had them run
+    with SavedTensorMeter(model, x) as alone:
         model(x).sum()
     assert contexts[1].report().stored_bytes == alone.report().stored_bytes
     assert torch.overrides._get_current_function_mode() is None
@@ -346,21 +331,15 @@ class SelfAttention(nn.Module):
 
     def __init__(self, norm: bool, copies: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(64) if norm else nn.Identity()
-        self.attn = nn.MultiheadAttention(64, 4)
-        self.copies = copies
+        self.norm, self.attn, self.copies = (
+            nn.LayerNorm(64) if norm else nn.Identity(),
+            nn.MultiheadAttention(64, 4),
+            copies,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         return self.attn(h, h, h, need_weights=self.copies)[0]
-
-
-def probed(model: nn.Module, x: Tensor, sparsity: float = 0.6) -> tuple[ConversionReport, dict[str, LayerReport]]:
-    """Convert ``model``, probe one step, apply, and return the report and the layers with retained inputs by name."""
-    report = converted(model, sparsity)
-    with RetentionProbe(model, x, sparsity=0.6) as probe:
-        model(x).sum().backward()
-    return report, {layer.fqn: layer for layer in probe.apply(report)}
 
 
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
@@ -377,40 +356,40 @@ OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
     ids=["none", "in", "out", "both"],
 )
 def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, samples, reasons, attention, sparsity):
-    model = SelfAttention(norm, copies)
-    report, found = probed(model, torch.randn(7, samples, 64), sparsity)
-    assert {name: layer.reason for name, layer in found.items()} == reasons
+    model, x = SelfAttention(norm, copies), torch.randn(7, samples, 64)
+    report = converted(model, sparsity)
+    with RetentionProbe(model, x, sparsity=0.6) as probe:
+        model(x).sum().backward()
+    found = probe.apply(report)
+    assert {layer.fqn: layer.reason for layer in found} == reasons
     classes = {"attn": "MultiheadAttention", "attn.out_proj": "NonDynamicallyQuantizableLinear"}
-    assert {name: layer.kind for name, layer in found.items()} == {name: classes[name] for name in reasons}
-    assert report.skipped == list(found.values())
+    assert all(layer.kind == classes[layer.fqn] for layer in found)
+    assert report.skipped == found
     assert type(model.attn) is attention
     assert type(model.attn.out_proj) is OUT["attn.out_proj" not in reasons]
     left = [name for name in classes if name not in reasons]
     assert [layer.fqn for layer in report.converted] == left
-    model(torch.randn(7, samples, 64)).sum().backward()
+    model(x).sum().backward()
     assert revert(model) == left
-    assert type(model.attn) is nn.MultiheadAttention
-    assert type(model.attn.out_proj) is NonDynamicallyQuantizableLinear
-    assert vars(model.attn).keys() == vars(nn.MultiheadAttention(64, 4)).keys()
-    assert vars(model.attn.out_proj).keys() == vars(nn.MultiheadAttention(64, 4).out_proj).keys()
+    plain = nn.MultiheadAttention(64, 4)
+    for ours, theirs in ((model.attn, plain), (model.attn.out_proj, plain.out_proj)):
+        assert type(ours) is type(theirs)
+        assert vars(ours).keys() == vars(theirs).keys()
 
 
 def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
     model, x = SelfAttention(norm=False), torch.randn(7, 3, 64)
-    with SavedTensorMeter(model, x) as meter:
-        expected = model(x).square().sum()
-    dense, wanted = meter.report(), torch.autograd.grad(expected, list(model.parameters()))
+    expected = model(x).square().sum()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
     convert(model, sparsity=0.6)
     with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
         loss = model(x).square().sum()
     rows = {row.fqn: row for row in meter.report().rows}
     assert rows["attn"].stored_bytes == rows["attn"].sparsity == 0  # the batch, which is there anyway
     assert rows["attn.out_proj"].stored_bytes < rows["attn.out_proj"].dense_bytes == 4 * 7 * 3 * 64
-    assert meter.report().stored_bytes == dense.stored_bytes - rows["attn.out_proj"].saved_bytes
-    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
     assert torch.equal(loss, expected)
-    names = [name for name, _ in model.named_parameters()]
-    for name, ours, theirs in zip(names, torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), ours, theirs in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
 
 
