@@ -45,29 +45,24 @@ def test_energy_is_summed_in_fp32_or_wider():
     torch.testing.assert_close(dropped_energy(wide, 0.5, Blocks(32, "sample"))[1], wide.square().sum())
 
 
-def test_only_spread_inputs_keep_all_their_blocks():
+@pytest.mark.parametrize("bits", [4, None])
+def test_layers_with_spread_inputs_keep_all_blocks_or_are_dense_again_where_nothing_is_quantized(bits: int | None):
     model = spread_and_concentrated()
-    report = convert(model, sparsity=0.5, rules={"type:linear": Keep(bits=4, sparsity=0.5)})
+    report = convert(model, rules={"type:linear": Keep(bits=bits, sparsity=0.5), "*": None})
     with EnergyProbe(model, 0.2) as probe:
         model(torch.ones(4, 64)).sum().backward()
     assert probe.shares["0"] == 0.5
     assert probe.shares["2"] < 0.01
     assert probe.apply(report) == ["0"]
-    assert [(layer.fqn, layer.sparsity) for layer in report.converted] == [("0", 0.0), ("2", 0.5)]
-    assert (model[0].sparsity, model[0].bits, model[2].sparsity) == (0.0, 4, 0.5)
-    assert revert(model) == ["0", "2"]
-
-
-def test_a_layer_with_nothing_to_quantize_is_dense_again_and_listed():
-    model = spread_and_concentrated()
-    report = convert(model, sparsity=0.5, block_size=32)
-    with EnergyProbe(model, 0.2) as probe:
-        model(torch.ones(4, 64))
-    assert probe.apply(report) == ["0"]
-    assert type(model[0]) is nn.Linear
-    assert isinstance(model[2], ActivationPrunedLinear)
-    assert [layer.fqn for layer in report.converted] == ["2"]
-    assert [(layer.fqn, "50%" in layer.reason) for layer in report.skipped] == [("0", True)]
+    kept = [("0", 0.0), ("2", 0.5)] if bits else [("2", 0.5)]
+    assert [(layer.fqn, layer.sparsity) for layer in report.converted] == kept
+    assert type(model[0]) is (ActivationPrunedLinear if bits else nn.Linear)
+    assert model[2].sparsity == 0.5
+    if bits:
+        assert (model[0].sparsity, model[0].bits) == (0.0, 4)
+    else:
+        assert ["50%" in layer.reason for layer in report.skipped if layer.fqn == "0"] == [True]
+    assert revert(model) == [name for name, _ in kept]
 
 
 def test_shares_are_of_all_calls_and_the_sparsity_of_a_schedule_to_come_is_judged():

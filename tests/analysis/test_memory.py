@@ -166,10 +166,14 @@ def test_reused_addresses_are_not_mistaken_for_seen_storages():
 
 
 def test_a_caught_exception_does_not_shift_the_attribution():
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError
+
     class Tolerant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.broken, self.fine = nn.Linear(32, 64), nn.Linear(64, 64)
+            self.broken, self.fine = Broken(64, 64), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
             with suppress(RuntimeError):
