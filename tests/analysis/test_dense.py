@@ -39,8 +39,6 @@ from tests.support.saving import bytes_saved
 
 
 class Transformer(nn.Module):
-    """All that a vision transformer has, with fused attention and a scale of its own, none of them known modules."""
-
     def __init__(self, width: int = 64, again: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2, self.gamma = nn.LayerNorm(width), nn.LayerNorm(width), nn.Parameter(torch.ones(width))
@@ -57,8 +55,6 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block of a residual network, with in-place activations."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
@@ -70,8 +66,6 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which nothing covers, between layers that are covered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.lstm, self.last = nn.Linear(64, 64), nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 64)
@@ -205,6 +199,7 @@ def check(
     report = meter.report()
     assert (report.dense_bytes, report.stored_bytes) == (dense_bytes, stored_bytes)
     assert report.saved_bytes == dense_bytes - stored_bytes
+    assert all(row.stored_bytes == row.accounted_bytes for row in report.rows if row.sparsity)
     return report
 
 

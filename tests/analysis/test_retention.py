@@ -251,24 +251,6 @@ def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
     assert packed
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
-    model, _, x = made(Relu)
-    contexts = [RetentionProbe(model, x), SavedTensorMeter(model, x), RetentionProbe(model, x)]
-    for context in contexts:
-        context.__enter__()
-    model(x).sum()
-    for number in order:
-        contexts[number].__exit__(None, None, None)
-    assert [len(contexts[number].retained) for number in (0, 2)] == [2, 2]
-    model.in_.sparsity = model.fc.sparsity = 0.0  # as the probes had them run
-    with SavedTensorMeter(model, x) as alone:
-        model(x).sum()
-    assert contexts[1].report().stored_bytes == alone.report().stored_bytes
-    assert torch.overrides._get_current_function_mode() is None
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_a_model_copied_in_the_probed_step_takes_no_hook_along():
     model, _, x = made(Relu)
     with RetentionProbe(model, x):
@@ -310,25 +292,10 @@ def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_chan
     assert not counters["graph_break"]
 
 
-def test_the_stance_of_the_compiler_comes_back(compiled_model):
-    x, compiled = torch.randn(4, 8, 64), torch.compile(compiled_model, backend="eager")
-    with torch.compiler.set_stance("fail_on_recompile"):
-        first, second = RetentionProbe(compiled_model).__enter__(), RetentionProbe(compiled_model).__enter__()
-        compiled(x)
-        first.close()
-        compiled(x)
-        second.close()
-        with pytest.raises(RuntimeError, match="fail_on_recompile"):
-            compiled(x)
-    compiled(x)
-
-
 BY_ATTENTION = BY + "'attn' (multi_head_attention_forward)"
 
 
 class SelfAttention(nn.Module):
-    """Self-attention on ``[T, N, E]``: on the batch itself or behind a norm, its heads copied (``copies``) or not."""
-
     def __init__(self, norm: bool, copies: bool = True) -> None:
         super().__init__()
         self.norm, self.attn, self.copies = (
@@ -401,8 +368,6 @@ def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need
     case = Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
 
     class Attention(nn.Module):
-        """Attention on the batch or on what something makes of it."""
-
         def __init__(self) -> None:
             super().__init__()
             self.attn = case.make()

@@ -31,6 +31,7 @@ from lightning_actprune.analysis.step_memory import (
 from lightning_actprune.convert import convert
 from tests.support.marks import cover
 from tests.support.recorded import recorded_step
+from tests.support.stack import WIDTH, Residual
 
 
 def random_step(seed: int, measured: bool) -> StepMemory:
@@ -97,29 +98,12 @@ def test_arguments_are_checked(fraction):
         step.peak_in("fwd")
 
 
-WIDTH = 64
-
-
-class Block(nn.Module):
-    """A residual block with parallel heads that read one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
-
-
 def attention() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 128, dropout=0.0, batch_first=True)
 
 
 def blocks() -> nn.Module:
-    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 4))
+    return nn.Sequential(Residual(), Residual(), nn.Linear(WIDTH, 4))
 
 
 def batch() -> Tensor:
@@ -209,16 +193,14 @@ def test_a_second_backward_and_a_graph_that_is_dropped():
     with StepMemoryRecorder(model, x) as recorder:
         loss = model(x).square().mean()
         recorder.mark("backward")
-        loss.backward(retain_graph=True)
-        recorder.moment()
-        loss.backward()
-        recorder.moment()
+        for again in (True, False):
+            loss.backward(retain_graph=again)
+            recorder.moment()
         loss = model(x).square().mean()
         recorder.moment()
         del loss
     step = recorder.result()
-    end = step.activation_bytes[step.forward_end]
-    assert step.activation_bytes.count(end) >= 2  # after the first backward, too
+    assert step.activation_bytes.count(step.activation_bytes[step.forward_end]) >= 2  # after the first backward, too
     assert {retainer.operator for storage in step.retained[-3:] for retainer in storage.retainers} == {None}
     assert step.activation_bytes[-1] == 0
 
@@ -226,7 +208,7 @@ def test_a_second_backward_and_a_graph_that_is_dropped():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_keeps_its_input_alone(reentrant: bool):
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()), batch()
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Residual()), batch()
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(model[1], model[0](x), use_reentrant=reentrant).square().mean()
