@@ -189,30 +189,21 @@ def test_layers_that_cannot_be_measured_are_listed_with_the_reason():
 
 # What it suggests and shows.
 
-GRID = SensitivityGrid([0, 0.5, 0.8], [None, 4])
-BYTES = {None: 1.0, 4: 0.3}
+SETTINGS = [(None, 0.0), (None, 0.5), (None, 0.8), (4, 0.0), (4, 0.5)]
 
 
-def report(cosines: dict[str, dict[tuple[int | None, float], float]]) -> SensitivityReport:
-    """Return a report with these cosines by layer, bits and sparsity."""
-    rows = [
-        LayerSensitivity(fqn, "Linear", sparsity, bits, cosine, cosine, sparsity, BYTES[bits] * (1 - sparsity))
-        for fqn, line in cosines.items()
-        for (bits, sparsity), cosine in line.items()
-    ]
-    return SensitivityReport(rows, [], 2, GRID, {name: name for name in cosines})
-
-
-def line(*cosines: float) -> dict[tuple[int | None, float], float]:
-    return dict(zip([(None, 0.0), (None, 0.5), (None, 0.8), (4, 0.0), (4, 0.5)], cosines, strict=True))
-
-
-GOOD, FAIR, BAD = line(1, 0.99, 0.95, 0.99, 0.98), line(1, 0.92, 0.7, 0.98, 0.91), line(1, 0.5, 0.2, 0.97, 0.5)
-BLOCKS = {f"blocks.{n}.{name}": value for n in range(3) for name, value in (("fc1", FAIR), ("fc2", GOOD))}
+COSINES = {"fc1": (1, 0.92, 0.7, 0.98, 0.91), "fc2": (1, 0.99, 0.95, 0.99, 0.98), "head": (1, 0.5, 0.2, 0.97, 0.5)}
 
 
 def test_what_keeps_the_fewest_bytes_and_is_good_enough():
-    found = report({**BLOCKS, "head": BAD})
+    names = [*(f"blocks.{n}.{name}" for n in range(3) for name in ("fc1", "fc2")), "head"]
+    rows = [
+        LayerSensitivity(fqn, "Linear", sparsity, bits, cosine, cosine, sparsity, (0.3 if bits else 1) * (1 - sparsity))
+        for fqn in names
+        for (bits, sparsity), cosine in zip(SETTINGS, COSINES[fqn.split(".")[-1]], strict=True)
+    ]
+    grid = SensitivityGrid([0, 0.5, 0.8], [None, 4])
+    found = SensitivityReport(rows, [], 2, grid, {name: name for name in names})
     half, all_blocks = Keep(bits=4, sparsity=0.5), Keep(bits=4)
     assert found.suggest() == {"blocks.*.fc1": half, "blocks.*.fc2": half, "head": all_blocks}
     assert found.suggest(0.96) == {"blocks.*.fc1": all_blocks, "blocks.*.fc2": half, "head": all_blocks}
