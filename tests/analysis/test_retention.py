@@ -144,6 +144,14 @@ def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expect
     assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in found.items()} == expected
 
 
+def test_an_input_is_freed_once_however_many_layers_read_it():
+    model = Siblings("qkv")
+    keeps = {f"layers.{name}": Keep(sparsity=0.6, block_size=16 * (i + 1)) for i, name in enumerate("qkv")}
+    convert(model, rules={**keeps, "*": None})
+    # Three packs of two fifths each are more than the input.
+    assert retained(model, torch.randn(3, 16, 64, requires_grad=True)).keys() == keeps.keys()
+
+
 def test_layers_without_a_backward_or_rows_are_not_judged():
     model, _, x = made(Relu)
     assert retained(model, x[:0]) == {}
