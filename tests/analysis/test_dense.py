@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,47 +14,48 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
-from lightning_actprune.config import PRESETS
-from lightning_actprune.convert import convert
+from lightning_actprune.config import PRESETS, Keep
+from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
+from tests.support.copy_models import (
+    ELEMENTS,
+    MODELS,
+    Base,
+    CalledTwice,
+    E,
+    Leaf,
+    LearnedQueries,
+    Masked,
+    Random,
+    RegionPerLayer,
+    SizedAttention,
+    Tied,
+    TwoRegions,
+    bf16,
+)
 from tests.support.marks import cover
-
-
-class Attention(nn.Module):
-    """Attention of a transformer: joint projection, fused attention, none of which is a known module."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, rows, width = x.shape
-        q, k, v = self.qkv(x).view(batch, rows, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, rows, width)
-        return self.drop(self.proj(mixed))
+from tests.support.saving import bytes_saved
 
 
 class Transformer(nn.Module):
-    """Everything that a vision transformer has, a scale per channel and a multiplication of its own included."""
-
     def __init__(self, width: int = 64, again: bool = False) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
-        self.norm2, self.gamma = nn.LayerNorm(width), nn.Parameter(torch.ones(width))
+        self.norm1, self.norm2, self.gamma = nn.LayerNorm(width), nn.LayerNorm(width), nn.Parameter(torch.ones(width))
+        self.qkv, self.proj, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width))
         self.again = again
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
         if self.again:
             return x + self.gamma * checkpoint(self.mlp, self.norm2(x), use_reentrant=False)
         return x + self.gamma * self.mlp(self.norm2(x))
 
 
 class Residual(nn.Module):
-    """A block of a residual network, with in-place activations."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
@@ -63,8 +67,6 @@ class Residual(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which nothing covers, between layers that are covered."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.lstm, self.last = nn.Linear(64, 64), nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 64)
@@ -82,7 +84,7 @@ def case(name: str) -> tuple[nn.Module, Tensor]:
         "checkpointed": (nn.Sequential(nn.Linear(64, 64), Transformer(again=True), nn.Linear(64, 8)), rows),
         "residual": (nn.Sequential(*pooled, Residual(), Residual(), nn.Flatten(), nn.Linear(400, 8)), images),
         "recurrent": (Recurrent(), rows),
-        "encoder": (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu"), rows),
+        "encoder": (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu"), rows)
     }  # fmt: skip
     return made[name]
 
@@ -153,7 +155,7 @@ def test_parts_of_a_flat_parameter_are_no_activations(autocast: bool):
     assert measured(model, x, autocast).dense_bytes == expected
 
 
-def test_what_cannot_run_without_values_counts_as_it_is():
+def test_what_cannot_run_without_values_counts_uncompressed():
     model, x = case("residual")
     reports = []
     for momentum in (0.1, None):  # without one, a norm looks at how many batches it has seen
@@ -180,3 +182,122 @@ def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
     assert meter.report().saved_bytes > 0
     assert all(map(torch.equal, *found))
     assert len(hooked) == 2  # once in each real forward
+
+
+def check(
+    model: nn.Module,
+    x: Tensor,
+    make_context: Callable[[], AbstractContextManager[Any]] = bf16,
+    dense: tuple[str, ...] = (),
+) -> MemoryReport:
+    """Return the report of the compressed model, whose figures are what autograd keeps before and after ``convert``."""
+    dense_bytes = bytes_saved(model, x, context=make_context())
+    convert(model, rules={**dict.fromkeys(dense), "type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+    stored_bytes = bytes_saved(model, x, context=make_context())
+    with SavedTensorMeter(model, x) as meter, make_context():
+        model(x)
+    revert(model)
+    report = meter.report()
+    assert (report.dense_bytes, report.stored_bytes) == (dense_bytes, stored_bytes)
+    assert report.saved_bytes == dense_bytes - stored_bytes
+    return report
+
+
+@pytest.mark.parametrize("make", [*MODELS, TwoRegions, RegionPerLayer])
+def test_saved_is_what_the_dense_model_keeps_more(make):
+    report = check(make(), torch.randn(3, 8, E))
+    if make is not Masked:  # which saves the weight that it has made, too
+        assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
+
+
+@pytest.mark.parametrize(
+    ("make", "dense"), [(LearnedQueries, ()), (LearnedQueries, ("a",)), (Leaf, ("b",)), (Leaf, ())]
+)
+def test_one_copy_of_a_leaf_that_several_layers_read(make, dense):
+    for x in (torch.randn(3, 8, E), torch.randn(6, 8, E)[::2]):
+        check(make(), x.requires_grad_(), dense=dense)
+
+
+@pytest.mark.parametrize("make", [Base, SizedAttention, TwoRegions, RegionPerLayer])
+def test_each_region_has_copies_of_its_own_and_without_autocast_there_are_none(make):
+    check(make(), torch.randn(3, 8, E), nullcontext)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_no_copy_is_kept_of_a_layer_whose_input_needs_no_gradient(copies: int):
+    model = nn.Sequential(nn.Linear(E, 96), nn.GELU(), nn.Linear(96, E))
+    check(model, torch.randn(3, 8, E, requires_grad=copies == 2))
+
+
+def test_a_dense_layer_keeps_the_copy_of_the_weight_that_it_shares():
+    assert check(Tied(), torch.randn(3, 8, E), dense=("b",)).saved_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_types_of_the_weights(dtype: torch.dtype):
+    """No copy of a weight that is 16-bit already, and one for each call of one in the other 16-bit type."""
+    model = CalledTwice()
+    model.a.to(dtype)
+    check(model, torch.randn(3, 8, E), dense=("norm", "b"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models(seed: int):
+    draw = random.Random(seed)
+    model = Random(draw)
+    dense = tuple(f"layers.{number}" for number in range(4) if draw.random() < 0.3 and number < len(model.layers))
+    check(model, torch.randn(3, 8, E), (bf16, nullcontext)[seed % 2], dense=dense)
+
+
+def test_measuring_does_not_change_autocast():
+    model, x = Base(), torch.randn(3, 8, E)
+    convert(model, sparsity=0.6)
+    with torch.autocast("cpu", torch.float16), SavedTensorMeter(model, x):
+        model(x)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+    with bf16(), SavedTensorMeter(model, x) as meter:
+        model(x)
+    assert not torch.is_autocast_enabled("cpu")
+    assert meter.report().saved_bytes > 4 * ELEMENTS
+
+
+def measure(model: nn.Module, batch: dict[str, Tensor]) -> MemoryReport:
+    with SavedTensorMeter(model, batch) as meter:
+        model(**batch)
+    return meter.report()
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_gpt2_saves_what_is_announced_and_changes_no_other_gradient(autocast):
+    import transformers
+
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    drop = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, use_cache=False)).train()
+    batch = dict.fromkeys(("input_ids", "labels"), torch.randint(99, (3, 32)))
+    dense = copy.deepcopy(model)
+    report = convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+    names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    layers = [f"transformer.h.{i}.{name}" for i in (0, 1) for name in names]
+    assert [layer.fqn for layer in report.converted] == [*layers, "lm_head"]
+    context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
+    with context, RetentionProbe(model, batch) as probe:
+        model(**batch)
+    retained = {layer.fqn: layer.reason for layer in probe.apply(report)}
+    assert all("attn.c_proj" in fqn and "scaled_dot_product" in reason for fqn, reason in retained.items())
+    with context:
+        plain, found = measure(dense, batch), measure(model, batch)
+    assert [row.fqn for row in found.rows if row.sparsity] == [layer.fqn for layer in report.converted]
+    assert all(row.stored_bytes == row.accounted_bytes for row in found.rows)
+    assert found.dense_bytes == plain.stored_bytes
+    assert plain.stored_bytes - found.stored_bytes == found.saved_bytes > 0
+    losses = [net(**batch).loss for net in (dense, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    weights = {f"{layer.fqn}.weight" for layer in report.converted} | {"transformer.wte.weight"}  # tied to the head
+    for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad) == (name not in weights), name
+        assert ours.grad.stride() == theirs.grad.stride()

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
-from lightning_actprune.codec.blocks import BlockGeometry, input_geometry
+from lightning_actprune.codec.blocks import input_geometry
 from lightning_actprune.config import Keep
-from lightning_actprune.convert import convert, revert
+from lightning_actprune.convert import convert
 from lightning_actprune.operators.attention import watchers
 from lightning_actprune.operators.linear import ActivationPrunedLinear
-from tests.support.attention import BLOCK, SPARSITY, Case, E, L, N, S
+from tests.support.attention import Case
 from tests.support.compressed import compressed
 from tests.support.helpers import assert_plain
 from tests.support.marks import cover
 from tests.support.retention import converted
 
 
-def measure(model: nn.Module, x: Tensor, batch: object = None) -> MemoryReport:
+def measure(model: nn.Module, *inputs: Tensor, batch: object = None) -> MemoryReport:
     with SavedTensorMeter(model, batch) as meter:
-        out = model(x)
-        del out
+        model(*inputs)
     return meter.report()
 
 
@@ -36,8 +35,6 @@ def mlp() -> nn.Sequential:
 
 
 class Siblings(nn.Module):
-    """Three layers on one input, one layer behind a ReLU, which keeps its own output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
@@ -65,17 +62,12 @@ def test_stored_is_the_formula(shape: tuple[int, ...], block_size: int, scope: s
 
 
 def test_dense_bytes_of_a_transposed_input():
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mix = nn.Linear(64, 64)
-
+    class Mixing(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.mix((x * 2).transpose(1, 2)).transpose(1, 2)
+            return super().forward((x * 2).transpose(1, 2)).transpose(1, 2)
 
-    model, x = Mixing(), torch.randn(4, 64, 96)
-    dense = measure(model, x)
-    assert dense.rows[0].dense_bytes == x.nbytes  # F.linear keeps a copy with contiguous features
+    model, x = Mixing(nn.Linear(64, 64)), torch.randn(4, 64, 96)
+    assert measure(model, x).rows[0].dense_bytes == x.nbytes  # F.linear keeps a copy with contiguous features
     convert(model, sparsity=0.5)
     [row] = measure(model, x).rows
     assert row.dense_bytes == x.nbytes
@@ -123,63 +115,43 @@ def test_a_layer_called_twice_sums_its_calls():
     assert row.stored_bytes == row.accounted_bytes == 2 * once
 
 
-@pytest.mark.parametrize("off", ["frozen", "no_grad", "sparsity"])
-def test_inactive_layers(off: str):
+def test_inactive_layers():
     model, x = mlp(), torch.randn(4, 64)
-    converted(model, sparsity=0.0 if off == "sparsity" else 0.5)
-    model.requires_grad_(off != "frozen")
-    with torch.set_grad_enabled(off != "no_grad"):
-        report = measure(model, x)
-    if off == "sparsity":
-        assert [(row.sparsity, row.saved_bytes) for row in report.rows] == [(0.0, 0)] * 3
-        assert sum(row.dense_bytes for row in report.rows) == 4 * (64 + 96 + 128) * 4
-    else:
-        assert report == MemoryReport()
-        assert report.saved_fraction == 0.0
+    converted(model, sparsity=0.0)
+    report = measure(model, x)
+    assert [(row.sparsity, row.saved_bytes) for row in report.rows] == [(0.0, 0)] * 3
+    assert sum(row.dense_bytes for row in report.rows) == 4 * (64 + 96 + 128) * 4
+    report = measure(model.requires_grad_(False), x)
+    assert report == MemoryReport()
+    assert report.saved_fraction == 0.0
 
 
-def test_autocast_counts_16_bits_and_the_weight_copies_that_only_dense_layers_keep():
-    inputs = 2 * 24 * (64 + 96 + 128)
-    model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
-    copies = sum(2 * layer.weight.numel() for layer in model if isinstance(layer, nn.Linear))
-    with torch.autocast("cpu", torch.bfloat16):
-        dense = measure(model, x)
-    convert(model, sparsity=0.5)
-    with torch.autocast("cpu", torch.bfloat16):
-        compact = measure(model, x)
-    assert sum(row.dense_bytes for row in dense.rows) == sum(row.dense_bytes for row in compact.rows) == inputs
-    assert compact.other_dense_bytes - compact.other_bytes == copies
-    assert dense.stored_bytes == compact.dense_bytes
-    assert [row.stored_bytes for row in compact.rows] == [row.accounted_bytes for row in compact.rows]
-
-
-def test_gradients_do_not_change():
+def test_the_meter_changes_no_gradient_and_leaves_no_trace():
     torch.manual_seed(0)
     model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
     plain = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+    with pytest.raises(RuntimeError, match="shape"), SavedTensorMeter(model):
+        model(torch.randn(4, 63))
     with SavedTensorMeter(model) as meter:
         loss = model(x).square().sum()
+    assert_plain(model)
     measured = torch.autograd.grad(loss, [x, *model.parameters()])
     assert meter.report().stored_bytes > 0
     torch.testing.assert_close(measured, plain, rtol=0, atol=0)
 
 
-def test_nothing_is_kept_alive_and_no_trace_is_left():
+def test_nothing_is_kept_alive():
     model = mlp()
     convert(model, sparsity=0.5)
-    meter = SavedTensorMeter(model)
-    with meter:
+    with SavedTensorMeter(model) as meter:
         activation = model[0](torch.randn(4, 64)).sigmoid()  # whose backward keeps the result itself
-        storage = weakref.ref(activation)
-        out = model[2](activation)
-        del activation, out
+        storage, out = weakref.ref(activation), model[2](activation)
         gc.disable()
         try:
+            del activation, out
             assert storage() is None  # by reference counting alone: the hooks make no cycle
         finally:
             gc.enable()
-    revert(model)
-    assert_plain(model)
     assert meter.report().stored_bytes > 0
 
 
@@ -189,15 +161,6 @@ def test_reused_addresses_are_not_mistaken_for_seen_storages():
         for _ in range(20):
             x.exp()  # freed at once, so that the next result may lie at the same address
     assert meter.report().other_bytes == 20 * x.nbytes
-
-
-def test_an_exception_leaves_the_model_as_it_was():
-    model = mlp()
-    with pytest.raises(RuntimeError, match="shape"), SavedTensorMeter(model):
-        model(torch.randn(4, 63))
-    assert_plain(model)
-    loss = model(torch.randn(4, 64)).sum()
-    loss.backward()
 
 
 def test_a_caught_exception_does_not_shift_the_attribution():
@@ -211,95 +174,37 @@ def test_a_caught_exception_does_not_shift_the_attribution():
             self.broken, self.fine = Broken(64, 64), nn.Linear(64, 64)
 
         def forward(self, x: Tensor) -> Tensor:
-            try:
+            with suppress(RuntimeError):
                 self.broken(x)
-            except RuntimeError:
-                x = self.fine(x)
-            return x.sin()
+            return self.fine(x).sin()
 
     x = torch.randn(4, 64)
-    outer = nn.Sequential(Tolerant(), nn.Linear(64, 64))
-    report = measure(outer, x)
+    report = measure(nn.Sequential(Tolerant(), nn.Linear(64, 64)), x)
     assert {row.fqn: row.stored_bytes for row in report.rows} == {"0.fine": x.nbytes, "1": x.nbytes}
 
 
-def attended(model: nn.Module, inputs: tuple[Tensor, ...]) -> MemoryReport:
-    with SavedTensorMeter(model) as meter:
-        model(*inputs)
-    return meter.report()
-
-
-def without_blocks(module: nn.Module, **settings: Any) -> nn.Module:
-    """Return a copy whose linear layers, those in attention included, drop blocks."""
-    return compressed(module, **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})
-
-
-def packed_bytes(samples: int, rows: int, width: int, itemsize: int = 4) -> int:
-    return BlockGeometry.of(samples, rows, width, BLOCK, SPARSITY).stored_bytes(itemsize)
-
-
-ROWS = {
-    "self": [(L, E)],
-    "cross": [(L, E), (S, E)],
-    "three": [(L, E), (S, E), (S, E)],
-    "sizes": [(L, E), (S, 40), (S, 24)],
-}
-
-
-@pytest.mark.parametrize(("kind", "batch_first", "scope"), cover(list(ROWS), [False, True], ["sample", "token"]))
-def test_rows_are_byte_exact(kind: str, batch_first: bool, scope: str):
-    case = Case(kind, {"batch_first": batch_first})
-    dense, inputs = case.make(), case.tensors()
-    compact = without_blocks(dense, scope=scope)
-    plain, report = attended(dense, inputs), attended(compact, inputs)
-    attention, out = report.rows
-    assert (attention.fqn, attention.calls, attention.sparsity) == ("(root)", len(ROWS[kind]), SPARSITY)
-    assert (out.fqn, out.calls, out.sparsity) == ("out_proj", 1, SPARSITY)
-    samples = (lambda rows: (N, rows)) if scope == "sample" else (lambda rows: (N * rows, 1))
-    assert attention.stored_bytes == sum(packed_bytes(*samples(rows), width) for rows, width in ROWS[kind])
-    assert out.stored_bytes == packed_bytes(*samples(L), E)
-    assert (attention.dense_bytes, out.dense_bytes) == (4 * N * sum(r * w for r, w in ROWS[kind]), 4 * N * L * E)
-    for row in report.rows:
-        assert row.accounted_bytes == row.stored_bytes
-    assert report.dense_bytes == plain.stored_bytes
-
-
-def test_the_meter_takes_no_notice_of_other_models_and_leaves_no_trace():
+def test_other_models_are_not_seen_and_a_failed_call_leaves_no_trace():
     case = Case()
-    mine, other = without_blocks(case.make()), without_blocks(case.make())
-    with SavedTensorMeter(mine) as meter:
-        other(*case.tensors())
-    assert meter.report().rows == []
+    other, model = compressed(case.make(), sparsity=0.5), compressed(case.make(), sparsity=0.5)
+    with SavedTensorMeter(other) as unused:
+        rows = measure(model, *case.tensors()).rows
+    assert [(row.fqn, row.calls, row.sparsity) for row in rows] == [("(root)", 1, 0.5), ("out_proj", 1, 0.5)]
+    assert unused.report().rows == []
+    with pytest.raises(AssertionError), SavedTensorMeter(other):
+        other(*(x[..., 1:] for x in case.tensors()))
     assert watchers == []
-    with pytest.raises(AssertionError, match="key shape"), SavedTensorMeter(mine) as meter:
-        mine(torch.randn(L, N, E), torch.randn(L, N, E), torch.randn(S, N, E))
-    assert watchers == []
 
 
-def test_compiled_modules_are_not_seen_but_their_bytes_are():
-    model = nn.Sequential(mlp(), nn.Linear(8, 64))
-    model[0] = torch.compile(model[0], backend="aot_eager")
-    x = torch.randn(4, 64)
-    model(x).sum().backward()
-    report = measure(model, x)
-    assert [row.fqn for row in report.rows] == ["1"]
-    assert report.other_bytes >= 4 * 4 * (64 + 96 + 128)
-
-
-def test_measuring_a_compiled_step_compiles_nothing_anew():
-    model, x = mlp(), torch.randn(4, 64)
+def test_a_compiled_part_compiles_nothing_anew_and_is_counted_in_bytes():
+    counter = CompileCounterWithBackend("aot_eager")
+    model, x = nn.Sequential(mlp(), nn.Linear(8, 64)), torch.randn(4, 64)
     convert(model, sparsity=0.5)
-    counter = CompileCounter()
-
-    @torch.compile(backend=counter)
-    def step(x: Tensor) -> Tensor:
-        return model(x).sum()
-
-    step(x).backward()
+    model[0].compile(backend=counter)
+    model(x).sum().backward()
     compiled = counter.frame_count
     for _ in range(2):
-        with SavedTensorMeter(model) as meter:
-            step(x).backward()
-        step(x).backward()
+        report = measure(model, x)
+        model(x).sum().backward()
     assert counter.frame_count == compiled
-    assert meter.report().stored_bytes > 0
+    assert [row.fqn for row in report.rows] == ["1"]
+    assert report.other_bytes >= 2 * 4 * (64 + 96 + 128)

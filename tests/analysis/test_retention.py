@@ -29,10 +29,9 @@ from lightning_actprune.operators.attention import (
 )
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
-from lightning_actprune.report import ConversionReport, LayerReport
 from tests.support.attention import BLOCK, SPARSITY, Case
 from tests.support.helpers import assert_plain, pruned_layers
-from tests.support.marks import cover, only
+from tests.support.marks import cover
 from tests.support.retention import (
     BY,
     FREE,
@@ -48,7 +47,9 @@ from tests.support.retention import (
     made,
     retained,
 )
-from tests.support.saving import saved_tensors
+from tests.support.saving import bytes_saved, saved_tensors
+
+BATCH = "its input is part of the batch"
 
 
 @pytest.mark.parametrize(("make", "reason"), RETAINED)
@@ -60,7 +61,7 @@ def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what
         if backward_inside:
             loss.backward()
     returned = probe.apply(report)
-    assert {layer.fqn: layer.reason for layer in returned} == {"in_": "its input is part of the batch", "fc": reason}
+    assert {layer.fqn: layer.reason for layer in returned} == {"in_": BATCH, "fc": reason}
     assert type(model.fc) is nn.Linear
     assert [layer for layer in report.skipped if layer.fqn != "k"] == returned
     assert [layer.fqn for layer in report.converted] == pruned_layers(model) == []
@@ -79,19 +80,10 @@ def test_a_layer_whose_input_only_compressed_layers_keep_stays_compressed(make):
     loss.backward()
 
 
-def test_a_batch_that_is_not_named_is_a_reference_in_python():
-    model, _, x = made(Step)
-    assert retained(model, x) == {"in_": RETAINED[6][1]}
-    assert retained(model, x, batch={"image": [x[1:]]}) == {"in_": "its input is part of the batch"}
-
-
 def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
     for make, reason in RETAINED:
         model, _, x = made(make, sparsity=0.0)
-        with RetentionProbe(model, x, sparsity=0.6) as probe:
-            model(x).sum().backward()
-        reasons = {layer.fqn: layer.reason for layer in probe.retained}
-        assert reasons == {"in_": "its input is part of the batch", "fc": reason}
+        assert retained(model, x, batch={"image": [x[1:]]}, sparsity=0.6) == {"in_": BATCH, "fc": reason}
     for make in FREE:
         model, _, x = made(make, sparsity=0.0)
         # Two sisters will share one pack of their input, which nobody has seen yet.
@@ -99,10 +91,10 @@ def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
         assert retained(model, x, batch=x) == {}
 
 
-def test_a_copy_made_by_autocast_or_by_a_transposed_view_is_the_layers_own():
+def test_a_copy_made_by_autocast_or_of_a_transposed_view_belongs_to_the_layer():
     model, _, x = made(Relu)
     with torch.autocast("cpu", torch.bfloat16):
-        assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, what autocast has made is not
+        assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, the ReLU's output is not
 
     class Transposed(Step):
         def use(self, h):
@@ -120,72 +112,52 @@ def test_a_layer_called_twice_is_decided_by_bytes(small: bool):
             return self.fc(F.relu(h)[:, : 1 + 15 * small]).mean() + self.fc(h[:, : 16 - 15 * small].exp().sin())
 
     model, _, x = made(Twice)
-    found = retained(model, x)
-    if small:
-        assert found["fc"].startswith(BY + "relu in 1 of 2 calls; packing would add")
-    else:
-        assert "fc" not in found
+    assert retained(model, x).get("fc", "").startswith(BY + "relu in 1 of 2 calls") is small
 
 
-def test_sisters_are_turned_together_and_what_they_retain_then_too():
-    class Family(nn.Module):
-        """``q`` and ``k`` share ``h``; that of ``q`` in its larger second call is retained, so it retains ``h``."""
+class Siblings(nn.Module):
+    """Linear layers with one input for each letter: a capital one reads it behind a ReLU, ``twice`` it both ways."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+    def __init__(self, names: str, twice: str = "") -> None:
+        super().__init__()
+        self.layers, self.twice = nn.ModuleDict({name: nn.Linear(64, 64) for name in names}), twice
 
-        def forward(self, h: Tensor) -> Tensor:
-            large = torch.relu(h.repeat(4, 1, 1))
-            h = h.sin()
-            return (self.q(h) * self.k(h)).sum() + self.q(large)
+    def forward(self, x: Tensor) -> Tensor:
+        h, large = x * 2, F.relu(x.repeat(4, 1, 1))
+        used = {name: F.relu(h) if name.isupper() else h for name in self.layers}
+        again = self.layers[self.twice](large).sum() if self.twice else 0
+        return sum(layer(used[name]).sum() for name, layer in self.layers.items()) + again
 
-    model = Family()
+
+@pytest.mark.parametrize(
+    ("names", "twice", "expected"),
+    [
+        ("qkV", "", {"V": BY + "relu"}),
+        ("Vqk", "", {"V": BY + "relu"}),
+        ("qk", "q", {"q": BY + "relu in 1 of 2 calls", "k": BY + "'layers.q' (a layer that is dense)"}),
+    ],
+)
+def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expected: dict[str, str]):
+    model = Siblings(names, twice)
     convert(model, sparsity=0.6)
     found = retained(model, torch.randn(3, 16, 64, requires_grad=True))
-    assert found["q"].startswith(BY + "relu in 1 of 2 calls")
-    assert found["k"] == BY + "'q' (a layer that is dense)"
+    assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in found.items()} == expected
 
 
-@pytest.mark.parametrize("order", ["qkv", "vqk"])
-def test_the_decision_does_not_depend_on_the_order(order: str):
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in order})
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = x * 2
-            used = {name: h if name != "v" else F.relu(h) for name in order}
-            return sum(layer(used[name]).sum() for name, layer in self.layers.items())
-
-    model = Attention()
-    convert(model, sparsity=0.6)
-    assert retained(model, torch.randn(3, 16, 64, requires_grad=True)) == {"layers.v": BY + "relu"}
+def test_an_input_is_freed_once_however_many_layers_read_it():
+    model = Siblings("qkv")
+    keeps = {f"layers.{name}": Keep(sparsity=0.6, block_size=16 * (i + 1)) for i, name in enumerate("qkv")}
+    convert(model, rules={**keeps, "*": None})
+    # Three packs of two fifths each are more than the input.
+    assert retained(model, torch.randn(3, 16, 64, requires_grad=True)).keys() == keeps.keys()
 
 
-def test_layers_that_say_nothing_are_not_judged():
+def test_layers_without_a_backward_or_rows_are_not_judged():
     model, _, x = made(Relu)
     assert retained(model, x[:0]) == {}
-    with torch.no_grad():
-        assert retained(model, x) == {}
-    model.requires_grad_(False)
-    assert retained(model, x) == {}
+    assert retained(model.requires_grad_(False), x) == {}
     built = nn.Sequential(nn.ReLU(), ActivationPrunedLinear(64, 64, sparsity=0.5))
     assert retained(built, x.requires_grad_()) == {}
-
-
-def bytes_kept(model: nn.Module, x: Tensor) -> int:
-    """Return the bytes of all distinct storages alive until backward beside parameters and the batch."""
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(x)
-    for block in model:
-        kept += block.kept
-        block.kept.clear()
-    own = {t.untyped_storage().data_ptr() for t in (x, *model.parameters())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -194,274 +166,155 @@ def test_a_model_never_keeps_more_than_the_dense_one(seed: int):
     names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
     model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
     x = torch.randn(2, 8, 64, requires_grad=True)
-    dense = bytes_kept(model, x)
-    with SavedTensorMeter(model, x) as meter:
-        model(x)
-    counted = meter.report().stored_bytes
+
+    def forget() -> None:
+        for block in model:
+            block.kept.clear()
+
+    def measured() -> tuple[int, int]:
+        stored = bytes_saved(model, x, also=lambda: [t for block in model for t in block.kept])
+        forget()
+        with SavedTensorMeter(model, x) as meter:
+            model(x)
+        forget()
+        return stored, meter.report().stored_bytes
+
+    dense, counted = measured()
     report = convert(model, sparsity=sparsity, block_size=16, rules={"*.dense": None})
-    always = bytes_kept(model, x)
+    always, _ = measured()
     with RetentionProbe(model, x) as probe:
         model(x)
-    for block in model:
-        block.kept.clear()
+    forget()
     probe.apply(report)
-    with SavedTensorMeter(model, x) as meter:
-        model(x)
-    for block in model:
-        block.kept.clear()
-    assert meter.report().stored_bytes <= counted
-    assert bytes_kept(model, x) <= min(dense, always)
+    stored, now_counted = measured()
+    assert now_counted <= counted
+    assert stored <= min(dense, always)
 
 
-@pytest.mark.parametrize("make", [Relu, Sdpa, Parameter])
-def test_the_probed_step_is_exact_and_packs_nothing_that_was_kept_before(make):
+@pytest.mark.parametrize("make", [Relu, Sdpa, Parameter, KeptFeatures, NormReadsResidual])
+def test_the_probed_step_is_exact_but_for_layers_whose_input_is_retained_later(make):
     model, _, x = made(make)
     dense = make()
     dense.load_state_dict(model.state_dict())
-    with SavedTensorMeter(dense, x) as meter:
+    with SavedTensorMeter(dense, x) as before:
         expected = dense(x).square().sum()
-    before = meter.report().stored_bytes
     state = torch.get_rng_state()
     with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
         loss = model(x).square().sum()
     assert torch.equal(torch.get_rng_state(), state)
-    report = meter.report()
-    assert report.stored_bytes == before
-    assert report.stored_bytes == report.dense_bytes
-    grads = torch.autograd.grad(loss, list(model.parameters()))
-    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
-    torch.testing.assert_close(grads, torch.autograd.grad(expected, list(dense.parameters())), rtol=0, atol=0)
-    assert model.fc.sparsity == model.in_.sparsity == 0.6
-
-
-@pytest.mark.parametrize("make", [KeptFeatures, NormReadsResidual])
-def test_what_retains_an_input_later_changes_the_weight_gradient_of_the_step_alone(make):
-    model, _, x = made(make)
-    dense = make()
-    dense.load_state_dict(model.state_dict())
-    with RetentionProbe(model, x):
-        loss = model(x).square().sum()
-    expected = dense(x).square().sum()
+    later = make in (KeptFeatures, NormReadsResidual)
+    if not later:  # nothing that was retained before is packed
+        assert meter.report().stored_bytes == meter.report().dense_bytes == before.report().stored_bytes
     expected.backward()
     loss.backward()
     assert torch.equal(loss, expected)
     for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad) == (name != "fc.weight"), name
+        assert torch.equal(ours.grad, theirs.grad) == (not later or name != "fc.weight"), name
+    assert model.fc.sparsity == model.in_.sparsity == 0.6
 
 
 def test_nothing_is_kept_alive():
     model, _, x = made(Step)
     with RetentionProbe(model, x) as probe:
         h = F.gelu(model.in_(x))
-        alive = weakref.ref(h)
+        alive, batch = weakref.ref(h), weakref.ref(x)
         storage = torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage())
         out = model.fc(h)
-        del h
         gc.disable()
         try:
+            del h
             assert alive() is None
             assert storage.expired()
         finally:
             gc.enable()
-    del out
-    batch = weakref.ref(x)
-    del x
+    del out, x
     assert batch() is None
     assert probe.ran
     assert [layer.fqn for layer in probe.retained] == ["in_"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_exception_in_a_layer_leaves_all_as_it_was(error: type[BaseException]):
+def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
     def fail(*args):
         raise error
+
+    class Refusing(nn.Identity):
+        def register_forward_pre_hook(self, *args, **kwargs):
+            raise error
 
     model, _, x = made(Relu)
     handle = model.fc.register_forward_hook(fail)
     with pytest.raises(error), RetentionProbe(model, x):
         model(x)
     handle.remove()
+    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
+    with pytest.raises(error):
+        RetentionProbe(model, x).__enter__()
     assert model.fc.sparsity == model.in_.sparsity == 0.6
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert watchers == []
     assert torch.overrides._get_current_function_mode() is None
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    with saved_tensors() as packed:
         model(x).sum().backward()
     assert packed
 
 
-def test_a_module_that_takes_no_hooks_leaves_none_on_the_others():
-    class Refusing(nn.Identity):
-        def register_forward_pre_hook(self, *args, **kwargs):
-            raise RuntimeError("no hooks")
-
-    model, _, x = made(Step)
-    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
-    with pytest.raises(RuntimeError, match="no hooks"):
-        RetentionProbe(model, x).__enter__()
-    assert watchers == []
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch.overrides._get_current_function_mode() is None
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
-def test_probes_and_meters_see_the_same_and_close_in_any_order(order: tuple[int, ...]):
-    model, _, x = made(Relu)
-    alone = SavedTensorMeter(model, x)
-    contexts = [RetentionProbe(model, x), SavedTensorMeter(model, x), RetentionProbe(model, x)]
-    for context in contexts:
-        context.__enter__()
-    model(x).sum()
-    for number in order:
-        contexts[number].__exit__(None, None, None)
-    assert [len(contexts[number].retained) for number in (0, 2)] == [2, 2]
-    for layer in (model.in_, model.fc):  # as the probes had them run
-        layer.sparsity = 0.0
-    with alone:
-        model(x).sum()
-    assert contexts[1].report().stored_bytes == alone.report().stored_bytes
-    assert torch.overrides._get_current_function_mode() is None
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_model_copied_or_pickled_in_the_probed_step_takes_no_hook_along():
+def test_a_model_copied_in_the_probed_step_takes_no_hook_along():
     model, _, x = made(Relu)
     with RetentionProbe(model, x):
-        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for module in copies:
-        assert not any("RetentionProbe" in repr(vars(m)) for m in module.modules())
-        module(x).sum().backward()
+        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert not any("RetentionProbe" in repr(vars(module)) for module in twin.modules())
+    twin(x).sum().backward()
 
 
 @pytest.fixture
-def forget_compilations() -> None:
+def compiled_model() -> nn.Sequential:
+    """A converted model whose third layer is behind a ReLU."""
     torch._dynamo.reset()
     counters.clear()
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model.report = convert(model, sparsity=0.5)
+    return model
 
 
-class Compiled(nn.Module):
-    """``blocks.1`` is behind a ReLU, ``blocks.3`` behind a GELU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x * 2)
-
-
-def compilable() -> tuple[Compiled, ConversionReport, Tensor]:
-    model = Compiled()
-    return model, convert(model, sparsity=0.5), torch.randn(4, 8, 64)
-
-
-def steps(call: nn.Module, model: nn.Module, report: ConversionReport, x: Tensor, probe: bool) -> list[str]:
-    """Run four training steps, the first of them probed or not; return what was decided."""
-    reasons: list[str] = []
-    for step in range(4):
-        if probe and step == 0:
-            with RetentionProbe(model, x) as found:
-                loss = call(x).square().sum()
-            reasons = [f"{layer.fqn}: {layer.reason}" for layer in found.apply(report)]
-        else:
-            loss = call(x).square().sum()
-        loss.backward()
-    return reasons
-
-
-@pytest.mark.usefixtures("forget_compilations")
-@pytest.mark.parametrize("how", only(["wrapped", "block"], "block", rest="integration"))
-def test_the_decision_is_the_eager_one_and_later_steps_compile_once(how: str):
-    model, report, x = compilable()
-    expected = steps(model, model, report, x, probe=True)
-    assert expected == ["blocks.2: its input is kept for backward by 'blocks.1' (relu)"]
-
-    frames = {}
-    for probe in (False, True):
-        torch._dynamo.reset()
-        model, report, x = compilable()
-        counter = CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
+def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(compiled_model, wrapped: bool):
+    model, x, counter = compiled_model, torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
+    if wrapped:
+        call = torch.compile(model, backend=counter, fullgraph=True)
+    else:
+        model.compile(backend=counter, fullgraph=True)
         call = model
-        if how == "wrapped":
-            call = torch.compile(model, backend=counter, fullgraph=True)
-        else:
-            model.blocks.compile(backend=counter, fullgraph=True)
-        assert steps(call, model, report, x, probe) == (expected if probe else [])
-        assert pruned_layers(model) == [f"blocks.{i}" for i in (0, 2, 4) if not probe or i != 2]
-        frames[probe] = counter.frame_count
-    assert frames[True] == frames[False]
+    for frames in (1, 1):
+        call(x * 2).sum().backward()
+        assert counter.frame_count == frames
+    with RetentionProbe(model, x) as probe:
+        call(x * 2).sum().backward()
+    call(x * 2).sum().backward()
+    assert counter.frame_count == 1  # nothing of the probe is left
+    assert {layer.fqn: layer.reason for layer in probe.apply(model.report)} == {"2": BY + "'1' (relu)"}
+    assert pruned_layers(model) == ["0", "4"]
+    for _ in range(2):
+        call(x * 2).sum().backward()
+    assert counter.frame_count == 2
     assert not counters["graph_break"]
 
 
-@pytest.mark.usefixtures("forget_compilations")
-def test_a_probe_after_compilation_compiles_once_more_for_the_layers_it_turns():
-    model, report, x = compilable()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for _ in range(2):
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-    with RetentionProbe(model, x) as probe:
-        compiled(x).sum().backward()
-    assert counter.frame_count == 1
-    compiled(x).sum().backward()
-    assert counter.frame_count == 1  # nothing of the probe is left
-    assert [layer.fqn for layer in probe.apply(report)] == ["blocks.2"]
-    for _ in range(2):
-        compiled(x).sum().backward()
-    assert counter.frame_count == 2
-
-
-@pytest.mark.usefixtures("forget_compilations")
-def test_the_compilers_own_stance_comes_back():
-    model, _, x = compilable()
-    compiled = torch.compile(model, backend="eager")
-    with torch.compiler.set_stance("fail_on_recompile"):
-        first, second = RetentionProbe(model), RetentionProbe(model)
-        first.__enter__()
-        second.__enter__()
-        compiled(x)
-        first.close()
-        compiled(x)
-        second.close()
-        with pytest.raises(RuntimeError, match="fail_on_recompile"):
-            compiled(x)
-    compiled(x)
-
-
-BATCH = "its input is part of the batch"
-BY_ATTENTION = "its input is kept for backward by 'attn' (multi_head_attention_forward)"
+BY_ATTENTION = BY + "'attn' (multi_head_attention_forward)"
 
 
 class SelfAttention(nn.Module):
-    """Self-attention on ``[T, N, E]``: on the batch itself or behind a norm, its heads copied (``copies``) or not."""
-
     def __init__(self, norm: bool, copies: bool = True) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(64) if norm else nn.Identity()
-        self.attn = nn.MultiheadAttention(64, 4)
-        self.copies = copies
+        self.norm, self.attn, self.copies = (
+            nn.LayerNorm(64) if norm else nn.Identity(),
+            nn.MultiheadAttention(64, 4),
+            copies,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         return self.attn(h, h, h, need_weights=self.copies)[0]
-
-
-def probed(model: nn.Module, x: Tensor, sparsity: float = 0.6) -> tuple[ConversionReport, dict[str, LayerReport]]:
-    """Convert ``model``, probe one step, apply, and return the report and the layers with retained inputs by name."""
-    report = converted(model, sparsity)
-    with RetentionProbe(model, x, sparsity=0.6) as probe:
-        model(x).sum().backward()
-    return report, {layer.fqn: layer for layer in probe.apply(report)}
-
-
-def kept(model: nn.Module, *args: object, **kwargs: object) -> int:
-    """Return the bytes of all distinct storages that a forward saves beside parameters and inputs."""
-    with saved_tensors() as saved:
-        model(*args, **kwargs)
-    own = {t.untyped_storage().data_ptr() for t in (*args, *model.parameters())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
@@ -478,70 +331,62 @@ OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
     ids=["none", "in", "out", "both"],
 )
 def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, samples, reasons, attention, sparsity):
-    model = SelfAttention(norm, copies)
-    report, found = probed(model, torch.randn(7, samples, 64), sparsity)
-    assert {name: layer.reason for name, layer in found.items()} == reasons
+    model, x = SelfAttention(norm, copies), torch.randn(7, samples, 64)
+    report = converted(model, sparsity)
+    with RetentionProbe(model, x, sparsity=0.6) as probe:
+        model(x).sum().backward()
+    found = probe.apply(report)
+    assert {layer.fqn: layer.reason for layer in found} == reasons
     classes = {"attn": "MultiheadAttention", "attn.out_proj": "NonDynamicallyQuantizableLinear"}
-    assert {name: layer.kind for name, layer in found.items()} == {name: classes[name] for name in reasons}
-    assert report.skipped == list(found.values())
+    assert all(layer.kind == classes[layer.fqn] for layer in found)
+    assert report.skipped == found
     assert type(model.attn) is attention
     assert type(model.attn.out_proj) is OUT["attn.out_proj" not in reasons]
     left = [name for name in classes if name not in reasons]
     assert [layer.fqn for layer in report.converted] == left
-    model(torch.randn(7, samples, 64)).sum().backward()
+    model(x).sum().backward()
     assert revert(model) == left
-    assert type(model.attn) is nn.MultiheadAttention
-    assert type(model.attn.out_proj) is NonDynamicallyQuantizableLinear
-    assert vars(model.attn).keys() == vars(nn.MultiheadAttention(64, 4)).keys()
-    assert vars(model.attn.out_proj).keys() == vars(nn.MultiheadAttention(64, 4).out_proj).keys()
+    plain = nn.MultiheadAttention(64, 4)
+    for ours, theirs in ((model.attn, plain), (model.attn.out_proj, plain.out_proj)):
+        assert type(ours) is type(theirs)
+        assert vars(ours).keys() == vars(theirs).keys()
 
 
 def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
     model, x = SelfAttention(norm=False), torch.randn(7, 3, 64)
-    with SavedTensorMeter(model, x) as meter:
-        expected = model(x).square().sum()
-    dense, wanted = meter.report(), torch.autograd.grad(expected, list(model.parameters()))
+    expected = model(x).square().sum()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
     convert(model, sparsity=0.6)
     with RetentionProbe(model, x), SavedTensorMeter(model, x) as meter:
         loss = model(x).square().sum()
     rows = {row.fqn: row for row in meter.report().rows}
     assert rows["attn"].stored_bytes == rows["attn"].sparsity == 0  # the batch, which is there anyway
     assert rows["attn.out_proj"].stored_bytes < rows["attn.out_proj"].dense_bytes == 4 * 7 * 3 * 64
-    assert meter.report().stored_bytes == dense.stored_bytes - rows["attn.out_proj"].saved_bytes
-    assert model.attn.sparsity == model.attn.out_proj.sparsity == 0.6
     assert torch.equal(loss, expected)
-    names = [name for name, _ in model.named_parameters()]
-    for name, ours, theirs in zip(names, torch.autograd.grad(loss, list(model.parameters())), wanted, strict=True):
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, _), ours, theirs in zip(model.named_parameters(), found, wanted, strict=True):
         assert torch.equal(ours, theirs) == (name != "attn.out_proj.weight"), name
-
-
-FLAGS = (False, True)
 
 
 @pytest.mark.parametrize(
     ("inputs", "batch_first", "need_weights", "batched", "given", "sparsity"),
-    cover(["self", "cross", "three", "sizes"], FLAGS, FLAGS, FLAGS, FLAGS, [0.0, SPARSITY]),
+    cover(["self", "cross", "three", "sizes"], *[(False, True)] * 4, [0.0, SPARSITY]),
 )
 def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need_weights, batched, given, sparsity):
     case = Case(inputs, {"batch_first": batch_first}, {"need_weights": need_weights}, batched)
-    module = case.make()
 
     class Attention(nn.Module):
-        """Attention on the batch or on what something makes of it."""
-
         def __init__(self) -> None:
             super().__init__()
-            self.attn = module
+            self.attn = case.make()
 
         def forward(self, *inputs: Tensor) -> Tensor:
             made = {id(x): x if given else x + 1 for x in inputs}
-            output, _ = self.attn(*(made[id(x)] for x in inputs), **case.call)
-            return output
+            return self.attn(*(made[id(x)] for x in inputs), **case.call)[0]
 
     model, inputs = Attention(), case.tensors()
-    dense = kept(model, *inputs)
-    keep = Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)
-    report = converted(model, sparsity, rules={"type:linear": keep})
+    dense = bytes_saved(model, *inputs)
+    report = converted(model, sparsity, rules={"type:linear": Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)})
     with RetentionProbe(model, inputs, sparsity=SPARSITY) as probe:
         model(*inputs).sum().backward()
     probe.apply(report)
@@ -549,4 +394,4 @@ def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need
         if isinstance(layer, CompressedLayer) and "_state" in vars(layer):
             layer.sparsity = SPARSITY
     assert len(report.converted) + len(report.skipped) == 2
-    assert kept(model, *inputs) <= dense
+    assert bytes_saved(model, *inputs) <= dense

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -21,3 +21,17 @@ def saved_tensors() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda t: t):
         yield saved
+
+
+def bytes_saved(
+    model: nn.Module,
+    *inputs: Tensor,
+    context: AbstractContextManager[object] | None = None,
+    also: Callable[[], list[Tensor]] = list,
+) -> int:
+    """Return the bytes of the distinct storages that a forward saves, and ``also``, beside parameters and inputs."""
+    with saved_tensors() as saved, context or nullcontext():
+        model(*inputs)
+    own = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters(), *model.buffers())}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, *also())}
+    return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
