@@ -1,7 +1,4 @@
-"""Compile every kernel for GPUs that are not there, and print one JSON record for each kernel and target.
-
-Run in a process of its own without TRITON_INTERPRET: the variable is read when a kernel is decorated.
-"""
+"""Compile every kernel for GPUs that are not there, in a process without TRITON_INTERPRET; print a record of each."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +40,20 @@ POINTERS = {
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "skipped", "size", "counts", "count")
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+"""What a block of threads may ask for, in bytes."""
 BLOCK_SIZES = (16, 24, 32, 64, 128)
 """24 is no power of two: its tile is as wide as that of 32, a quarter of it masked."""
-
 WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
 """fp16 differs from bf16 in the opcode of the product alone; of fp32, both ways round, with the largest accumulator."""
-
 NARROW_ROW = 196
 """Values of a row that 4 divides and 8 does not."""
-
 UNSCALED = {"keys_ptr": None}
 """What a kernel that copies or quantizes blocks gets if these are not scaled."""
-
-FORMATS = [(4, 32), (4, 64), (2, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 128), (4, 256), (2, 16)]
-"""Bits and block sizes; of 24, a quarter of the tile is masked."""
+FORMATS = [(4, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 256), (2, 16)]
+"""Bits and block sizes."""
 WIDE = (4, 1024)
 """The largest block, which the weight gradient does not dequantize by itself."""
-SPARSE = [64, 1000]
-"""Block sizes at which almost nothing is kept."""
 
 ACTIVATIONS = [("gelu", bits) for bits in (8, 4, 3, 2)]
 ACTIVATIONS += [(name, 4) for name in ("silu", "tanh", "softplus", "elu", "relu")]
@@ -117,12 +107,8 @@ def of_blocks(target: int) -> list[Specimen]:
         ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", four),
     ]
     for (value, size), parts in itertools.product((("bf16", 2), ("fp32", 4)), (0, sums.MOST_PARTS)):
-        added = {
-            "ROWS": sums.TILE_BYTES // (sums.COLS * size),
-            "COLS": sums.COLS,
-            "STAGES": sums.STAGES,
-            "PARTS": parts,
-        }
+        added = {"ROWS": sums.TILE_BYTES // (sums.COLS * size), "COLS": sums.COLS, "STAGES": sums.STAGES}
+        added["PARTS"] = parts
         found.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
         if value == "fp32":
             found.append(("add_sets", sums.add_sets_kernel, added, value, four))
@@ -155,7 +141,7 @@ def of_formats(target: int) -> list[Specimen]:
         if (bits, size) != WIDE:
             found.append(dequantized(bits, size, value))
             found.append(whole(bits, size, value))
-    for size, value in itertools.product(SPARSE, ("bf16", "fp32")):
+    for size, value in itertools.product((64, 1000), ("bf16", "fp32")):  # almost nothing is kept
         constants, options = turned(4, size, 6.4, 6 * size + 6)  # rows that are not aligned
         found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, value, options))
     found.append(whole(4, 32, "bf16", casts=True))
@@ -192,9 +178,8 @@ def dequantized(bits: int, size: int, value: str) -> Specimen:
     """Return the kernel that dequantizes stored blocks and counts them."""
     block, blocks = whole_blocks(size)
     constants = {"TILE": 128, "COLS": 16, "B": size, "BLOCK": block, "BLOCKS": blocks}
-    constants["FORMAT"] = encode_format(bits, size)
-    kernel = linear.count_and_dequantize_kernel
-    return f"count_and_dequantize_{bits}_b{size}", kernel, constants, value, {"num_warps": 4}
+    constants["FORMAT"], label = encode_format(bits, size), f"count_and_dequantize_{bits}_b{size}"
+    return label, linear.count_and_dequantize_kernel, constants, value, {"num_warps": 4}
 
 
 def of_activations(target: int) -> list[Specimen]:
@@ -298,10 +283,7 @@ FAMILIES = {
 
 
 def in_turn(found: list[Specimen], target: int) -> list[Specimen]:
-    """Return each kernel with one of its types of values, which take turns from kernel to kernel and target to target.
-
-    To compile all kernels of all targets takes minutes.
-    """
+    """Return each kernel with one of its types of values, in turn from target to target."""
     by_label: dict[str, list[Specimen]] = {}
     for specimen in found:
         by_label.setdefault(specimen[0], []).append(specimen)
@@ -350,7 +332,6 @@ def compile_kernel(
         **resources(binary.asm["cubin"]),
         "smem": binary.metadata.shared,
         "ptx": features(binary.asm["ptx"]),
-        "async_from": async_sources(binary.asm["ttgir"], [n for n in kernel.arg_names if n not in constants]),
     }
 
 
@@ -358,9 +339,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     """Return registers and bytes of stack and local memory (both hold spills) from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        text = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        text = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
     found = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
 
@@ -378,30 +357,17 @@ def features(ptx: str) -> dict[str, int]:
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 
 
-def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
-    """Return from which kernel argument how many asynchronous copies to shared memory read, prologue included."""
-    defined = dict(re.findall(r"^ *(%[\w-]+) = \S+ (%[\w-]+)", ttgir, re.MULTILINE))  # result -> its first operand
-    names = {f"%arg{i}": argument for i, argument in enumerate(arguments)}  # as Triton calls them before 3.5
-    found: Counter[str] = Counter()
-    for name in re.findall(r"ttg\.async_copy_global_to_local (%[\w-]+)", ttgir):
-        while name in defined:  # a pointer is the first operand of everything that makes one from another
-            name = defined[name]
-        found[names.get(name, name.removeprefix("%"))] += 1
-    return dict(found)
+def specimens(target: int) -> dict[tuple[str, int], Specimen]:
+    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
+    return {(name, i): one for name, of in FAMILIES.items() for i, one in enumerate(of(target))}
 
 
 def main(targets: list[int]) -> None:
-    """Compile all kernels for these targets, and print a record of each."""
     jobs = [(target, *key) for target in targets for key in _found.setdefault(target, specimens(target))]
     # Forked, because importing torch and triton takes longer than compiling a few kernels, and kernels do not travel.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
         for line in pool.imap(_record, jobs):
             print(line, flush=True)
-
-
-def specimens(target: int) -> dict[tuple[str, int], Specimen]:
-    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    return {(name, i): one for name, of in FAMILIES.items() for i, one in enumerate(of(target))}
 
 
 _found: dict[int, dict[tuple[str, int], Specimen]] = {}

@@ -81,43 +81,34 @@ def compiled(launcher):
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch):
-    """Triton's launcher asks for the driver, which needs a GPU, and has nothing to ask it but for the stream."""
     active = SimpleNamespace(get_current_stream=lambda device: STREAM)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return active
 
 
 @pytest.mark.parametrize("make", [Flat, Packed, triton_launcher])
-def test_native_function_gets_what_the_launcher_would_pass(make):
+def test_native_function_gets_what_the_launcher_would_pass(make, driver):
     launcher, tensors = make(), (torch.ones(3), torch.ones(5))
     run = runner(compiled(launcher), 0, GRID, SCALARS)
     assert not launcher.launch.called
     launcher(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
     with mock.patch.object(type(launcher), "__call__", side_effect=AssertionError("the launcher itself was called")):
         run(tensors)
-    expected, actual = launcher.launch.call_args_list
+        driver.get_current_stream = lambda device: 2  # asked for at each launch
+        run(tensors)
+    expected, actual, last = launcher.launch.call_args_list
     assert actual == expected
+    assert (actual.args[3], last.args[3]) == (STREAM, 2)
 
 
-@pytest.mark.parametrize("make", OTHERS)
-def test_launchers_that_do_more_or_are_not_known_are_left_to_triton(make):
-    assert runner(compiled(make()), 0, GRID, SCALARS) is None
-
-
-@pytest.mark.parametrize("missing", ["run", "function", "packed_metadata", "get_current_stream"])
-def test_what_triton_has_under_other_names_is_left_to_it(missing, driver):
-    kernel = compiled(Flat())
-    delattr(driver if missing == "get_current_stream" else kernel, missing)
-    assert runner(kernel, 0, GRID, SCALARS) is None
-
-
-def test_stream_is_asked_for_at_each_launch(driver):
-    launcher, streams = Flat(), iter([1, 2])
-    driver.get_current_stream = lambda device: next(streams)
-    run = runner(compiled(launcher), 0, GRID, SCALARS)
-    run(())
-    run(())
-    assert [call.args[3] for call in launcher.launch.call_args_list] == [1, 2]
+def test_what_is_not_known_is_left_to_triton(driver):
+    """Launchers that do more, and names that are gone."""
+    for make in OTHERS:
+        assert runner(compiled(make()), 0, GRID, SCALARS) is None
+    for missing in ("run", "function", "packed_metadata", "get_current_stream"):
+        kernel = compiled(Flat())
+        delattr(driver if missing == "get_current_stream" else kernel, missing)
+        assert runner(kernel, 0, GRID, SCALARS) is None
 
 
 @pytest.mark.parametrize(("make", "by_triton"), [(Flat, 1), (Wrapped, 3)])

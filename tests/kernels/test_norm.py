@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(x: Tensor, grad_y: Tensor, weight: Tensor, centred: bool, bits: int) -> tuple[Tensor, ...]:
-    """Return output, what is stored, and gradients of input, weight and, if there is one, bias, which is zero."""
+    """Return output, what is stored, and gradients."""
     bias = torch.zeros_like(weight).requires_grad_() if centred else None
     given = [t for t in (x.detach().requires_grad_(), weight.detach().requires_grad_(), bias) if t is not None]
     setting = NormSetting(centred, False, 1e-5, 32, bits)
@@ -57,11 +57,13 @@ KINDS = {
 """Whether rows are centred, rounded and normalised, and what there is of weight, bias and residual."""
 
 
-@pytest.mark.parametrize(("kind", "rows", "bits", "dtype"), cover(list(KINDS), ROWS, (8, 4, 3, 2), DTYPES), ids=str)
+@pytest.mark.parametrize(("kind", "rows", "bits", "dtype"), cover(list(KINDS), ROWS, (8, 3), DTYPES), ids=str)
 @pytest.mark.usefixtures("small_tiles")
 def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype):
     (count, length, block), (centred, rounded, normed, others) = rows, KINDS[kind]
     x = (2 * torch.randn(count, length) + 1).to(dtype).to(kernel_device)
+    if kind == "layer-plain":  # what is not finite stays in its row
+        x[1, 3], x[-1, 60] = float("nan"), float("inf")
     made = {"w": 1 + torch.randn(length), "b": torch.randn(length), "r": torch.randn(count, length).to(dtype)}
     weight, bias, residual = (made[name].to(kernel_device) if name in others else None for name in "wbr")
     setting = NormSetting(centred, rounded, 1e-5, block, bits, normed)
@@ -69,13 +71,6 @@ def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype
         compare(lambda x, w, b: operators.norm(x, w, b, (length,), setting, dtype), (x, weight, bias))
     else:
         compare(lambda *given: operators.scaled(*given, block, bits), (x, weight, bias, residual))
-
-
-def test_what_is_not_finite_stays_in_its_row(kernel_device):
-    x = torch.randn(6, 70, device=kernel_device)
-    x[1, 3], x[4, 60], x[2] = float("nan"), float("inf"), 5.0
-    setting = NormSetting(True, False, 1e-5, 32, 4)
-    compare(lambda x: operators.norm(x, None, None, (70,), setting, x.dtype), (x,))
 
 
 def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, small_tiles):
@@ -88,20 +83,14 @@ def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monke
     assert grad_x.isfinite().all()
 
 
-def test_one_launch_forward_and_two_backward(kernel_device):
-    x, grad_y = torch.randn(2, 40, 64, device=kernel_device)
-    with force_backend("triton"), launches() as names:
-        run(x, grad_y, torch.ones(64, device=kernel_device), True, 4)
-    assert names == ["normalize_kernel", "normalize_grad_kernel", "add_sets_kernel"]
-
-
-def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
+def test_rows_may_have_gaps_and_start_anywhere_with_three_launches(kernel_device):
     base = torch.randn(30, 110, device=kernel_device)
     for x in (base[::2, 3:80], base[1:, 1:], base[:1].expand(30, 110)):
-        with force_backend("triton"):
+        with force_backend("triton"), launches() as names:
             y, *_, of_bias = run(x, x, torch.ones(x.shape[1], device=kernel_device), True, 8)
         torch.testing.assert_close(y, F.layer_norm(x, x.shape[1:], eps=1e-5), rtol=0, atol=1e-5)
         torch.testing.assert_close(of_bias, x.sum(0), rtol=0, atol=1e-4)
+        assert names == ["normalize_kernel", "normalize_grad_kernel", "add_sets_kernel"]
 
 
 LARGE = [(25216, 768), (12544, 384), (8192, 4096), (1000, 8192), (517, 8190)]

@@ -41,11 +41,8 @@ def check(kept: Tensor, device: torch.device) -> None:
     ranked = torch.arange(RUN_BLOCKS) < counts.cpu()[:, None]
     assert torch.equal(found.cpu()[ranked].long(), kept.nonzero())
     assert torch.equal(flags.cpu().sum(1), counts.cpu().long())
-    in_order = flags.cpu().flatten()
-    if lanes == RUN_BLOCKS:
-        assert torch.equal(in_order.view(samples, -1)[:, :blocks], kept.int())
-    else:
-        assert torch.equal(in_order.view(-1, lanes)[:samples, :blocks], kept.int())
+    in_order = flags.cpu().view((samples, -1) if lanes == RUN_BLOCKS else (-1, lanes))
+    assert torch.equal(in_order[:samples, :blocks], kept.int())
 
 
 @pytest.mark.parametrize(("samples", "blocks"), [(300, 1), (50, 12), (9, 32), (3, 65), (3, 129), (2, 300)])
@@ -55,20 +52,13 @@ def test_blocks_of_all_ranks(kernel_device, samples, blocks):
         check(torch.rand(samples, blocks) < density, kernel_device)
 
 
-def one_block_of(device: torch.device) -> Tensor:
-    """Return masks of one block of a run, of those at the ends of words alone where the interpreter runs them."""
+def test_one_block_anywhere_kept_or_dropped(kernel_device):
+    """Bit 31 of a word, its sign, is a block like any other; the interpreter has those at the ends of words alone."""
     masks = torch.eye(RUN_BLOCKS, dtype=torch.bool)
-    return masks if device.type == "cuda" else masks.view(4, WORD_BLOCKS, -1)[:, [0, 1, 30, 31]].flatten(0, 1)
-
-
-def test_one_kept_block_anywhere(kernel_device):
-    """Bit 31 of a word, its sign, is a block like any other."""
-    check(one_block_of(kernel_device), kernel_device)
-    check(torch.eye(WORD_BLOCKS, dtype=torch.bool), kernel_device)
-
-
-def test_one_dropped_block_anywhere(kernel_device):
-    check(~one_block_of(kernel_device), kernel_device)
+    if kernel_device.type == "cpu":
+        masks = masks.view(4, WORD_BLOCKS, -1)[:, [0, 1, 30, 31]].flatten(0, 1)
+    for mask in (masks, ~masks, torch.eye(WORD_BLOCKS, dtype=torch.bool)):
+        check(mask, kernel_device)
 
 
 def test_two_tiles_a_program_cover_what_a_run_keeps_on_average():
