@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,6 @@ from lightning_actprune.codec.blocks import (
     BlockGeometry,
     input_geometry,
     keep_count,
-    selection_keys,
     sparsity_parts,
     stored_view,
 )
@@ -60,7 +58,8 @@ def test_stored_view(x, block_size, shape, transposed):
     view, flag = stored_view(x, block_size, "sample")
     assert (tuple(view.shape), flag) == (shape, transposed)
     assert view.numel() == 0 or view.stride(-1) == 1
-    assert x.stride(-1) == 2 or view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    if transposed or x.stride(-1) == 1:
+        assert view.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     rows, along = stored_view(x, 99, "token")  # every row is a sample
     assert along or tuple(rows.shape) == (x.numel() // x.shape[-1], 1, x.shape[-1])
 
@@ -78,16 +77,6 @@ def test_bytes_formula_of_the_design():
     assert geometry.stored_bytes(4, 4) == 32 * geometry.keep * 10 + bitmap + offsets
     everything = BlockGeometry.of(samples=32, rows=196, length=384, block_size=16, sparsity=0.0)
     assert everything.stored_bytes(4, 4) == 32 * competing * 10
-
-
-def test_input_geometry_follows_the_strides():
-    plain = input_geometry(torch.zeros(3, 196, 384), 32, 0.5, "sample")
-    assert (plain.rows, plain.length) == (196, 384)
-    # Blocks of 32 fill rows of 384 values and not of 196: in token mixing, [B, 384, 196], they run along memory; in
-    # [B, 196, 384] with the channels first in memory they run along the channels.
-    for x in (torch.zeros(3, 196, 384).transpose(1, 2), torch.zeros(3, 384, 196).transpose(1, 2)):
-        for device in ("cpu", "meta"):
-            assert input_geometry(x.to(device), 32, 0.5, "sample") == plain
 
 
 @pytest.mark.parametrize("scope", ["sample", "token"])
@@ -116,31 +105,6 @@ def unpacked(x, block_size, keep, selection):
 def heavy_tailed(samples, count, size):
     """Return samples ``[S, N, size]`` of one block a row, their norms over two orders of magnitude."""
     return torch.randn(samples, count, size) * torch.exp(1.5 * torch.randn(samples, count, 1))
-
-
-def hashed(bits, number):
-    """Return the uniform 24 bits of a block in plain Python."""
-    h = (bits + number * 0xC2B2AE35) % 2**32
-    h = (h ^ (h >> 16)) * 0x7FEB352D % 2**32
-    h = (h ^ (h >> 15)) * 0x846CA68B % 2**32
-    return h >> 8
-
-
-@pytest.mark.parametrize("selection", ["swap", "unbiased"])
-def test_keys_are_those_of_plain_python(selection):
-    squares = torch.exp(20 * torch.randn(4, 50)).clamp(max=1e38)
-    squares[0, :6] = torch.tensor([0.0, torch.inf, 1e-45, 2.0**-126, 3.4e38, 1.0])
-    found = selection_keys(squares, selection)
-    for number, (square, key) in enumerate(zip(squares.flatten().numpy(), found.flatten().tolist(), strict=True)):
-        bits, u = int(square.view(np.int32)), hashed(int(square.view(np.int32)), number)
-        if bits in (0, 0x7F800000):
-            assert key == (bits if selection == "swap" else float(square))
-        elif selection == "swap":
-            assert key == min(max(bits + 3 * u // 2 - 3 * 2**22, 1), 0x7F7FFFFF)
-        else:
-            share = np.float32((u + 1) / 2**24)
-            with np.errstate(over="ignore"):
-                assert key == min(square / (share * share), np.finfo(np.float32).max)
 
 
 @each_dtype

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +22,18 @@ FP32 = torch.finfo(torch.float32).eps
 def eps(dtype: torch.dtype) -> float:
     """Two units in the last place: Triton's interpreter cuts off to bf16 where torch rounds."""
     return 2 * torch.finfo(dtype).eps
+
+
+@contextmanager
+def small_tiles(operators: ModuleType, kernels: ModuleType, **sizes: object) -> Iterator[None]:
+    """Let programs have several tiles, one that is not full, or none."""
+    caches = operators._launches, operators._grad_launches
+    with mock.patch.multiple(kernels, multiprocessors=lambda device: 3, **sizes):
+        for cache in caches:
+            cache.clear()
+        yield
+    for cache in caches:
+        cache.clear()
 
 
 def check_launch(x, block_size, keep, selection="largest", bits=0, cast=None):

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +114,13 @@ def of_blocks(target: int) -> list[Specimen]:
         if value == "fp32":
             found.append(("add_sets", sums.add_sets_kernel, added, value, four))
     found += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
-    # Copies: two bytes are two bytes.
-    copies = list[Specimen]()
-    for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
+    types = types_of(target)
+    for size in (*BLOCK_SIZES, MAX_BLOCK_SIZE):
         _, sizes, options = run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
-        copies.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
-        copies.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
-        copies.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
-    found += in_turn(copies, target)
+        found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, next(types), options))
+        found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, next(types), options))
+        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, next(types), options))
     for name, length in (("narrow", NARROW_ROW), ("block", 32)):
         run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
         found.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
@@ -130,24 +129,41 @@ def of_blocks(target: int) -> list[Specimen]:
 
 
 def of_formats(target: int) -> list[Specimen]:
-    """Kernels that quantize or read quantized blocks, on values of bf16 and fp32 in turn."""
-    found = []
-    for (bits, size), value in itertools.product((*FORMATS, WIDE), ("bf16", "fp32")):
+    found, types, four = list[Specimen](), types_of(target), {"num_warps": 4}
+    for bits, size in (*FORMATS, WIDE):
         constants, options = turned(bits, size)
-        unscaled = constants | UNSCALED
-        found.append((f"quantize_{bits}_b{size}", pack.quantize_kernel, unscaled, value, options))
-        found.append((f"quantize_scaled_{bits}_b{size}", pack.quantize_kernel, constants, value, options))
-        found.append((f"unpack_{bits}_b{size}", unpack.unpack_kept_kernel, constants, value, options))
-        if (bits, size) != WIDE:
-            found.append(dequantized(bits, size, value))
-            found.append(whole(bits, size, value))
-    for size, value in itertools.product((64, 1000), ("bf16", "fp32")):  # almost nothing is kept
-        constants, options = turned(4, size, 6.4, 6 * size + 6)  # rows that are not aligned
-        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, value, options))
-    found.append(whole(4, 32, "bf16", casts=True))
-    found.append(whole(4, 32, "bf16", length=32))
-    found += [unpacked(4, 32, "bf16", length) for length in (192, 32)]
-    return in_turn(found, target)
+        quantize, name = pack.quantize_kernel, f"{bits}_b{size}"
+        found.append((f"quantize_{name}", quantize, constants | UNSCALED, next(types), options))
+        found.append((f"quantize_scaled_{name}", quantize, constants, next(types), options))
+        found.append((f"unpack_{name}", unpack.unpack_kept_kernel, constants, next(types), options))
+        if (bits, size) == WIDE:
+            continue
+        block, blocks = whole_blocks(size)
+        constants = {"B": size, "BLOCK": block, "FORMAT": encode_format(bits, size)}
+        counted = constants | {"TILE": 128, "COLS": 16, "BLOCKS": blocks}
+        found.append((f"count_and_dequantize_{name}", linear.count_and_dequantize_kernel, counted, next(types), four))
+        constants |= {"CAST": False, "TILE": blocks} | rows(6 * size, size)
+        found.append((f"quantize_all_{name}", pack.quantize_all_kernel, constants, next(types), four))
+        if (bits, size) == (4, 32):
+            more = {"CAST": True}, rows(32, 32)  # also of rows of one block, as a convolution has them
+            found += [("quantize_all_more", pack.quantize_all_kernel, constants | one, "bf16", four) for one in more]
+    for size in (64, 1000):  # almost nothing is kept, of rows that are not aligned
+        constants, options = turned(4, size, 6.4, 6 * size + 6)
+        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
+    _, (_, _, lanes), options = run_tile(64, 4704, 32)
+    for length in (192, 32):
+        tile = {"B": 32, "BLOCK": min(64, tile_width(32)), "LANES": lanes, "FORMAT": encode_format(4, 32)}
+        found.append((f"unpack_all_{length}", unpack.unpack_kernel, tile | rows(length, 32), "bf16", options))
+    return found
+
+
+def types_of(target: int) -> Iterator[str]:
+    """Return types of values that take turns from kernel to kernel and from target to target."""
+    return itertools.islice(itertools.cycle(("bf16", "fp32")), list(SHARED_MEMORY).index(target) % 2, None)
+
+
+def rows(length: int, block_size: int) -> dict[str, int]:
+    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": stride_unit(length)}
 
 
 def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) -> tuple[dict[str, Any], dict]:
@@ -158,32 +174,7 @@ def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) 
     return tile | {"FORMAT": encode_format(bits, size)} | rows(length or 6 * size, size), {"num_warps": turns.warps}
 
 
-def whole(bits: int, size: int, value: str, casts: bool = False, length: int = 0) -> Specimen:
-    """Return the kernel that stores all blocks: of usual rows, or of rows of one block as a convolution has them."""
-    block, tile = whole_blocks(size)
-    constants = {"CAST": casts, "B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(bits, size)}
-    label = f"quantize_all{'_cast' * casts}_{bits}_b{size}" + "_block" * bool(length)
-    return label, pack.quantize_all_kernel, constants | rows(length or 6 * size, size), value, {"num_warps": 4}
-
-
-def unpacked(bits: int, size: int, value: str, length: int) -> Specimen:
-    """Return the kernel that unpacks a run of which all blocks are kept."""
-    _, (_, _, lanes), options = run_tile(64, 4704, size)
-    tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(bits, size)}
-    label = f"unpack_all_{bits}_b{size}" + "_block" * (length == size)
-    return label, unpack.unpack_kernel, tile | rows(length, size), value, options
-
-
-def dequantized(bits: int, size: int, value: str) -> Specimen:
-    """Return the kernel that dequantizes stored blocks and counts them."""
-    block, blocks = whole_blocks(size)
-    constants = {"TILE": 128, "COLS": 16, "B": size, "BLOCK": block, "BLOCKS": blocks}
-    constants["FORMAT"], label = encode_format(bits, size), f"count_and_dequantize_{bits}_b{size}"
-    return label, linear.count_and_dequantize_kernel, constants, value, {"num_warps": 4}
-
-
 def of_activations(target: int) -> list[Specimen]:
-    """Activation functions: all of them forward, every kind of codes backward."""
     found = []
     for function, bits in ACTIVATIONS:
         stored = StoredDerivative(function, PARAMETERS.get(function, ()), bits)
@@ -201,7 +192,6 @@ def of_activations(target: int) -> list[Specimen]:
 
 
 def of_gates(target: int) -> list[Specimen]:
-    """Gated products, also with what is kept where one input needs no gradient."""
     found = []
     names = "FUNCTION", "P", "Q", "LOWER", "HIGHER", "EXACT", "FOR_A", "FOR_U"
     for function, bits, size, length, value in GATES:
@@ -220,7 +210,6 @@ def of_gates(target: int) -> list[Specimen]:
 
 
 def of_norms(target: int) -> list[Specimen]:
-    """Both kernels of normalised, affine and scaled rows, with everything to be computed."""
     found = []
     for case in (*NORMS, AFFINE, SCALED):
         bits, size, length, value = case
@@ -238,7 +227,6 @@ def of_norms(target: int) -> list[Specimen]:
 
 
 def of_channels(target: int) -> list[Specimen]:
-    """Batch and group normalisation."""
     merge = dict(zip(("PARTS", "CHANNELS"), channel_norm.merge_tile(528), strict=True))
     merge |= {"TRACKED": True, "COUNTED": True}
     add = {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
@@ -255,7 +243,6 @@ def of_channels(target: int) -> list[Specimen]:
 
 
 def of_cut(name: str, bits: int, value: str, relu: bool) -> list[Specimen]:
-    """Return the kernels that read the tensor."""
     _, channels, length = cut = CUTS[name]
     group, values = channel_norm.statistics_tile(channels, length)
     flat = channel_norm.flat_constants(channel_norm.Stored(cut, 32, bits, torch.device("cuda"), relu))
@@ -282,20 +269,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def in_turn(found: list[Specimen], target: int) -> list[Specimen]:
-    """Return each kernel with one of its types of values, in turn from target to target."""
-    by_label: dict[str, list[Specimen]] = {}
-    for specimen in found:
-        by_label.setdefault(specimen[0], []).append(specimen)
-    first = list(SHARED_MEMORY).index(target)
-    return [types[(first + number) % len(types)] for number, types in enumerate(by_label.values())]
-
-
-def rows(length: int, block_size: int) -> dict[str, int]:
-    """Return the constants of rows that follow each other without gaps."""
-    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": stride_unit(length)}
-
-
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
     machine = linear.Machine(132, SHARED_MEMORY[target], target // 10)
@@ -310,7 +283,6 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
 def compile_kernel(
     kernel: Any, constants: dict[str, Any], value: str, options: dict[str, int], capability: int
 ) -> dict[str, Any]:
-    """Return what the compiled kernel uses."""
     signature, attrs, x = {}, {}, "fp32" if constants.get("CAST") else value
     for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32").format(v=value, x=x)
@@ -345,7 +317,6 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def features(ptx: str) -> dict[str, int]:
-    """Return how often the instructions occur that decide about speed."""
     patterns = {
         "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma",
         "async16": r"cp\.async\.cg\.shared\.global [^;]*?0x10\b|cp\.async\.cg\.shared\.global [^;]*, 16",

@@ -1,11 +1,7 @@
 """Run every kernel once at small odd shapes under NVIDIA's compute-sanitizer.
 
-``python -m tests.kernels.sanitize`` finds the program and runs the tools one after the other. With ``--run`` it is the
-process to watch instead, without pytest, for use by hand::
-
-    compute-sanitizer --tool memcheck python -m tests.kernels.sanitize --run
-
-Exit codes: 0 nothing found, 1 errors found, 2 a tool or the kernels themselves could not run, 3 no compute-sanitizer.
+With ``--run`` it is the process to watch, for use by hand. Exit codes: 0 nothing found, 1 errors found, 2 a tool or the
+kernels themselves could not run, 3 no compute-sanitizer.
 """
 
 from __future__ import annotations

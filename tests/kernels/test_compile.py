@@ -85,7 +85,7 @@ def test_the_weight_gradient(records):
         else:
             assert r["ptx"][TENSOR_CORES[r["target"]]] > 0, r
         pieces = constants["BK"] * constants["BM"] * size // (16 * 32 * r["options"]["num_warps"])
-        assert r["ptx"]["async16"] >= pieces > 0, r
+        assert r["ptx"]["async16"] >= max(pieces, 1, r["ptx"]["async_small"] / 2), r
 
 
 def accesses(record):

@@ -6,13 +6,15 @@ import itertools
 
 import pytest
 import torch
+import triton
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.blocks import ALL_BLOCKS
+from lightning_actprune.codec.blocks import ALL_BLOCKS, RUN_BLOCKS
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.formats import PLANES
 from lightning_actprune.codec.packed import pack, unpack_batch
-from lightning_actprune.kernels.pack import QuantizeLaunch
+from lightning_actprune.kernels.formats import THREAD_VALUES
+from lightning_actprune.kernels.places import choose_turns
 from tests.kernels.agreement import check_launch
 from tests.support.marks import cover
 from tests.support.packing import (
@@ -67,14 +69,14 @@ def test_bytes_and_values_are_those_of_the_reference(kernel_device, bits, dtype,
 PLACES = [
     ((20, 3, 20), 8, 4),  # several samples a program
     ((1, 3, 5), 5, 2),  # a block cut to a row that is shorter than a byte of codes
-    ((2, 70, 30), 8, 200),  # several runs a sample
-    ((2, 70, 30), 8, 280),
-    ((2, 70, 30), 8, ALL_BLOCKS),
+    ((2, 40, 30), 8, 120),  # several runs a sample
+    ((2, 40, 30), 8, 160),
+    ((2, 40, 30), 8, ALL_BLOCKS),
     ((1, 2, 3), 3, 1),
     ((1, 1, 1), 1, ALL_BLOCKS),
     ((1, 3, 300), 300, 2),
     ((2, 2, 1500), 1024, 3),
-    ((7, 1, 1500), 1024, ALL_BLOCKS),
+    ((2, 1, 1500), 1024, ALL_BLOCKS),
 ]
 
 
@@ -137,7 +139,6 @@ def test_peculiar_blocks(kernel_device, bits, dtype):
 def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
     x = torch.randn(3, 4, 16, device=kernel_device)
     launch = launch_of(x, 8, ALL_BLOCKS, None, 4)
-    assert isinstance(launch, QuantizeLaunch)
     with torch.inference_mode():
         _, bitmap, offsets = launch(x)
     assert bitmap is offsets is launch(x)[1]
@@ -158,6 +159,15 @@ def test_unpack_reads_codes_of_any_bits_and_what_is_not_finite(kernel_device, bi
     assert right.isnan().any()
     stored = values.to(kernel_device), bitmap.to(kernel_device), offsets.to(kernel_device)
     all_same((unpack_batch(stored, (2, 20, 70), False, 32, bits, torch.float32),), (right,))
+
+
+def test_two_tiles_a_program_cover_what_a_run_keeps_on_average():
+    for block, kept in itertools.product([8, 32, 64, 128, 1024], [0.0, 1.0, 12.8, 51.2, 128.0]):
+        turns = choose_turns(block, kept)
+        assert all(number == triton.next_power_of_2(number) for number in turns)
+        assert kept / 2 <= turns.tile * turns.parts <= RUN_BLOCKS
+        assert turns.parts == 1 or turns.tile * turns.parts < kept
+        assert turns.tile * block <= max(block, THREAD_VALUES * 32 * turns.warps)
 
 
 @pytest.mark.gpu

@@ -47,8 +47,8 @@ def other(call, scratch=0):
 
 
 def twice(self, gridX, gridY, gridZ, stream, function, *args):
-    self.launch(gridX, gridY, gridZ, stream, function, *args)
-    self.launch(gridX, gridY, gridZ, stream, function, *args)
+    for _ in range(2):
+        self.launch(gridX, gridY, gridZ, stream, function, *args)
 
 
 def one_more(self, gridX, gridY, gridZ, stream, cluster, function, *args):
@@ -89,12 +89,13 @@ def driver(monkeypatch):
 @pytest.mark.parametrize("make", [Flat, Packed, triton_launcher])
 def test_native_function_gets_what_the_launcher_would_pass(make, driver):
     launcher, tensors = make(), (torch.ones(3), torch.ones(5))
+    streams = iter([STREAM, 2])
+    driver.get_current_stream = lambda device: next(streams)  # asked for at each launch
     run = runner(compiled(launcher), 0, GRID, SCALARS)
     assert not launcher.launch.called
     launcher(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
     with mock.patch.object(type(launcher), "__call__", side_effect=AssertionError("the launcher itself was called")):
         run(tensors)
-        driver.get_current_stream = lambda device: 2  # asked for at each launch
         run(tensors)
     expected, actual, last = launcher.launch.call_args_list
     assert actual == expected

@@ -11,7 +11,7 @@ from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.kernels import norm as kernels
 from lightning_actprune.operators import norm as operators
 from lightning_actprune.operators.norm import NormSetting
-from tests.kernels.agreement import compare
+from tests.kernels.agreement import compare, small_tiles
 from tests.support import oracle
 from tests.support.marks import cover
 from tests.support.saving import saved_tensors
@@ -31,16 +31,9 @@ def run(x: Tensor, grad_y: Tensor, weight: Tensor, centred: bool, bits: int) -> 
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
-    """Programs that have several tiles, one that is not full, or none."""
-    caches = operators._launches, operators._grad_launches
-    for cache in caches:
-        cache.clear()
-    for name, value in (("multiprocessors", lambda device: 3), ("TILE_VALUES", 512), ("WARPS", 2)):
-        monkeypatch.setattr(kernels, name, value)
-    yield
-    for cache in caches:
-        cache.clear()
+def small():
+    with small_tiles(operators, kernels, TILE_VALUES=512, WARPS=2):
+        yield
 
 
 ROWS = [(5, 70, 32), (11, 100, 24), (2, 1500, 32)]
@@ -58,7 +51,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("kind", "rows", "bits", "dtype"), cover(list(KINDS), ROWS, (8, 3), DTYPES), ids=str)
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small")
 def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype):
     (count, length, block), (centred, rounded, normed, others) = rows, KINDS[kind]
     x = (2 * torch.randn(count, length) + 1).to(dtype).to(kernel_device)
@@ -73,7 +66,7 @@ def test_kernels_do_what_plain_torch_does(kernel_device, kind, rows, bits, dtype
         compare(lambda *given: operators.scaled(*given, block, bits), (x, weight, bias, residual))
 
 
-def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, small_tiles):
+def test_rows_that_no_program_holds_are_normalised_by_torch(kernel_device, monkeypatch, small):
     monkeypatch.setattr(kernels, "MOST_VALUES", 64)
     x, grad_y = torch.randn(2, 5, 100, device=kernel_device)
     with force_backend("triton"), launches() as names:
