@@ -36,12 +36,12 @@ def laid_out(shape: tuple[int, ...], last: bool, device: torch.device, dtype: to
 
 @pytest.fixture
 def small():
-    with small_tiles(operators, kernels, PROGRAMS=3, TILE_VALUES=256, MOST_CHANNEL=64, MOST_COLS=4):
+    with small_tiles(operators, kernels, PROGRAMS=3, TILE_VALUES=256, MOST_CHANNEL=32, MOST_COLS=4):
         yield
 
 
 CUTS = {
-    "last-odd": ((1, 66, 3), 0, True),
+    "last-odd": ((1, 34, 3), 0, True),
     "channels-odd": ((3, 5, 7, 7), 0, False),
     "channels-short": ((12, 7, 3), 0, False),
     "channels-long": ((2, 2, 280), 0, False),

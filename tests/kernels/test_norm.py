@@ -36,7 +36,7 @@ def small():
         yield
 
 
-ROWS = [(5, 70, 32), (11, 100, 24), (2, 1500, 32)]
+ROWS = [(5, 70, 32), (7, 100, 24), (2, 1500, 32)]
 """Rows, their length and the block size."""
 KINDS = {
     "layer": (True, False, True, "wb"),
