@@ -46,11 +46,6 @@ def other(call, scratch=0):
     return type("Other", (Flat,), {"__call__": call, "global_scratch_size": scratch})
 
 
-def twice(self, gridX, gridY, gridZ, stream, function, *args):
-    for _ in range(2):
-        self.launch(gridX, gridY, gridZ, stream, function, *args)
-
-
 def one_more(self, gridX, gridY, gridZ, stream, cluster, function, *args):
     """Pass on an argument in front of the kernel's as if it were one of these."""
     self.launch(gridX, gridY, gridZ, stream, cluster, function, *args)
@@ -61,7 +56,7 @@ def wrapped(self, gridX, gridY, gridZ, stream, function, *args):
 
 
 Wrapped = other(wrapped)
-OTHERS = [other(Flat.__call__, scratch=128), other(twice), Wrapped, other(one_more), lambda: mock.Mock(spec=[])]
+OTHERS = [other(Flat.__call__, scratch=128), Wrapped, other(one_more), lambda: mock.Mock(spec=[])]
 
 
 def triton_launcher():
