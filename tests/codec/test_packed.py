@@ -62,16 +62,21 @@ def test_mask_values_and_bytes_equal_the_oracle(device, dtype, case):
         assert torch.equal(p.unpack(), oracle.pruned(rows, min(5, rows.shape[-1]), 0.5))
 
 
-@pytest.mark.parametrize(("bits", "sparsity"), [(2, 0.5), (3, 0.0), (4, 0.5), (8, 0.0)])
-def test_bytes_of_quantized_blocks_are_those_announced(device, bits, sparsity):
-    x = oracle.integers(3, 5, 40, device=device)
+@pytest.mark.parametrize(
+    ("bits", "sparsity", "dtype"),
+    [(2, 0.5, torch.bfloat16), (3, 0.0, torch.float16), (4, 0.5, torch.float16), (8, 0.0, torch.float32)],
+    ids=str,
+)
+def test_bytes_of_quantized_blocks_are_those_announced(device, bits, sparsity, dtype):
+    x = oracle.integers(3, 5, 40, dtype=dtype, device=device)
     p = packed(x, 16, sparsity, bits=bits)
-    assert p.nbytes == p.geometry.stored_bytes(4, bits)
+    assert p.nbytes == p.geometry.stored_bytes(x.element_size(), bits)
     assert p.bitmap.shape[1] == (0 if sparsity == 0 else 1)
     mask = mask_of(p)
     assert int(mask.sum()) == p.geometry.kept_blocks
     kept = mask.view(15, 3).repeat_interleave(16, 1)[:, :40].view(x.shape)
     read = p.unpack().cpu()
+    assert read.dtype == dtype
     assert not read[~kept].any()
     assert (read - x.cpu())[kept].abs().max() <= 8.5 / (2**bits - 1)
 
