@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import oracle
+from tests.support.packing import all_same, assert_same, expected, launch_of
 from tests.support.saving import saved_tensors
 from tests.support.workload import launches
 
@@ -20,15 +24,34 @@ def eps(dtype: torch.dtype) -> float:
     return 2 * torch.finfo(dtype).eps
 
 
+@contextmanager
+def small_tiles(operators: ModuleType, kernels: ModuleType, **sizes: object) -> Iterator[None]:
+    """Let programs have several tiles, one that is not full, or none."""
+    caches = operators._launches, operators._grad_launches
+    with mock.patch.multiple(kernels, multiprocessors=lambda device: 3, **sizes):
+        for cache in caches:
+            cache.clear()
+        yield
+    for cache in caches:
+        cache.clear()
+
+
+def check_launch(x, block_size, keep, selection="largest", bits=0, cast=None):
+    """Compare what a launch packs of ``x`` with the reference, and the copy that it makes with torch's."""
+    copy = None if cast is None else torch.empty(x.shape, dtype=cast, device=x.device)
+    stored = launch_of(x, block_size, keep, cast, bits, selection)(x, copy)
+    if copy is not None:
+        assert_same(copy, x.to(cast))
+    all_same(stored, expected(x.to(cast or x.dtype), block_size, keep, bits, selection))
+
+
 def compare(
     call: Callable[..., Tensor], given: Sequence[Tensor | None], reference: Callable[..., Tensor] | None = None
-) -> list[Tensor]:
-    """Compare ``call(*given)`` by kernels and in plain torch, and return the statistics that the kernels saved.
+) -> None:
+    """Compare ``call(*given)`` by kernels and in plain torch.
 
-    Args:
-        call: Runs the operator.
-        given: Its tensors, the first of which is normalised and stored.
-        reference: Computes what plain torch has no operator for. Its gradients then come from bytes of its own.
+    The first of ``given`` is normalised and stored. A ``reference`` computes what plain torch has no operator for; its
+    gradients then come from bytes of its own.
     """
     given = [None if t is None else t.detach().requires_grad_() for t in given]
     leaves = [t for t in given if t is not None]
@@ -59,4 +82,3 @@ def compare(
         assert torch.equal(actual.isnan(), wanted.isnan())
         error = oracle.relative_error(actual.nan_to_num(), wanted.nan_to_num())
         assert error < max(1e-5 if reference is None else 5e-3, eps(actual.dtype))
-    return saved[1:]

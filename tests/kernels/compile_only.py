@@ -1,7 +1,4 @@
-"""Compile every kernel for GPUs that are not there, and print one JSON record for each kernel and target.
-
-Run in a process of its own without TRITON_INTERPRET: the variable is read when a kernel is decorated.
-"""
+"""Compile every kernel for GPUs that are not there, in a process without TRITON_INTERPRET; print a record of each."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +41,20 @@ POINTERS = {
 ALIGNED = ("_ptr", "stride_grad", "length", "outputs")
 ALIGNED += ("share", "skipped", "size", "counts", "count")
 
-SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-"""What a block of threads may ask for, in bytes: 163, 99 and 227 KiB."""
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448, 120: 101376}
+"""What a block of threads may ask for, in bytes."""
 BLOCK_SIZES = (16, 24, 32, 64, 128)
 """24 is no power of two: its tile is as wide as that of 32, a quarter of it masked."""
-
 WEIGHT_GRADS = {"bf16": BLOCK_SIZES, "fp16": (32,), "fp32": (32, 128)}
 """fp16 differs from bf16 in the opcode of the product alone; of fp32, both ways round, with the largest accumulator."""
-
 NARROW_ROW = 196
 """Values of a row that 4 divides and 8 does not."""
-
 UNSCALED = {"keys_ptr": None}
 """What a kernel that copies or quantizes blocks gets if these are not scaled."""
-
-FORMATS = [(4, 32), (4, 64), (2, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 128), (4, 256), (2, 16)]
-"""Bits and block sizes; of 24, a quarter of the tile is masked."""
+FORMATS = [(4, 32), (2, 64), (8, 32), (3, 32), (4, 24), (4, 256), (2, 16)]
+"""Bits and block sizes."""
 WIDE = (4, 1024)
 """The largest block, which the weight gradient does not dequantize by itself."""
-SPARSE = [64, 1000]
-"""Block sizes at which almost nothing is kept."""
 
 ACTIVATIONS = [("gelu", bits) for bits in (8, 4, 3, 2)]
 ACTIVATIONS += [(name, 4) for name in ("silu", "tanh", "softplus", "elu", "relu")]
@@ -117,25 +108,19 @@ def of_blocks(target: int) -> list[Specimen]:
         ("add_parts", linear.add_parts_kernel, {"B": 32, "OUTS": 16, "COLS": 128}, "bf16", four),
     ]
     for (value, size), parts in itertools.product((("bf16", 2), ("fp32", 4)), (0, sums.MOST_PARTS)):
-        added = {
-            "ROWS": sums.TILE_BYTES // (sums.COLS * size),
-            "COLS": sums.COLS,
-            "STAGES": sums.STAGES,
-            "PARTS": parts,
-        }
+        added = {"ROWS": sums.TILE_BYTES // (sums.COLS * size), "COLS": sums.COLS, "STAGES": sums.STAGES}
+        added["PARTS"] = parts
         found.append(("column_sums", sums.column_sums_kernel, added | {"WIDE": False}, value, four))
         if value == "fp32":
             found.append(("add_sets", sums.add_sets_kernel, added, value, four))
     found += [weight_grad_specimen(size, value, target) for value in WEIGHT_GRADS for size in WEIGHT_GRADS[value]]
-    # Copies: two bytes are two bytes.
-    copies = list[Specimen]()
-    for size, value in itertools.product((*BLOCK_SIZES, MAX_BLOCK_SIZE), ("bf16", "fp32")):
+    types = types_of(target)
+    for size in (*BLOCK_SIZES, MAX_BLOCK_SIZE):
         _, sizes, options = run_tile(64, 4704, size)
         constants = dict(zip(("B", "BLOCK", "LANES"), sizes, strict=True)) | rows(6 * size, size)
-        copies.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, value, options))
-        copies.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, value, options))
-        copies.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, value, options))
-    found += in_turn(copies, target)
+        found.append((f"gather_b{size}", pack.gather_kernel, constants | UNSCALED, next(types), options))
+        found.append((f"gather_scaled_b{size}", pack.gather_kernel, constants, next(types), options))
+        found.append((f"unpack_b{size}", unpack.unpack_kernel, constants | {"FORMAT": 0}, next(types), options))
     for name, length in (("narrow", NARROW_ROW), ("block", 32)):
         run = {"B": 32, "BLOCK": 32, "LANES": 128} | rows(length, 32)
         found.append((f"gather_{name}", pack.gather_kernel, run | UNSCALED, "bf16", four))
@@ -144,24 +129,41 @@ def of_blocks(target: int) -> list[Specimen]:
 
 
 def of_formats(target: int) -> list[Specimen]:
-    """Kernels that quantize or read quantized blocks, on values of bf16 and fp32 in turn."""
-    found = []
-    for (bits, size), value in itertools.product((*FORMATS, WIDE), ("bf16", "fp32")):
+    found, types, four = list[Specimen](), types_of(target), {"num_warps": 4}
+    for bits, size in (*FORMATS, WIDE):
         constants, options = turned(bits, size)
-        unscaled = constants | UNSCALED
-        found.append((f"quantize_{bits}_b{size}", pack.quantize_kernel, unscaled, value, options))
-        found.append((f"quantize_scaled_{bits}_b{size}", pack.quantize_kernel, constants, value, options))
-        found.append((f"unpack_{bits}_b{size}", unpack.unpack_kept_kernel, constants, value, options))
-        if (bits, size) != WIDE:
-            found.append(dequantized(bits, size, value))
-            found.append(whole(bits, size, value))
-    for size, value in itertools.product(SPARSE, ("bf16", "fp32")):
-        constants, options = turned(4, size, 6.4, 6 * size + 6)  # rows that are not aligned
-        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, value, options))
-    found.append(whole(4, 32, "bf16", casts=True))
-    found.append(whole(4, 32, "bf16", length=32))
-    found += [unpacked(4, 32, "bf16", length) for length in (192, 32)]
-    return in_turn(found, target)
+        quantize, name = pack.quantize_kernel, f"{bits}_b{size}"
+        found.append((f"quantize_{name}", quantize, constants | UNSCALED, next(types), options))
+        found.append((f"quantize_scaled_{name}", quantize, constants, next(types), options))
+        found.append((f"unpack_{name}", unpack.unpack_kept_kernel, constants, next(types), options))
+        if (bits, size) == WIDE:
+            continue
+        block, blocks = whole_blocks(size)
+        constants = {"B": size, "BLOCK": block, "FORMAT": encode_format(bits, size)}
+        counted = constants | {"TILE": 128, "COLS": 16, "BLOCKS": blocks}
+        found.append((f"count_and_dequantize_{name}", linear.count_and_dequantize_kernel, counted, next(types), four))
+        constants |= {"CAST": False, "TILE": blocks} | rows(6 * size, size)
+        found.append((f"quantize_all_{name}", pack.quantize_all_kernel, constants, next(types), four))
+        if (bits, size) == (4, 32):
+            more = {"CAST": True}, rows(32, 32)  # also of rows of one block, as a convolution has them
+            found += [("quantize_all_more", pack.quantize_all_kernel, constants | one, "bf16", four) for one in more]
+    for size in (64, 1000):  # almost nothing is kept, of rows that are not aligned
+        constants, options = turned(4, size, 6.4, 6 * size + 6)
+        found.append((f"sparse_unpack_4_b{size}", unpack.unpack_kept_kernel, constants, next(types), options))
+    _, (_, _, lanes), options = run_tile(64, 4704, 32)
+    for length in (192, 32):
+        tile = {"B": 32, "BLOCK": min(64, tile_width(32)), "LANES": lanes, "FORMAT": encode_format(4, 32)}
+        found.append((f"unpack_all_{length}", unpack.unpack_kernel, tile | rows(length, 32), "bf16", options))
+    return found
+
+
+def types_of(target: int) -> Iterator[str]:
+    """Return types of values that take turns from kernel to kernel and from target to target."""
+    return itertools.islice(itertools.cycle(("bf16", "fp32")), list(SHARED_MEMORY).index(target) % 2, None)
+
+
+def rows(length: int, block_size: int) -> dict[str, int]:
+    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": stride_unit(length)}
 
 
 def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) -> tuple[dict[str, Any], dict]:
@@ -172,33 +174,7 @@ def turned(bits: int, size: int, kept: float = 51.2, length: int | None = None) 
     return tile | {"FORMAT": encode_format(bits, size)} | rows(length or 6 * size, size), {"num_warps": turns.warps}
 
 
-def whole(bits: int, size: int, value: str, casts: bool = False, length: int = 0) -> Specimen:
-    """Return the kernel that stores all blocks: of usual rows, or of rows of one block as a convolution has them."""
-    block, tile = whole_blocks(size)
-    constants = {"CAST": casts, "B": size, "BLOCK": block, "TILE": tile, "FORMAT": encode_format(bits, size)}
-    label = f"quantize_all{'_cast' * casts}_{bits}_b{size}" + "_block" * bool(length)
-    return label, pack.quantize_all_kernel, constants | rows(length or 6 * size, size), value, {"num_warps": 4}
-
-
-def unpacked(bits: int, size: int, value: str, length: int) -> Specimen:
-    """Return the kernel that unpacks a run of which all blocks are kept."""
-    _, (_, _, lanes), options = run_tile(64, 4704, size)
-    tile = {"B": size, "BLOCK": min(64, tile_width(size)), "LANES": lanes, "FORMAT": encode_format(bits, size)}
-    label = f"unpack_all_{bits}_b{size}" + "_block" * (length == size)
-    return label, unpack.unpack_kernel, tile | rows(length, size), value, options
-
-
-def dequantized(bits: int, size: int, value: str) -> Specimen:
-    """Return the kernel that dequantizes stored blocks and counts them."""
-    block, blocks = whole_blocks(size)
-    constants = {"TILE": 128, "COLS": 16, "B": size, "BLOCK": block, "BLOCKS": blocks}
-    constants["FORMAT"] = encode_format(bits, size)
-    kernel = linear.count_and_dequantize_kernel
-    return f"count_and_dequantize_{bits}_b{size}", kernel, constants, value, {"num_warps": 4}
-
-
 def of_activations(target: int) -> list[Specimen]:
-    """Activation functions: all of them forward, every kind of codes backward."""
     found = []
     for function, bits in ACTIVATIONS:
         stored = StoredDerivative(function, PARAMETERS.get(function, ()), bits)
@@ -216,7 +192,6 @@ def of_activations(target: int) -> list[Specimen]:
 
 
 def of_gates(target: int) -> list[Specimen]:
-    """Gated products, also with what is kept where one input needs no gradient."""
     found = []
     names = "FUNCTION", "P", "Q", "LOWER", "HIGHER", "EXACT", "FOR_A", "FOR_U"
     for function, bits, size, length, value in GATES:
@@ -235,7 +210,6 @@ def of_gates(target: int) -> list[Specimen]:
 
 
 def of_norms(target: int) -> list[Specimen]:
-    """Both kernels of normalised, affine and scaled rows, with everything to be computed."""
     found = []
     for case in (*NORMS, AFFINE, SCALED):
         bits, size, length, value = case
@@ -253,7 +227,6 @@ def of_norms(target: int) -> list[Specimen]:
 
 
 def of_channels(target: int) -> list[Specimen]:
-    """Batch and group normalisation."""
     merge = dict(zip(("PARTS", "CHANNELS"), channel_norm.merge_tile(528), strict=True))
     merge |= {"TRACKED": True, "COUNTED": True}
     add = {"WEIGHTED": True, "FIXED": False, "OF_WEIGHT": True, "OF_BIAS": True}
@@ -270,7 +243,6 @@ def of_channels(target: int) -> list[Specimen]:
 
 
 def of_cut(name: str, bits: int, value: str, relu: bool) -> list[Specimen]:
-    """Return the kernels that read the tensor."""
     _, channels, length = cut = CUTS[name]
     group, values = channel_norm.statistics_tile(channels, length)
     flat = channel_norm.flat_constants(channel_norm.Stored(cut, 32, bits, torch.device("cuda"), relu))
@@ -297,23 +269,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def in_turn(found: list[Specimen], target: int) -> list[Specimen]:
-    """Return each kernel with one of its types of values, which take turns from kernel to kernel and target to target.
-
-    To compile all kernels of all targets takes minutes.
-    """
-    by_label: dict[str, list[Specimen]] = {}
-    for specimen in found:
-        by_label.setdefault(specimen[0], []).append(specimen)
-    first = list(SHARED_MEMORY).index(target)
-    return [types[(first + number) % len(types)] for number, types in enumerate(by_label.values())]
-
-
-def rows(length: int, block_size: int) -> dict[str, int]:
-    """Return the constants of rows that follow each other without gaps."""
-    return {"length": length, "columns": ceil_div(length, block_size), "UNIT": stride_unit(length)}
-
-
 def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
     """Return the weight gradient of 1536 outputs, configured as on a GPU with that much shared memory."""
     machine = linear.Machine(132, SHARED_MEMORY[target], target // 10)
@@ -328,7 +283,6 @@ def weight_grad_specimen(size: int, value: str, target: int) -> Specimen:
 def compile_kernel(
     kernel: Any, constants: dict[str, Any], value: str, options: dict[str, int], capability: int
 ) -> dict[str, Any]:
-    """Return what the compiled kernel uses."""
     signature, attrs, x = {}, {}, "fp32" if constants.get("CAST") else value
     for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, "i32").format(v=value, x=x)
@@ -350,7 +304,6 @@ def compile_kernel(
         **resources(binary.asm["cubin"]),
         "smem": binary.metadata.shared,
         "ptx": features(binary.asm["ptx"]),
-        "async_from": async_sources(binary.asm["ttgir"], [n for n in kernel.arg_names if n not in constants]),
     }
 
 
@@ -358,15 +311,12 @@ def resources(cubin: bytes) -> dict[str, int]:
     """Return registers and bytes of stack and local memory (both hold spills) from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
-        text = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        text = subprocess.check_output([CUOBJDUMP, "--dump-resource-usage", file.name], text=True)
     found = {key: int(number) for key, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
 
 
 def features(ptx: str) -> dict[str, int]:
-    """Return how often the instructions occur that decide about speed."""
     patterns = {
         "wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "tcgen05": r"tcgen05\.mma",
         "async16": r"cp\.async\.cg\.shared\.global [^;]*?0x10\b|cp\.async\.cg\.shared\.global [^;]*, 16",
@@ -378,30 +328,17 @@ def features(ptx: str) -> dict[str, int]:
     return {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
 
 
-def async_sources(ttgir: str, arguments: list[str]) -> dict[str, int]:
-    """Return from which kernel argument how many asynchronous copies to shared memory read, prologue included."""
-    defined = dict(re.findall(r"^ *(%[\w-]+) = \S+ (%[\w-]+)", ttgir, re.MULTILINE))  # result -> its first operand
-    names = {f"%arg{i}": argument for i, argument in enumerate(arguments)}  # as Triton calls them before 3.5
-    found: Counter[str] = Counter()
-    for name in re.findall(r"ttg\.async_copy_global_to_local (%[\w-]+)", ttgir):
-        while name in defined:  # a pointer is the first operand of everything that makes one from another
-            name = defined[name]
-        found[names.get(name, name.removeprefix("%"))] += 1
-    return dict(found)
+def specimens(target: int) -> dict[tuple[str, int], Specimen]:
+    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
+    return {(name, i): one for name, of in FAMILIES.items() for i, one in enumerate(of(target))}
 
 
 def main(targets: list[int]) -> None:
-    """Compile all kernels for these targets, and print a record of each."""
     jobs = [(target, *key) for target in targets for key in _found.setdefault(target, specimens(target))]
     # Forked, because importing torch and triton takes longer than compiling a few kernels, and kernels do not travel.
     with multiprocessing.get_context("fork").Pool(min(os.cpu_count() or 1, 8)) as pool:
         for line in pool.imap(_record, jobs):
             print(line, flush=True)
-
-
-def specimens(target: int) -> dict[tuple[str, int], Specimen]:
-    """Return what the launch functions use for usual sizes on a GPU of compute capability ``target / 10``."""
-    return {(name, i): one for name, of in FAMILIES.items() for i, one in enumerate(of(target))}
 
 
 _found: dict[int, dict[tuple[str, int], Specimen]] = {}

@@ -1,11 +1,7 @@
 """Run every kernel once at small odd shapes under NVIDIA's compute-sanitizer.
 
-``python -m tests.kernels.sanitize`` finds the program and runs the tools one after the other. With ``--run`` it is the
-process to watch instead, without pytest, for use by hand::
-
-    compute-sanitizer --tool memcheck python -m tests.kernels.sanitize --run
-
-Exit codes: 0 nothing found, 1 errors found, 2 a tool or the kernels themselves could not run, 3 no compute-sanitizer.
+With ``--run`` it is the process to watch, for use by hand. Exit codes: 0 nothing found, 1 errors found, 2 a tool or the
+kernels themselves could not run, 3 no compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def candidates() -> Iterator[Path]:
-    """Yield where compute-sanitizer may be: on PATH, in a CUDA toolkit, in a wheel."""
+    """Where compute-sanitizer may be: on PATH, in a CUDA toolkit, in a wheel."""
     on_path = shutil.which("compute-sanitizer")
     if on_path:
         yield Path(on_path)
@@ -38,11 +34,6 @@ def candidates() -> Iterator[Path]:
     for packages in map(Path, [*site.getsitepackages(), site.getusersitepackages()]):
         yield packages / "triton" / "backends" / "nvidia" / "bin" / "compute-sanitizer"
         yield from sorted((packages / "nvidia").glob("**/compute-sanitizer"))
-
-
-def find_sanitizer() -> Path | None:
-    """Return the first candidate that can be executed."""
-    return next((path for path in candidates() if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def errors_in(report: str) -> int | None:
@@ -77,7 +68,7 @@ def watched(sanitizer: Path, tool: str, child: list[str]) -> int:
 
 def check(tools: list[str]) -> int:
     """Run the kernels alone, which also compiles them, then under each tool."""
-    sanitizer = find_sanitizer()
+    sanitizer = next((path for path in candidates() if path.is_file() and os.access(path, os.X_OK)), None)
     if sanitizer is None:
         print("compute-sanitizer: not found on PATH, in a CUDA toolkit or in a wheel. HINT: install the CUDA toolkit.")
         return MISSING
@@ -91,7 +82,6 @@ def check(tools: list[str]) -> int:
 
 
 def main() -> int:
-    """Read the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="run the kernels in this process, watched or not")
     parser.add_argument("--device", default="cuda", help="of --run; cpu needs TRITON_INTERPRET=1")

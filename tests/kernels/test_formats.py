@@ -6,18 +6,21 @@ import itertools
 
 import pytest
 import torch
+import triton
 
 from lightning_actprune.codec import formats
-from lightning_actprune.codec.blocks import ALL_BLOCKS, ceil_div
+from lightning_actprune.codec.blocks import ALL_BLOCKS, RUN_BLOCKS
+from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.codec.formats import PLANES
 from lightning_actprune.codec.packed import pack, unpack_batch
-from lightning_actprune.kernels.pack import QuantizeLaunch
+from lightning_actprune.kernels.formats import THREAD_VALUES
+from lightning_actprune.kernels.places import choose_turns
+from tests.kernels.agreement import check_launch
 from tests.support.marks import cover
 from tests.support.packing import (
     DTYPES,
     all_same,
     each_bits,
-    each_strided,
     expected,
     launch_of,
     nearly_integers,
@@ -29,13 +32,11 @@ from tests.support.packing import (
 
 SIZES = (8, 16, 20, 32, 64, 100, 128)
 each_number = pytest.mark.parametrize("all_blocks", [False, True], ids=["kept", "all"])
+pytestmark = pytest.mark.usefixtures("by_kernels")
 
 
-@pytest.fixture(autouse=True)
-def _kernels(request):
-    """Everything here is done by the kernels, unless a test says that it is not."""
-    from lightning_actprune.codec.dispatch import force_backend
-
+@pytest.fixture
+def by_kernels():
     with force_backend("triton"):
         yield
 
@@ -59,7 +60,7 @@ def check(x, block_size, keep, bits):
 )
 def test_bytes_and_values_are_those_of_the_reference(kernel_device, bits, dtype, all_blocks):
     """Blocks of any size, the last of a row cut off; what it lacks counts as zeros."""
-    for block_size in SIZES if kernel_device.type == "cuda" else (8, 20, 64):
+    for block_size in SIZES if kernel_device.type == "cuda" else (SIZES[2 * (bits % 3)],):
         length = 2 * block_size + block_size // 2 + 1
         x = (3 * torch.randn(2, 5, length) + 1).to(dtype).to(kernel_device)
         check(x, block_size, ALL_BLOCKS if all_blocks else 9, bits)
@@ -68,14 +69,14 @@ def test_bytes_and_values_are_those_of_the_reference(kernel_device, bits, dtype,
 PLACES = [
     ((20, 3, 20), 8, 4),  # several samples a program
     ((1, 3, 5), 5, 2),  # a block cut to a row that is shorter than a byte of codes
-    ((2, 151, 30), 8, 400),  # several runs a sample
-    ((2, 151, 30), 8, 604),
-    ((2, 151, 30), 8, ALL_BLOCKS),
+    ((2, 40, 30), 8, 120),  # several runs a sample
+    ((2, 40, 30), 8, 160),
+    ((2, 40, 30), 8, ALL_BLOCKS),
     ((1, 2, 3), 3, 1),
     ((1, 1, 1), 1, ALL_BLOCKS),
     ((1, 3, 300), 300, 2),
     ((2, 2, 1500), 1024, 3),
-    ((7, 1, 1500), 1024, ALL_BLOCKS),
+    ((2, 1, 1500), 1024, ALL_BLOCKS),
 ]
 
 
@@ -90,9 +91,15 @@ def test_places_of_blocks_are_those_among_all_samples(kernel_device, place, bits
     check(torch.randn(1, 1, shape[2], device=kernel_device).expand(shape), block_size, keep, bits)
 
 
-@each_strided
+@pytest.mark.parametrize("kind", ["slice", "batch-second", "expanded-rows"])
 def test_strides(kernel_device, kind):
     check(strided(kind, kernel_device), 16, 40 if "expanded" in kind else ALL_BLOCKS, 4)
+
+
+@pytest.mark.parametrize(("bits", "dtype", "all_blocks"), cover(list(PLANES), DTYPES[1:], (False, True)), ids=str)
+def test_a_launch_that_casts_quantizes_the_rounded_copy(kernel_device, bits, dtype, all_blocks):
+    x = nearly_integers(2, 14, 63, device=kernel_device)[:, 1:, 3:]
+    check_launch(x, 16, ALL_BLOCKS if all_blocks else 30, bits=bits, cast=dtype)
 
 
 def peculiar(dtype, device):
@@ -129,20 +136,9 @@ def test_peculiar_blocks(kernel_device, bits, dtype):
         assert not values[[0, 11]].any()
 
 
-@pytest.mark.parametrize(("bits", "dtype", "all_blocks"), cover(list(PLANES), DTYPES[1:], (False, True)), ids=str)
-def test_a_launch_that_casts_quantizes_the_rounded_copy(kernel_device, bits, dtype, all_blocks):
-    x = nearly_integers(3, 42, 103, device=kernel_device)[:, 1:, 3:]
-    keep = ALL_BLOCKS if all_blocks else 200
-    copy = torch.empty(x.shape, dtype=dtype, device=kernel_device)
-    stored = launch_of(x, 16, keep, dtype, bits)(x, copy)
-    assert torch.equal(copy, x.to(dtype))
-    all_same(stored, expected(x.to(dtype), 16, keep, bits))
-
-
 def test_tensors_without_positions_share_one_that_autograd_may_save(kernel_device):
     x = torch.randn(3, 4, 16, device=kernel_device)
     launch = launch_of(x, 8, ALL_BLOCKS, None, 4)
-    assert isinstance(launch, QuantizeLaunch)
     with torch.inference_mode():
         _, bitmap, offsets = launch(x)
     assert bitmap is offsets is launch(x)[1]
@@ -165,29 +161,13 @@ def test_unpack_reads_codes_of_any_bits_and_what_is_not_finite(kernel_device, bi
     all_same((unpack_batch(stored, (2, 20, 70), False, 32, bits, torch.float32),), (right,))
 
 
-LARGE = [
-    ((64, 196, 384), 32),
-    ((64, 196, 1536), 64),
-    ((130, 384, 196), 16),
-    ((7, 211, 2000), 24),
-    ((2, 37, 3000), 1000),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("case", "bits", "dtype"), cover(LARGE, list(PLANES), DTYPES), ids=str)
-def test_large_tensors_on_the_gpu(case, bits, dtype):
-    """Values whose sums of squares are exact, so that the reference keeps the same blocks."""
-    shape, block_size = case
-    x = (torch.randint(-64, 65, shape) / 8).to(dtype).cuda()
-    blocks = shape[1] * ceil_div(shape[2], block_size)
-    for keep in (ALL_BLOCKS, *(round(blocks * (1 - sparsity)) for sparsity in (0.1, 0.6, 0.97))):
-        right = expected(x, block_size, keep, bits, device=x.device)
-        for _ in range(3):  # a race need not show the first time
-            stored = pack(x, block_size, keep, bits)
-            assert all(torch.equal(part, wanted) for part, wanted in zip(stored, right, strict=True))
-        dense = unpack_batch(stored, shape, False, block_size, bits, dtype)
-        assert torch.equal(dense, read(stored, shape, block_size, bits, x.device).to(dtype))
+def test_two_tiles_a_program_cover_what_a_run_keeps_on_average():
+    for block, kept in itertools.product([8, 32, 64, 128, 1024], [0.0, 1.0, 12.8, 51.2, 128.0]):
+        turns = choose_turns(block, kept)
+        assert all(number == triton.next_power_of_2(number) for number in turns)
+        assert kept / 2 <= turns.tile * turns.parts <= RUN_BLOCKS
+        assert turns.parts == 1 or turns.tile * turns.parts < kept
+        assert turns.tile * block <= max(block, THREAD_VALUES * 32 * turns.warps)
 
 
 @pytest.mark.gpu

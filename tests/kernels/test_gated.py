@@ -71,40 +71,35 @@ def test_formats_and_blocks(kernel_device, rows, length, block_size, bits):
     check(*pair(rows, length, torch.float32, kernel_device), "silu", bits, block_size)
 
 
+def test_halves_of_a_gradient_and_one_factor_alone(kernel_device):
+    a, u = pair(9, 70, torch.float32, kernel_device)
+    types, both = (torch.float32, torch.float32), StoredFactors(4, 32, True, True)
+    with force_backend("triton"):
+        z, values = gate_eagerly(a, u, stored_of("silu"), both, torch.float32)
+        apart = gate_grad_eagerly(z, values, both, SEPARATE, *types)
+        for layout in (GATE_FIRST, GATE_LAST):
+            joint, nothing = gate_grad_eagerly(z, values, both, layout, *types)
+            assert nothing is None
+            assert torch.equal(joint, torch.cat(apart if layout == GATE_FIRST else apart[::-1], 1))
+    for wanted in ((True, False), (False, True)):  # one of the inputs needs no gradient
+        stored = StoredFactors(4, 32, *wanted)
+        with force_backend("triton"):
+            z, values = gate_eagerly(a, u, stored_of("silu"), stored, torch.float32)
+            found = gate_grad_eagerly(z, values, stored, SEPARATE, *types)
+        with force_backend("reference"):
+            expected = gate_grad_eagerly(z.cpu(), values.cpu(), stored, SEPARATE, *types)
+            _, same = gate_eagerly(a.cpu(), u.cpu(), stored_of("silu"), stored, torch.float32)
+        for ours, right, needed in zip(found, expected, wanted, strict=True):
+            assert (ours is not None) == needed
+            assert ours is right is None or torch.equal(ours.cpu(), right)
+        assert values.shape == same.shape
+        assert (values.cpu() != same).float().mean() <= 0.02
+
+
 def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
     base = torch.randn(30, 210, device=kernel_device).to(torch.bfloat16)
     for a, u in (base[:, :-10].chunk(2, 1), base[::2, 3:205].chunk(2, 1), (base[:1, 1:].expand(30, 209), base[:, :-1])):
         check(a, u, "relu", 8, 32)
-
-
-@pytest.mark.parametrize("layout", [GATE_FIRST, GATE_LAST])
-def test_halves_of_a_gradient(kernel_device, layout):
-    a, u = pair(9, 70, torch.float32, kernel_device)
-    stored = StoredFactors(4, 32, True, True)
-    with force_backend("triton"):
-        z, values = gate_eagerly(a, u, stored_of("silu"), stored, torch.float32)
-        apart = gate_grad_eagerly(z, values, stored, SEPARATE, torch.float32, torch.float32)
-        joint, nothing = gate_grad_eagerly(z, values, stored, layout, torch.float32, torch.float32)
-    assert nothing is None
-    assert torch.equal(joint, torch.cat(apart if layout == GATE_FIRST else apart[::-1], 1))
-
-
-@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
-def test_one_factor_alone(kernel_device, wanted):
-    """Where one of the inputs needs no gradient."""
-    a, u = pair(5, 70, torch.float32, kernel_device)
-    stored, types = StoredFactors(4, 32, *wanted), (torch.float32, torch.float32)
-    with force_backend("triton"):
-        z, values = gate_eagerly(a, u, stored_of("silu"), stored, torch.float32)
-        found = gate_grad_eagerly(z, values, stored, SEPARATE, *types)
-    with force_backend("reference"):
-        expected = gate_grad_eagerly(z.cpu(), values.cpu(), stored, SEPARATE, *types)
-        _, same = gate_eagerly(a.cpu(), u.cpu(), stored_of("silu"), stored, torch.float32)
-    assert [grad is not None for grad in found] == list(wanted)
-    for ours, right in zip(found, expected, strict=True):
-        assert ours is right is None or torch.equal(ours.cpu(), right)
-    assert values.shape == same.shape
-    assert (values.cpu() != same).float().mean() <= 0.02
 
 
 def test_one_launch_each_way_and_no_copy(kernel_device):

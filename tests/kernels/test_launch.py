@@ -46,11 +46,6 @@ def other(call, scratch=0):
     return type("Other", (Flat,), {"__call__": call, "global_scratch_size": scratch})
 
 
-def twice(self, gridX, gridY, gridZ, stream, function, *args):
-    self.launch(gridX, gridY, gridZ, stream, function, *args)
-    self.launch(gridX, gridY, gridZ, stream, function, *args)
-
-
 def one_more(self, gridX, gridY, gridZ, stream, cluster, function, *args):
     """Pass on an argument in front of the kernel's as if it were one of these."""
     self.launch(gridX, gridY, gridZ, stream, cluster, function, *args)
@@ -61,7 +56,7 @@ def wrapped(self, gridX, gridY, gridZ, stream, function, *args):
 
 
 Wrapped = other(wrapped)
-OTHERS = [other(Flat.__call__, scratch=128), other(twice), Wrapped, other(one_more), lambda: mock.Mock(spec=[])]
+OTHERS = [other(Flat.__call__, scratch=128), Wrapped, other(one_more), lambda: mock.Mock(spec=[])]
 
 
 def triton_launcher():
@@ -81,43 +76,35 @@ def compiled(launcher):
 
 @pytest.fixture(autouse=True)
 def driver(monkeypatch):
-    """Triton's launcher asks for the driver, which needs a GPU, and has nothing to ask it but for the stream."""
     active = SimpleNamespace(get_current_stream=lambda device: STREAM)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return active
 
 
 @pytest.mark.parametrize("make", [Flat, Packed, triton_launcher])
-def test_native_function_gets_what_the_launcher_would_pass(make):
+def test_native_function_gets_what_the_launcher_would_pass(make, driver):
     launcher, tensors = make(), (torch.ones(3), torch.ones(5))
+    streams = iter([STREAM, 2])
+    driver.get_current_stream = lambda device: next(streams)  # asked for at each launch
     run = runner(compiled(launcher), 0, GRID, SCALARS)
     assert not launcher.launch.called
     launcher(*GRID, STREAM, *FIXED, *[t.data_ptr() for t in tensors], *SCALARS)
     with mock.patch.object(type(launcher), "__call__", side_effect=AssertionError("the launcher itself was called")):
         run(tensors)
-    expected, actual = launcher.launch.call_args_list
+        run(tensors)
+    expected, actual, last = launcher.launch.call_args_list
     assert actual == expected
+    assert (actual.args[3], last.args[3]) == (STREAM, 2)
 
 
-@pytest.mark.parametrize("make", OTHERS)
-def test_launchers_that_do_more_or_are_not_known_are_left_to_triton(make):
-    assert runner(compiled(make()), 0, GRID, SCALARS) is None
-
-
-@pytest.mark.parametrize("missing", ["run", "function", "packed_metadata", "get_current_stream"])
-def test_what_triton_has_under_other_names_is_left_to_it(missing, driver):
-    kernel = compiled(Flat())
-    delattr(driver if missing == "get_current_stream" else kernel, missing)
-    assert runner(kernel, 0, GRID, SCALARS) is None
-
-
-def test_stream_is_asked_for_at_each_launch(driver):
-    launcher, streams = Flat(), iter([1, 2])
-    driver.get_current_stream = lambda device: next(streams)
-    run = runner(compiled(launcher), 0, GRID, SCALARS)
-    run(())
-    run(())
-    assert [call.args[3] for call in launcher.launch.call_args_list] == [1, 2]
+def test_what_is_not_known_is_left_to_triton(driver):
+    """Launchers that do more, and names that are gone."""
+    for make in OTHERS:
+        assert runner(compiled(make()), 0, GRID, SCALARS) is None
+    for missing in ("run", "function", "packed_metadata", "get_current_stream"):
+        kernel = compiled(Flat())
+        delattr(driver if missing == "get_current_stream" else kernel, missing)
+        assert runner(kernel, 0, GRID, SCALARS) is None
 
 
 @pytest.mark.parametrize(("make", "by_triton"), [(Flat, 1), (Wrapped, 3)])

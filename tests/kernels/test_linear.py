@@ -26,6 +26,8 @@ from tests.support.marks import cover
 from tests.support.packing import DTYPES, expected, on_kernels, read, rounded
 from tests.support.workload import weight_grad
 
+SMALL = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
+
 
 def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
     x = oracle.integers(*shape, dtype=dtype, device=device)
@@ -33,20 +35,15 @@ def run(device, shape, block_size, outputs, config, split, dtype=torch.float32):
     values, bitmap, offsets = blocks.pack(x, geometry.block_size, geometry.keep)
     total = geometry.total_rows
     grad_y = torch.randn(total, outputs, device=device).to(dtype)
-    launch = WeightGradLaunch(
-        Shape(outputs, outputs, shape[0], total, shape[2], *values.shape, values.element_size()),
-        torch.float32,
-        config,
-        split,
-    )
-    actual = launch(grad_y, values, bitmap, offsets)
+    sizes = Shape(outputs, outputs, shape[0], total, shape[2], *values.shape, values.element_size())
+    actual = WeightGradLaunch(sizes, torch.float32, config, split)(grad_y, values, bitmap, offsets)
     expected = grad_y.double().t() @ oracle.pruned(x, block_size, 0.5).flatten(0, 1).double()
     return oracle.relative_error(actual, expected)
 
 
 @pytest.mark.parametrize(
     ("case", "split", "values_first", "dtype"),
-    cover([((2, 65, 70), 16, 33), ((1, 31, 48), 24, 16)], (1, 3), (False, True), DTYPES),
+    cover([((2, 21, 70), 16, 33), ((1, 31, 48), 24, 16)], (1, 3), (False, True), DTYPES),
     ids=str,
 )
 def test_equals_the_oracle(kernel_device, case, split, values_first, dtype):
@@ -54,53 +51,20 @@ def test_equals_the_oracle(kernel_device, case, split, values_first, dtype):
     assert run(kernel_device, *case, config, split, dtype) < 1e-6
 
 
-def test_parts_take_at_most_twice_the_memory_of_the_input():
-    config = Config(bm=64, bk=32, warps=4, stages=3, values_first=True)
-    for rows, length, outputs in ((2**20, 1024, 1024), (12544, 384, 1536), (100, 64, 64)):
-        launch = WeightGradLaunch(
-            Shape(outputs, outputs, 1, rows, length, rows, 64, 4), torch.float32, config, split=800, balance=True
-        )
-        assert launch.parts == 1 or 1 < launch.parts * outputs * length <= 2 * rows * length
-
-
-@pytest.mark.nightly
-def test_fp32_sums_that_are_cut_at_all_are_cut_short(kernel_device):
-    """The error of 4000 equal terms in parts of 512 is far below that of one sum."""
-    x = torch.full((1, 4000, 16), 0.1, device=kernel_device)
-    values, bitmap, offsets = blocks.pack(x, 16, 4000)
-    grad_y = torch.full((4000, 16), 0.3, device=kernel_device)
-    exact = grad_y.double().t() @ x[0].double()
-    whole = WeightGradLaunch(Shape(16, 16, 1, 4000, 16, 4000, 16, 4), torch.float32, Config(16, 16, 4, 3, False), 1)
-    error = oracle.relative_error(whole(grad_y, values, bitmap, offsets), exact)
-    cut = weight_grad(grad_y, values, bitmap, offsets, 16, 16)
-    assert oracle.relative_error(cut, exact) < error / 2
-
-
-def test_column_without_kept_blocks_has_zero_gradient(kernel_device):
-    x = torch.zeros(1, 40, 48, device=kernel_device)
-    x[..., :16] = 1.0
-    values, bitmap, offsets = blocks.pack(x, 16, 40)
-    grad_y = torch.randn(40, 16, device=kernel_device)
-    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    out = WeightGradLaunch(Shape(16, 16, 1, 40, 48, 40, 16, 4), torch.float32, config, 2)(
-        grad_y, values, bitmap, offsets
-    )
-    assert oracle.relative_error(out[:, :16], grad_y.double().sum(0)[:, None].expand(16, 16)) < 1e-6
-    assert not out[:, 16:].any()
-
-
 def test_columns_of_unequal_length_have_unequal_parts(kernel_device):
-    x = torch.randn(1, 300, 64, device=kernel_device)
-    x[:, :, :16] *= 100  # the first column keeps all 300 rows, the others share 100
-    values, bitmap, offsets = blocks.pack(x, 16, 400)
-    grad_y = torch.randn(300, 32, device=kernel_device)
-    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    launch = WeightGradLaunch(Shape(32, 32, 1, 300, 64, 400, 16, 4), torch.float32, config, 4)
+    """The first column keeps all 120 rows, two share 40, and the last has none."""
+    x = torch.randn(1, 120, 64, device=kernel_device)
+    x[:, :, :16] *= 100
+    x[:, :, 48:] = 0.0
+    values, bitmap, offsets = blocks.pack(x, 16, 160)
+    grad_y = torch.randn(120, 16, device=kernel_device)
+    launch = WeightGradLaunch(Shape(16, 16, 1, 120, 64, 160, 16, 4), torch.float32, SMALL, 4)
     assert launch.parts == 10
     out = launch(grad_y, values, bitmap, offsets)
-    expected = grad_y.double().t() @ blocks.unpack(values, bitmap, 300, 64, 16, 0, torch.float32).double()
+    expected = grad_y.double().t() @ blocks.unpack(values, bitmap, 120, 64, 16, 0, torch.float32).double()
     assert oracle.relative_error(out, expected) < 1e-6
     assert torch.equal(out, launch(grad_y, values, bitmap, offsets))
+    assert not out[:, 48:].any()
 
 
 @pytest.mark.parametrize(("least", "most"), [(16, 5), (128, 256)])
@@ -108,9 +72,8 @@ def test_columns_are_listed_over_several_programs_and_samples(kernel_device, mon
     """Chunks of 16 rows are more in number than what one turn adds up the counts of."""
     monkeypatch.setattr(linear, "MIN_ROWS", least)
     monkeypatch.setattr(linear, "MAX_CHUNKS", most)
-    config = Config(bm=16, bk=16, warps=4, stages=3, values_first=False)
-    assert run(kernel_device, (3, 150, 24), 8, 16, config, 2) < 1e-6
-    assert run(kernel_device, (90, 5, 24), 8, 16, config, 1) < 1e-6
+    assert run(kernel_device, (3, 60, 24), 8, 16, SMALL, 2) < 1e-6
+    assert run(kernel_device, (20, 5, 24), 8, 16, SMALL, 1) < 1e-6
 
 
 def test_configuration_fits_the_shared_memory():
@@ -127,13 +90,13 @@ def test_split_fills_the_machine_but_keeps_parts_long():
     config = Config(bm=128, bk=64, warps=8, stages=3, values_first=True)
     rule = SplitRule(full=8, aim=16, most=6, turns=4)
 
-    def split(tiles, kept_per_column):
-        return choose_split(tiles, kept_per_column, config, 132, rule)
-
-    assert split(tiles=72, kept_per_column=5000) == 4
-    assert split(tiles=36, kept_per_column=5000) == 6
-    assert split(tiles=144, kept_per_column=5000) == 1
-    assert split(tiles=1, kept_per_column=100) == 1
+    for tiles, kept_per_column, split in ((72, 5000, 4), (36, 5000, 6), (144, 5000, 1), (1, 100, 1)):
+        assert choose_split(tiles, kept_per_column, config, 132, rule) == split
+    for rows, length, outputs in ((2**20, 1024, 1024), (12544, 384, 1536), (100, 64, 64)):
+        sizes = Shape(outputs, outputs, 1, rows, length, rows, 64, 4)
+        launch = WeightGradLaunch(sizes, torch.float32, config, split=800, balance=True)
+        # At most twice the memory of the input.
+        assert launch.parts == 1 or 1 < launch.parts * outputs * length <= 2 * rows * length
 
 
 def packed_and_exact(x, block_size, keep, bits, device, outputs):
@@ -184,18 +147,8 @@ def test_numbers_are_those_of_the_reference_and_lists_as_ever(kernel_device, siz
     assert torch.equal(found_lists, lists)
 
 
-@pytest.mark.parametrize("bits", [3, 8])
-def test_a_block_that_is_not_finite_reaches_its_column_and_no_other(kernel_device, bits):
-    x = torch.randn(1, 40, 64)
-    x[0, 7, 20] = float("inf")
-    packed, grad_y, _ = packed_and_exact(x, 16, 100, bits, kernel_device, 16)
-    actual = weight_grad(grad_y, *packed, 64, 16, bits)
-    finite = actual.isfinite().all(0).cpu()
-    assert finite.tolist() == [not 16 <= column < 32 for column in range(64)]
-
-
 @pytest.mark.parametrize("bits", [0, 2, 4])
-def test_rows_that_a_column_dropped_do_not_reach_it(kernel_device, bits):
+def test_what_is_not_finite_reaches_its_column_and_no_other(kernel_device, bits):
     """Stored blocks are not zero anywhere, so that an entry of a list too many would show."""
     x = torch.full((1, 40, 32), 5.0)
     x[:, 0, :16], x[:, 1:, 16:] = 0.1, 0.2  # row 0 is dropped of the first column, and of the second all but row 0
@@ -204,6 +157,11 @@ def test_rows_that_a_column_dropped_do_not_reach_it(kernel_device, bits):
     actual = weight_grad(grad_y, *packed, 32, 16, bits)
     assert actual[:, :16].isfinite().all()
     assert not actual[:, 16:].isfinite().any()
+    x[0, 7, 3] = float("nan")
+    packed, grad_y, _ = packed_and_exact(x, 16, 40, bits, kernel_device, 16)
+    finite = weight_grad(grad_y, *packed, 32, 16, bits).isfinite().all(0)
+    assert finite[16:].all()
+    assert not finite[:16].all()
 
 
 @pytest.mark.gpu

@@ -20,22 +20,16 @@ def column_sums(grad_y, dtype):
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "dtype"),
-    [(1, 1, DTYPES[0]), (3, 130, DTYPES[1]), (64, 128, DTYPES[2]), (1000, 33, DTYPES[1]), (1031, 300, DTYPES[0])],
+    [(1, 1, DTYPES[0]), (64, 130, DTYPES[2]), (1000, 33, DTYPES[1]), (1031, 300, DTYPES[0])],
     ids=str,
 )
 def test_sums_are_exact_on_integers(kernel_device, rows, outputs, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)
     grad_y = oracle.integers(rows, outputs, dtype=dtype, device=kernel_device)
     assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
-
-
-def test_parts_end_where_the_rows_end(kernel_device, monkeypatch):
-    """257 rows in parts of 64: the last part has a single row."""
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 100)
-    launch = column_sums_launch(257, 40, 40, 4, torch.float32, kernel_device)
-    assert launch.parts == 5
-    grad_y = oracle.integers(257, 40, device=kernel_device)
-    assert torch.equal(launch(grad_y), grad_y.sum(0))
+    base = oracle.integers(90, 70, dtype=dtype, device=kernel_device)  # rows may have gaps and start anywhere
+    for grad_y in (base[::2, 3:60], base[1:, 1:], base[:1].expand(90, 70)):
+        assert torch.equal(column_sums(grad_y, torch.float32).double(), grad_y.double().sum(0))
 
 
 def test_counters_serve_launches_of_any_shape_one_after_another(kernel_device, monkeypatch):
@@ -88,26 +82,16 @@ def test_streams_have_counters_of_their_own_and_recorded_graphs_none(monkeypatch
         assert torch.equal(recorded, grad_y.sum(0))
 
 
-def test_rows_may_have_gaps_and_start_anywhere(kernel_device):
-    base = oracle.integers(90, 70, device=kernel_device)
-    for grad_y in (base[::2, 3:60], base[1:, 1:], base[:1].expand(90, 70)):
-        assert torch.equal(column_sums(grad_y, torch.float32), grad_y.sum(0))
-
-
-def test_result_has_the_wanted_type_and_is_rounded_once(kernel_device):
+def test_result_has_the_wanted_type_is_rounded_once_and_keeps_what_is_not_finite_in_its_column(kernel_device):
     grad_y = torch.full((999, 20), 0.1, dtype=torch.float16, device=kernel_device)
     expected = grad_y.double().sum(0)
     assert oracle.relative_error(column_sums(grad_y, torch.float32), expected) < 1e-6
     assert torch.equal(column_sums(grad_y, torch.float16), expected.to(torch.float16))
-
-
-def test_non_finite_values_stay_in_their_column(kernel_device):
-    grad_y = torch.ones(300, 200, device=kernel_device)
-    grad_y[7, 3], grad_y[8, 150] = float("nan"), float("inf")
+    grad_y[7, 3], grad_y[8, 15] = float("nan"), float("inf")
     sums = column_sums(grad_y, torch.float32)
     assert sums[3].isnan()
-    assert sums[150].isinf()
-    assert (sums == 300).sum() == 198
+    assert sums[15].isinf()
+    assert sums.isfinite().sum() == 18
 
 
 @pytest.mark.gpu
@@ -151,16 +135,3 @@ def test_sets_are_added_each_to_its_own_result(kernel_device, rows, outputs, pro
         assert torch.equal(first, values[:, 0].sum(0))
         assert torch.equal(second, values[:, -1].sum(0).to(second.dtype))
     assert not any(counters.any() for counters in kernels._counters.values())
-
-
-def test_the_sum_of_a_set_does_not_depend_on_the_other(kernel_device, monkeypatch):
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 5)
-    values, found = torch.randn(300, 2, 130, device=kernel_device), []
-    for sets in (values, values[:, :1]):
-        launch = AddSetsLaunch(300, sets.shape[1], 130, kernel_device)
-        scratch = torch.empty(launch.scratch, device=kernel_device)
-        scratch[: sets.numel()] = sets.flatten()
-        first, second = torch.empty(2, 130, device=kernel_device).unbind()
-        launch(scratch, first, second if sets is values else first)
-        found.append(first)
-    assert torch.equal(*found)
