@@ -39,7 +39,7 @@ ONLY_IN = {"lightning": "callbacks", "lightning_utilities": "callbacks", "triton
 
 
 def modules() -> dict[str, Path]:
-    """Return the files of the package by their names: ``codec.formats``, ``codec`` for its ``__init__.py``."""
+    """Return the files of the package: ``codec.formats``, ``codec`` for its ``__init__.py``."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -111,7 +111,6 @@ PRIVATE = re.compile(r"_[A-Za-z]\w*")
 PRIVATE_OF_TORCH = re.compile(r"torch(\.\w+)*\._[A-Za-z]\S*")
 ELSEWHERE = {
     ("callbacks.memory", "_batches_that_stepped"),
-    ("callbacks.memory", "_prefix"),
     ("operators.hooks", "_compiler_ctx"),  # of a compiled LightningModule
     ("operators.hooks", "_getframe"),  # Python's
     ("operators.hooks", "_orig_mod"),  # of a compiled module, if there is one
@@ -218,12 +217,3 @@ print(json.dumps([calls, kernels, torch.cuda.is_initialized()]))
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == [[], [], False]
-
-
-def test_the_package_is_typed_and_its_version_has_one_source():
-    assert (PACKAGE / "py.typed").is_file()
-    config = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^dynamic = \["version"\]$', config, re.MULTILINE)
-    assert re.search(rf'^path = "{NAME}/__init__.py"$', config, re.MULTILINE)
-    found = re.findall(r'^__version__ = "(\d+\.\d+\.\d+\S*)"$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
-    assert found == [lightning_actprune.__version__]
