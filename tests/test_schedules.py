@@ -93,7 +93,7 @@ def test_arguments_are_checked(make, error: type[Exception], message: str):
 
 @pytest.mark.parametrize(
     ("schedule", "middle"),
-    [(ConstantSchedule(0.3), 0.3), (CubicSchedule(0.5, warmup=0.1), 0.4147), (StepSchedule((0, 0.5), (0.5,)), 0.5)],
+    [(ConstantSchedule(0.3), 0.3), (CubicSchedule(0.5, warmup=0.1), 0.4143), (StepSchedule((0, 0.5), (0.5,)), 0.5)],
     ids=lambda value: type(value).__name__,
 )
 def test_repr_shows_all_arguments_and_pickle_keeps_them(schedule: SparsitySchedule, middle: float):
