@@ -82,18 +82,3 @@ def test_they_compute_what_operators_do(monkeypatch):
     assert re.search(r"= torch\.ops\.actprune", code)
     for grad, right in zip(found, expected, strict=True):
         assert torch.equal(grad, right)
-
-
-def test_code_that_is_not_in_python_calls_operators():
-    graph = type("Graph", (), {"cpp_wrapper": True})
-    called = []
-    handler = private.lowering()._replace(
-        fallback_handler=lambda operator: lambda *given: called.append((operator, given))
-    )
-    x = type("Box", (), {"get_size": lambda self: (2, 3, 40)})()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "inductor", lambda: handler)
-        patch.setattr(calls, "virtualized", lambda: type("V", (), {"graph": graph}))
-        calls._quantize(x, 32, 4)
-        calls._dequantize(x, 6, 40, 32, 4, torch.float32)
-    assert called == [(OPERATORS[0], (x, 32, 4)), (OPERATORS[1], (x, 6, 40, 32, 4, torch.float32))]

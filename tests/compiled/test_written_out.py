@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
 
 from lightning_actprune.codec.blocks import sparsity_parts
-from lightning_actprune.compiled.graphs import put_in_order
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
 from tests.support.compilers import planned, uncached
@@ -217,22 +215,3 @@ def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend, behin
     assert sum(t.nbytes for t in found.kept if t.shape == (count // 8,)) == count // 8
     assert not any(t.dtype == torch.bool for t in found.kept)
     assert found.rows[-1].how == "again"
-
-
-def test_nodes_that_read_later_ones_are_put_behind_them():
-    """Which they are where inductor has found attention with dropout, and fused it."""
-    graph = Graph()
-    x = graph.placeholder("x")
-    a, b, c = (graph.call_function(torch.sin, (x,)) for _ in range(3))
-    d = graph.call_function(torch.add, (a, c))
-    graph.output((b, d))
-    for node in (d, a):
-        x.append(node)  # now a, d, b, c
-    assert [node.name for node in graph.nodes] == ["x", "sin", "add", "sin_1", "sin_2", "output"]
-    with pytest.raises(RuntimeError, match="before it has been defined"):
-        graph.lint()
-    put_in_order(graph)
-    graph.lint()
-    assert [node.name for node in graph.nodes] == ["x", "sin", "sin_2", "add", "sin_1", "output"]
-    y = torch.randn(3)
-    torch.testing.assert_close(GraphModule(nn.Module(), graph)(y), (y.sin(), 2 * y.sin()))
