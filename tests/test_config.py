@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import pickle
-from typing import get_args
 
 import numpy as np
 import pytest
 from torch import nn
 
 from lightning_actprune import config
-from lightning_actprune.config import PRESETS, Config, Keep, Operator
+from lightning_actprune.config import PRESETS, Config, Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.conversion_models import mlp
@@ -48,16 +47,6 @@ def test_settings_are_plain_values():
     assert pickle.loads(pickle.dumps(keep)) == keep == dataclasses.replace(keep)
     assert hash(keep) == hash(dataclasses.replace(keep))
     assert (Keep().stored_bits, keep.stored_bits) == (0, 4)
-
-
-def test_presets_name_operators():
-    assert set(PRESETS) == {"paper", "balanced", "max", "recompute"}
-    for kept in PRESETS.values():
-        assert set(kept) <= set(get_args(Operator))
-        assert all(isinstance(keep, Keep) for keep in kept.values())
-    assert set(PRESETS["paper"]) == {"linear"}
-    assert PRESETS["paper"]["linear"].bits is None
-    assert set(PRESETS["max"]) - {"value"} == set(PRESETS["balanced"]) >= {"linear", "activation", "norm"}
 
 
 def test_the_first_rule_that_matches_counts_and_then_the_preset():

@@ -377,15 +377,10 @@ def test_what_no_layer_is_known_for():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64)),
-        Gated(Model(min_values=1024)),
-    ],
-)
-def test_what_unmarked_layers_read_and_what_has_no_bits_stays(model):
-    found = step(model, torch.randn(4, 16, 64))
+@pytest.mark.parametrize("without_bits", [False, True])
+def test_what_unmarked_layers_read_and_what_has_no_bits_stays(without_bits):
+    unmarked = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
+    found = step(Gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
     assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
 
 
