@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def check_bytes(found, x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("make", "autocast"),
-    only(product([transformer, mlp, convolutions], [False, True]), (convolutions, True), rest="integration"),
+    only([(transformer, True), (mlp, False), (convolutions, True)], (convolutions, True), rest="integration"),
 )
 def test_forward_is_dense_and_gradients_are_close(make, autocast):
     model, x = make()
@@ -117,10 +116,11 @@ def test_inductor_keeps_the_same_which_is_what_it_saves_byte_for_byte(backend):
         [(row.how, row.stored_bytes) for row in of.rows if row.how in ("packed", "signs")] for of in (found, eager)
     )
     assert next(packed) == next(packed) != []
-    held = [tensor for tensor in found.kept if tensor.numel() >= MODEL.min_values and tensor.numel() != x.numel()]
-    held += [tensor for tensor in found.kept if tensor.numel() == x.numel()][1:]  # without the batch
-    assert recounted(found.rows) == nbytes(held)
-    assert "the compiler computes it again" in {row.reason for row in found.rows}
+    if backend == "inductor":  # whose code says what it computes again
+        held = [tensor for tensor in found.kept if tensor.numel() >= MODEL.min_values and tensor.numel() != x.numel()]
+        held += [tensor for tensor in found.kept if tensor.numel() == x.numel()][1:]  # without the batch
+        assert recounted(found.rows) == nbytes(held)
+        assert "the compiler computes it again" in {row.reason for row in found.rows}
 
 
 def test_a_transformer_block_is_kept_as_its_rules_say():
