@@ -17,7 +17,7 @@ from tests.support.measured import gradients, kept_bytes, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DEFAULT = "linear", "gelu"
-INTEGRATION = "layer-norm", "conv2d", "batch-norm-2d", "silu", "group-norm", "glu", "affine"
+INTEGRATION = "layer-norm", "conv2d", "batch-norm-2d", "silu", "group-norm", "affine"
 FOREIGN = "llama-norm", "llama-mlp", "transformers-NewGELUActivation"
 """Of each kind of layer one, and those that are written out."""
 
