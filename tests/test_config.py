@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import pickle
-from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from lightning_actprune import config
-from lightning_actprune.config import PRESETS, Config, Keep, Operator
+from lightning_actprune.config import PRESETS, Config, Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.conversion_models import mlp
 
 WRONG_KEEPS = [
     ({"bits": 5}, ValueError, "`bits` must be .*5"),
-    ({"bits": 1}, ValueError, "`bits` must be .*1"),
     ({"bits": "int4"}, (TypeError, ValueError), "`bits` must be .*'int4'"),
     ({"bits": True}, (TypeError, ValueError), "`bits` must be .*True"),
     ({"sparsity": 1}, ValueError, r"`sparsity` must be in \[0, 1\), got 1"),
-    ({"sparsity": -0.1}, ValueError, r"`sparsity` must be in \[0, 1\), got -0.1"),
     ({"sparsity": "0.5"}, TypeError, "`sparsity` must be .*'0.5'"),
     ({"sparsity": np.array([0.5])}, TypeError, "`sparsity` must be "),
     ({"block_size": 0}, ValueError, "`block_size` must be a positive int, got 0"),
     ({"block_size": 2.5}, TypeError, "`block_size` must be a positive int, got 2.5"),
-    ({"block_size": torch.tensor(32)}, TypeError, "`block_size` must be a positive int"),
     ({"bits": 4, "block_size": 4}, ValueError, "`block_size` must be at least 8 .*got 4"),
     ({"scope": "batch"}, ValueError, '`scope` must be "sample" or "token", got \'batch\''),
     ({"selection": "random"}, ValueError, "`selection` must be .*'random'"),
@@ -43,30 +39,14 @@ def test_wrong_settings_are_named_with_their_value(arguments, error, message):
     assert "HINT" in str(caught.value)
 
 
-def test_numbers_of_numpy_become_plain_ones():
+def test_settings_are_plain_values():
     keep = Keep(bits=np.int64(4), sparsity=np.float32(0.5), block_size=np.uint8(16))
     assert keep == Keep(bits=4, sparsity=0.5, block_size=16)
     assert [type(value) for value in (keep.bits, keep.sparsity, keep.block_size)] == [int, float, int]
-
-
-def test_settings_are_values():
     keep = Keep(bits=4, sparsity=CubicSchedule(end=0.8))
     assert pickle.loads(pickle.dumps(keep)) == keep == dataclasses.replace(keep)
     assert hash(keep) == hash(dataclasses.replace(keep))
-    assert Keep().stored_bits == 0
-    assert keep.stored_bits == 4
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        keep.bits = 2
-
-
-def test_presets_name_operators():
-    assert set(PRESETS) == {"paper", "balanced", "max", "recompute"}
-    for kept in PRESETS.values():
-        assert set(kept) <= set(get_args(Operator))
-        assert all(isinstance(keep, Keep) for keep in kept.values())
-    assert set(PRESETS["paper"]) == {"linear"}
-    assert PRESETS["paper"]["linear"].bits is None
-    assert set(PRESETS["max"]) - {"value"} == set(PRESETS["balanced"]) >= {"linear", "activation", "norm"}
+    assert (Keep().stored_bits, keep.stored_bits) == (0, 4)
 
 
 def test_the_first_rule_that_matches_counts_and_then_the_preset():
@@ -113,34 +93,43 @@ def test_wrong_arguments_are_named_and_the_model_untouched(arguments, error, mes
 
 
 def test_examples_of_the_docstrings():
-    doctest = pytest.importorskip("doctest")
-    results = doctest.testmod(config)
-    assert results.failed == 0
+    assert doctest.testmod(config).failed == 0
 
 
-def test_rules_on_attention_are_about_what_it_saves():
-    config = Config("max", rules={"type:value": Keep(bits=8), "type:saved": Keep(bits=4), "type:attended": None})
-    assert config.attention == {"query": 4, "key": 4, "value": 8, "attended": 4}
-    layers = [(["fc"], "linear")]
-    with pytest.raises(ValueError, match=r"'type:key' never counts, since an earlier one is about all.*HINT"):
-        Config("max", rules={"type:saved": None, "type:key": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
-    with pytest.raises(ValueError, match=r"'type:query' counts for nothing.*HINT"):
-        Config("paper", rules={"type:query": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
-    with pytest.raises(ValueError, match=r"'value' matches no layer.*HINT"):
-        Config("max", rules={"value": Keep(bits=8)}).check_that_rules_count(layers, ["fc"])
+@pytest.mark.parametrize(
+    ("preset", "rules", "attention", "operations"),
+    [
+        (
+            "max",
+            {"type:value": Keep(bits=8), "type:saved": Keep(bits=4), "type:attended": None},
+            {"query": 4, "key": 4, "value": 8, "attended": 4},
+            {},
+        ),
+        (
+            "balanced",
+            {"operation:sin": Keep(bits=8), "operation:mul": None},
+            Config("balanced").attention,
+            {"sin": 8, "mul": None},
+        ),
+    ],
+)
+def test_rules_on_attention_and_operations_are_about_what_they_save(preset, rules, attention, operations):
+    config = Config(preset, rules=rules)
+    assert (config.attention, config.operations) == (attention, operations)
+    assert config.keep_of(["fc"], "linear") == PRESETS[preset]["linear"]
 
 
-def test_rules_on_operations_are_about_what_they_save():
-    config = Config("balanced", rules={"operation:sin": Keep(bits=8), "operation:mul": None})
-    assert config.operations == {"sin": 8, "mul": None}
-    assert config.keep_of(["fc"], "linear") == PRESETS["balanced"]["linear"]
-    config.check_that_rules_count([(["fc"], "linear")], ["fc"])
-    with pytest.raises(
-        ValueError, match=r"'operation:sin' counts for nothing, since what operations save is not .*HINT"
-    ):
-        Config("paper", rules={"operation:sin": Keep(bits=8)}).check_that_rules_count([(["fc"], "linear")], ["fc"])
-    for rule in (Keep(sparsity=0.5), "max"):
-        with pytest.raises(
-            ValueError, match=r"`rules\['operation:sin'\]` must be a Keep with `bits`, or None, got .*HINT"
-        ):
-            Config(rules={"operation:sin": rule})
+@pytest.mark.parametrize(
+    ("preset", "rules", "message"),
+    [
+        ("max", {"type:saved": None, "type:key": Keep(bits=8)}, "'type:key' never counts"),
+        ("paper", {"type:query": Keep(bits=8)}, "'type:query' counts for nothing"),
+        ("max", {"value": Keep(bits=8)}, "'value' matches no layer"),
+        ("paper", {"operation:sin": Keep(bits=8)}, "'operation:sin' counts for nothing"),
+        (None, {"operation:sin": Keep(sparsity=0.5)}, r"`rules\['operation:sin'\]` must be a Keep with `bits`"),
+        (None, {"operation:sin": "max"}, r"`rules\['operation:sin'\]` must be a Keep with `bits`"),
+    ],
+)
+def test_rules_that_count_for_nothing_are_errors(preset, rules, message):
+    with pytest.raises(ValueError, match=f"{message}.*HINT"):
+        Config(preset, rules=rules).check_that_rules_count([(["fc"], "linear")], ["fc"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +29,6 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.scale import Affine
 from tests.support.conversion_models import TwoNames, deep, gradients, mlp
-from tests.support.marks import only
 from tests.support.measured import kept_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -70,28 +69,6 @@ def test_rules_choose_the_layers_and_the_first_that_matches_counts(rules, expect
     assert revert(model) == expected
 
 
-def test_each_layer_is_kept_as_its_rule_says():
-    keeps = {"blocks.0.fc1": Keep(sparsity=0.1, block_size=16), "*.fc1": Keep(bits=4, scope="token")}
-    keeps |= {"blocks.*.fc2": Keep(sparsity=0.5, selection="swap"), "head": Keep(bits=2), "*": None}
-    model = deep()
-    convert(model, rules=keeps)
-    found = {name: model.get_submodule(name).keep for name in ALL}
-    first, second, third, last = (keep for keep in keeps.values() if keep is not None)
-    assert found == dict(zip(ALL, (first, third, second, third, last), strict=True))
-    for twin in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
-        assert {name: twin.get_submodule(name).keep for name in ALL} == found
-
-
-@pytest.mark.parametrize("pattern", ["encode", "decode", "dec*"])
-def test_layer_under_two_names_stays_one_and_matches_by_either(pattern):
-    model = TwoNames()
-    report = convert(model, rules={pattern: PRUNED, "*": None})
-    assert [layer.fqn for layer in report.converted] == ["encode"]
-    assert model.encode is model.decode
-    assert type(model.decode) is ActivationPrunedLinear
-    assert revert(model) == ["encode"]
-
-
 def test_an_attention_module_stands_for_its_in_projection():
     attention = nn.MultiheadAttention(66, 3)
     model = nn.ModuleDict({"attention": attention, "head": nn.Linear(66, 3)})
@@ -102,16 +79,6 @@ def test_an_attention_module_stands_for_its_in_projection():
         assert [layer.fqn for layer in report.converted] == chosen
         assert revert(model) == chosen
         assert state(model) == before
-
-
-def test_the_model_may_be_a_single_layer():
-    model = nn.Linear(65, 33)
-    x = torch.randn(3, 5, 65)
-    y = model(input=x)
-    assert len(convert(model, rules=linear_only()).converted) == 1
-    assert torch.equal(model(input=x), y)
-    assert len(revert(model)) == 1
-    assert type(model) is nn.Linear
 
 
 # What is not.
@@ -163,8 +130,7 @@ def test_layer_whose_code_is_not_known_is_skipped_with_a_reason(kind):
 def test_scaling_in_place_is_left_to_timm():
     from timm.layers.layer_scale import LayerScale
 
-    model = nn.Sequential(LayerScale(70, inplace=True), Affine(70))
-    report = convert(model, rules={"*": Keep(bits=4)})
+    report = convert(nn.Sequential(LayerScale(70, inplace=True), Affine(70)), rules={"*": Keep(bits=4)})
     assert [layer.fqn for layer in report.converted] == ["1"]
     assert "in place" in report.skipped[0].reason
 
@@ -181,149 +147,86 @@ def test_mask_of_torch_pruning_is_applied_after_conversion():
     assert grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("pattern", ["encode", "dec*"])
+def test_layer_under_two_names_stays_one_and_matches_by_either(pattern):
+    model = TwoNames()
+    report = convert(model, rules={pattern: PRUNED, "*": None})
+    assert [layer.fqn for layer in report.converted] == ["encode"]
+    assert model.encode is model.decode
+    assert revert(model) == ["encode"]
+
+
 def test_names_are_those_without_wrappers():
     model = nn.ModuleDict({"block": checkpoint_wrapper(mlp()), "head": nn.Linear(3, 3)})
     report = convert(model, rules={"block.fc1": PRUNED, "*": None})
     assert [layer.fqn for layer in report.converted] == ["block.fc1"]
 
 
-def test_nothing_converted_is_an_error_with_every_reason():
+def test_no_layer_and_no_model_are_errors():
     model = nn.ModuleDict({"twice": TimesTwo(65, 33), "out": nn.Linear(65, 3)})
     before = state(model)
-    with pytest.raises(ValueError, match="No layer was converted") as caught:
+    with pytest.raises(ValueError, match=r"(?s)No layer was converted.*twice.*HINT"):
         convert(model, rules={"out": None, "type:linear": PRUNED, "*": None})
-    assert "twice" in str(caught.value)
-    assert "HINT" in str(caught.value)
     assert state(model) == before
-
-
-def test_what_is_no_model_is_an_error():
     for of_no_model in (convert, revert):
         with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module, got 3 of type int. HINT"):
             of_no_model(3)
-    with pytest.raises(ValueError, match="HINT"):
-        convert(nn.Sequential(nn.Identity()), rules=linear_only())
 
 
-def test_an_error_after_an_earlier_conversion_leaves_that_one():
+# Whose it is, and what stays.
+
+
+def test_a_layer_has_one_owner():
     model = mlp()
     convert(model, rules={"fc1": PRUNED, "*": None})
-    with pytest.raises(ValueError, match="'nothing' matches no"):
-        convert(model, rules={"fc2": PRUNED, "nothing": PRUNED, "*": None})
-    assert names(model) == ["fc1"]
-
-
-# Whose it is.
-
-
-def test_revert_of_one_owner_leaves_the_others():
-    model = mlp()
-    convert(model, rules={"fc1": PRUNED, "*": None})
+    before = state(model)
+    with pytest.raises(ValueError, match=r"'fc1' is already converted by convert\(\) #\w+.*HINT"):
+        convert(model, rules=linear_only(Keep(bits=4)))
+    assert state(model) == before
+    assert model.fc1.keep == PRUNED
     convert(model, rules={"fc2": Keep(bits=4), "*": None})
     assert revert(model, model.fc2.owner) == ["fc2"]
     assert (type(model.fc1), type(model.fc2)) == (ActivationPrunedLinear, nn.Linear)
 
 
-@pytest.mark.parametrize("claimed", ["fc1", "fc2"])
-def test_a_layer_is_converted_once(claimed):
-    model = mlp()
-    convert(model, rules={claimed: PRUNED, "*": None})
-    before = state(model)
-    with pytest.raises(ValueError, match=rf"'{claimed}' is already converted by convert\(\) #\w+.*HINT"):
-        convert(model, rules=linear_only(Keep(bits=4)))
-    assert state(model) == before
-    assert model.get_submodule(claimed).keep == PRUNED
+def gpt2() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
 
 
-# What stays as it was.
-
-
-def test_optimizer_built_before_conversion_updates_the_layers():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    convert(model, rules=linear_only())
-    before = copy.deepcopy(model.state_dict())
-    grads = gradients(model, torch.randn(4, 5, 65))
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        assert grads[name].abs().sum() > 0
-        torch.testing.assert_close(parameter.detach(), before[name] - 0.5 * grads[name])
-
-
-def test_training_flags_and_attributes_are_kept():
-    model = deep()
-    model.head.eval()
-    model.head.tag = "mine"
-    flags = [m.training for m in model.modules()]
-    for step in (lambda m: convert(m, rules=linear_only()), revert):
-        step(model)
-        assert [m.training for m in model.modules()] == flags
-        assert model.head.tag == "mine"
-
-
-def test_revert_keeps_a_parametrization_registered_after_conversion():
-    model, x = mlp(), torch.randn(3, 65)
-    convert(model, rules=linear_only())
-    parametrizations.weight_norm(model.fc1)
-    y = model(x)
-    revert(model)
-    assert not isinstance(model.fc1, ActivationPrunedLinear)
-    assert torch.equal(model(x), y)
-
-
-@pytest.mark.integration
-def test_pickle_after_revert_loads_without_the_package(tmp_path):
-    model = mlp()
-    convert(model, rules=linear_only())
-    torch.save(model, tmp_path / "converted.pt")
-    revert(model)
-    torch.save(model, tmp_path / "reverted.pt")
-    script = """
+PICKLED = """
 import sys
 sys.modules["lightning_actprune"] = None  # every import of it fails
 import torch
-model = torch.load("reverted.pt", weights_only=False)
-print(type(model.fc1) is torch.nn.Linear, model(torch.ones(65)).shape == (3,))
+torch.load("reverted.pt", weights_only=False)
 try:
     torch.load("converted.pt", weights_only=False)
 except ImportError:
-    print("blocked")
-"""
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["True", "True", "blocked"], run.stderr
-
-
-@pytest.mark.foreign
-def test_a_model_of_another_package_is_pickled_converted_and_loads_in_a_fresh_process(tmp_path):
-    import transformers
-
-    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
-    reference = [type(module) for module in model.modules()]
-    converted = convert(model, rules={"*": Keep(bits=8)}).converted
-    assert {"transformer.h.0.attn.c_attn", "transformer.h.1.mlp.act", "transformer.ln_f"} <= {c.fqn for c in converted}
-    torch.save(model, tmp_path / "converted.pt")
-    script = """
-import sys
-import torch
-model = torch.load(sys.argv[1], weights_only=False)  # as a spawned worker does
+    del sys.modules["lightning_actprune"]
+model = torch.load("converted.pt", weights_only=False)  # as a spawned worker does
 from lightning_actprune.convert import revert
-print(type(model.transformer.h[0].mlp.c_fc).__name__, len(revert(model)))
+print(len(revert(model)))
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "converted.pt")]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["CompressedConv1D", str(len(converted))], run.stderr
+
+
+@pytest.mark.parametrize(
+    "make", [pytest.param(mlp, marks=pytest.mark.integration), pytest.param(gpt2, marks=pytest.mark.foreign)]
+)
+def test_pickles_load_in_a_fresh_process_and_after_revert_without_the_package(make, tmp_path):
+    model = make()
+    count = len(convert(model, rules={"*": Keep(bits=8)}).converted)
+    torch.save(model, tmp_path / "converted.pt")
     revert(model)
-    assert [type(module) for module in model.modules()] == reference
+    torch.save(model, tmp_path / "reverted.pt")
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PICKLED]
+    run = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == [str(count)], run.stderr
 
 
 # Everything at once.
-
-EVERY = {"linear": "fc1", "activation": "act", "norm": "norm"}
-
-
-def everything() -> nn.Sequential:
-    return nn.Sequential(OrderedDict(first=Scaled(), second=Scaled(), head=nn.Linear(64, 64)))
 
 
 class Scaled(nn.Module):
@@ -339,108 +242,77 @@ class Scaled(nn.Module):
         return x + self.gamma * self.fc2(self.act(self.fc1(self.norm(x))))
 
 
-def loss_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+def everything() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(first=Scaled(), second=Scaled(), head=nn.Linear(64, 64)))
+
+
+def assert_like(ours: nn.Module, dense: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> None:
+    losses = (call or ours)(x).square().mean(), dense(x).square().mean()
+    grads = (torch.autograd.grad(loss, list(m.parameters())) for loss, m in zip(losses, (ours, dense), strict=True))
+    for mine, exact in zip(*grads, strict=True):
+        assert nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
 
 
 def test_a_preset_covers_every_operator_and_keeps_a_fraction():
     dense, x = everything(), torch.randn(64, 32, 64)
     ours = copy.deepcopy(dense)
     report = convert(ours, "balanced")
-    kept = {layer.fqn: layer.operator for layer in report.converted}
-    assert kept == {"head": "linear"} | {
-        f"{block}.{name}": operator
-        for block in ("first", "second")
-        for name, operator in (("fc1", "linear"), ("fc2", "linear"), ("act", "activation"), ("norm", "norm"))
-    }
+    operators = {"fc1": "linear", "fc2": "linear", "act": "activation", "norm": "norm"}
+    expected = {f"{block}.{name}": operators[name] for block in ("first", "second") for name in operators}
+    assert {layer.fqn: layer.operator for layer in report.converted} == {"head": "linear"} | expected
     assert report.saved is not None
     assert kept_bytes(ours, x) < 0.3 * kept_bytes(dense, x)
-    for mine, exact in zip(loss_gradients(ours, x), loss_gradients(dense, x), strict=True):
-        assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
-
-
-def chain(function: Callable[[], nn.Module], norm: Callable[[int], nn.Module], layers: int) -> nn.Module:
-    """A net in which each activation function is behind a norm."""
-    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Conv2d(8, 8, 3), norm(8), function())))
+    assert_like(ours, dense, x)
+    paper = convert(everything(), sparsity=0.5)
+    assert {layer.operator for layer in paper.converted} == {"linear"}
+    assert (dict(paper.uncovered), paper.saved) == ({"activation": 2, "norm": 2}, None)
 
 
 @pytest.mark.parametrize(
-    ("function", "norm", "layers", "preset", "bits"),
+    ("function", "norm", "layers", "preset", "activation", "convolution"),
     [
-        (nn.SiLU, nn.BatchNorm2d, 8, "balanced", 8),
-        (nn.Hardswish, nn.BatchNorm2d, 8, "balanced", 8),
-        (nn.SiLU, nn.BatchNorm2d, 7, "balanced", 4),
-        (nn.ReLU, nn.BatchNorm2d, 8, "balanced", 4),  # one bit, and exact
-        (nn.SiLU, partial(nn.GroupNorm, 1), 8, "balanced", 4),
-        (nn.SiLU, nn.BatchNorm2d, 8, "max", 3),
+        (nn.SiLU, nn.BatchNorm2d, 8, "balanced", 8, 4),
+        (nn.Hardswish, nn.BatchNorm2d, 8, "balanced", 8, 4),
+        (nn.SiLU, nn.BatchNorm2d, 7, "balanced", 4, 4),
+        (nn.ReLU, nn.BatchNorm2d, 8, "balanced", 4, 4),  # one bit, and exact
+        (nn.SiLU, partial(nn.GroupNorm, 1), 8, "balanced", 4, 4),
+        (nn.SiLU, nn.BatchNorm2d, 8, "max", 3, 3),
+        (nn.ReLU, nn.BatchNorm2d, 8, "max", 3, 2),
+        (nn.ReLU, nn.BatchNorm2d, 7, "max", 3, 3),
     ],
 )
-def test_smooth_activation_functions_of_nets_with_batch_norms_have_eight_bits(function, norm, layers, preset, bits):
-    model = chain(function, norm, layers)
+def test_bits_in_nets_with_batch_norms(function, norm, layers, preset, activation, convolution):
+    model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Conv2d(8, 8, 3), norm(8), function())))
     for _ in range(2):  # converted again, as by a callback with a schedule, it is the same
-        rows = convert(model, preset).converted
-        assert {row.keep.bits for row in rows if row.operator == "activation"} == {bits}
+        bits = {(row.operator, row.keep.bits) for row in convert(model, preset).converted if row.operator != "norm"}
+        assert bits == {("activation", activation), ("convolution", convolution)}
         revert(model)
     ruled = convert(model, preset, rules={"2": Keep(bits=2)}).converted
-    assert [row.keep.bits for row in ruled if row.operator == "activation"] == [2] + [bits] * (layers - 1)
+    assert [row.keep.bits for row in ruled if row.operator == "activation"] == [2] + [activation] * (layers - 1)
 
 
-@pytest.mark.parametrize(
-    ("function", "layers", "preset", "bits"),
-    [(nn.ReLU, 8, "max", 2), (nn.ReLU, 7, "max", 3), (nn.SiLU, 8, "max", 3), (nn.ReLU, 8, "balanced", 4)],
-)
-def test_convolutions_have_two_bits_in_nets_with_batch_norms_and_relus(function, layers, preset, bits):
-    rows = convert(chain(function, nn.BatchNorm2d, layers), preset).converted
-    assert {row.keep.bits for row in rows if row.operator == "convolution"} == {bits}
-
-
-@pytest.mark.parametrize("operator", EVERY)
-def test_an_operator_alone(operator):
-    dense, x = everything(), torch.randn(64, 32, 64)
-    ours = copy.deepcopy(dense)
-    report = convert(ours, rules={f"type:{operator}": Keep(bits=8), "*": None})
-    assert {layer.operator for layer in report.converted} == {operator}
-    assert report.saved is None
-    assert kept_bytes(ours, x) < kept_bytes(dense, x)
-
-
-def test_what_no_rule_covers_is_counted():
-    report = convert(everything(), sparsity=0.5)
-    assert {layer.operator for layer in report.converted} == {"linear"}
-    assert dict(report.uncovered) == {"activation": 2, "norm": 2}
-
-
+@pytest.mark.integration
 @pytest.mark.parametrize("norm", [nn.LayerNorm(64), Affine(64)], ids=["norm", "affine"])
-@pytest.mark.parametrize("compiled", only([False, True], False, rest="integration"), ids=["eager", "compiled"])
-def test_what_converted_layers_return_may_be_written_to(norm, compiled):
+def test_what_compiled_layers_return_may_be_written_to(norm):
     torch.compiler.reset()
     dense = nn.Sequential(nn.Linear(64, 64), copy.deepcopy(norm), nn.ReLU(inplace=True))
     ours = copy.deepcopy(dense)
     convert(ours, rules={"*": Keep(bits=8)})
-    x = torch.randn(4, 16, 64)
-    called = torch.compile(ours, backend="aot_eager") if compiled else ours
-    found = torch.autograd.grad(called(x).square().mean(), list(ours.parameters()))
-    for mine, exact in zip(found, loss_gradients(dense, x), strict=True):
-        assert torch.nn.functional.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.99
+    assert_like(ours, dense, torch.randn(4, 16, 64), torch.compile(ours, backend="aot_eager"))
 
 
-def test_copies_are_reverted_without_a_trace():
+def test_copies_and_what_a_wrapper_holds_are_reverted_without_a_trace():
+    def traces(model: nn.Module) -> dict[str, dict[str, str]]:
+        return {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
+
     model = everything()
-    before = {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()}
-    for _ in range(2):
+    before = traces(model)
+    for revert_all in (revert, lambda model: revert(nn.Sequential(model))):
         convert(model)
-        model = copy.deepcopy(model)
-        revert(model)
-    assert {name: {key: repr(value) for key, value in vars(m).items()} for name, m in model.named_modules()} == before
-
-
-def test_reverting_a_wrapper_takes_the_hooks_off_what_it_wraps():
-    inner = everything()
-    before = state(inner)
-    convert(inner)
-    revert(nn.Sequential(inner))
-    assert state(inner) == before
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in inner.modules())
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            revert_all(each)
+            assert traces(each) == before
 
 
 class Changing(nn.Module):
@@ -505,18 +377,15 @@ def test_what_is_saved_is_claimed_once():
 
 
 def test_rows_are_flat_and_plain():
-    model = nn.Sequential(
-        OrderedDict(norm=nn.LayerNorm(64), fc1=nn.Linear(64, 64), act=nn.GELU(), fc2=nn.Linear(64, 8))
-    )
-    report = convert(model, rules={"fc2": None, "fc1": Keep(sparsity=0.5), "act": Keep(bits=4), "norm": None})
+    layers = {"norm": nn.LayerNorm(64), "fc1": nn.Linear(64, 64), "act": nn.GELU(), "fc2": nn.Linear(64, 8)}
+    rules = {"fc2": None, "fc1": Keep(sparsity=0.5), "act": Keep(bits=4), "norm": None}
+    report = convert(nn.Sequential(OrderedDict(layers)), rules=rules)
     rows = report.to_rows()
     assert all(list(row) == list(rows[0]) for row in rows)
     assert all(type(value) in (str, int, float, bool, type(None)) for row in rows for value in row.values())
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     by_name = {row["fqn"]: row for row in rows}
-    assert {name: row["converted"] for name, row in by_name.items()} == {
-        "norm": False, "fc1": True, "act": True, "fc2": False,
-    }  # fmt: skip
+    assert {name for name, row in by_name.items() if row["converted"]} == {"fc1", "act"}
     assert (by_name["fc1"]["sparsity"], by_name["fc1"]["in_features"], by_name["fc1"]["bits"]) == (0.5, 64, None)
     assert (by_name["act"]["operator"], by_name["act"]["bits"], by_name["act"]["sparsity"]) == ("activation", 4, 0.0)
     assert "'fc2'" in by_name["fc2"]["reason"]

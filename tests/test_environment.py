@@ -18,6 +18,7 @@ import lightning_actprune
 from lightning_actprune.__main__ import BLOCK_SIZES, DTYPES, OPTIONAL, environment, main, verdict
 from lightning_actprune.codec import dispatch
 
+ROOT = Path(__file__).parents[1]
 GIB = 2**30
 
 
@@ -30,20 +31,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise RuntimeError("CUDA error: out of memory")
         return 3 * GIB, 4 * GIB
 
-    capabilities = [(7, 5), (9, 0)]
     properties = [
         SimpleNamespace(name="Old [one]", major=7, minor=5, total_memory=4 * GIB),
         SimpleNamespace(name="New", major=9, minor=0, total_memory=80 * GIB),
     ]
-    for name, value in (
-        ("is_available", lambda: True),
-        ("device_count", lambda: 2),
-        ("get_device_properties", properties.__getitem__),
-        ("mem_get_info", free),
-    ):
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dispatch, "_capability", capabilities.__getitem__)
+    monkeypatch.setattr(dispatch, "_capability", [(7, 5), (9, 0)].__getitem__)
     monkeypatch.setattr(dispatch, "_triton_installed", lambda: True)
     monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
     dispatch._automatic.cache_clear()
@@ -56,7 +53,7 @@ def answer(found: dict[str, Any], device: str, dtype: str, block_size: int) -> t
     return row["backend"], row["reasons"]
 
 
-def test_gpus_and_what_runs_on_them(gpus):
+def test_gpus_and_what_runs_on_them(gpus, monkeypatch):
     found = environment()
     assert json.loads(json.dumps(found)) == found
     assert found["gpus"] == [
@@ -65,13 +62,19 @@ def test_gpus_and_what_runs_on_them(gpus):
     ]
     assert found["gpu_trouble"] is None
     assert len(found["kernels"]) == 3 * len(DTYPES) * len(BLOCK_SIZES)
-    assert answer(found, "cuda:0", "float32", 32) == ("reference", ["compute capability 7.5 is below 8.0"])
+    old = "compute capability 7.5 is below 8.0"
+    assert answer(found, "cuda:0", "float32", 32) == ("reference", [old])
     for dtype in ("float32", "float16", "bfloat16"):
         assert answer(found, "cuda:1", dtype, 1024) == ("triton", [])
         assert answer(found, "cuda:1", dtype, 2048) == ("reference", ["block_size 2048 is above 1024"])
     backend, (reason,) = answer(found, "cuda:1", "float64", 16)
     assert (backend, "float64 is not" in reason) == ("reference", True)
     assert all(row["reasons"] for row in found["kernels"] if row["device"] == "cpu")
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
+    dispatch._automatic.cache_clear()
+    assert old in verdict(environment())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in verdict(environment())
 
 
 def test_versions_and_optional_packages(monkeypatch):
@@ -84,18 +87,9 @@ def test_versions_and_optional_packages(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = environment()
-    assert found["versions"]["lightning_actprune"] == lightning_actprune.__version__
-    assert found["versions"]["torch"] == torch.__version__
-    assert (found["versions"]["triton"], found["versions"]["lightning"]) == ("3.9", None)
+    expected = {"lightning_actprune": lightning_actprune.__version__, "torch": torch.__version__}
+    assert (expected | {"triton": "3.9", "lightning": None}).items() <= found["versions"].items()
     assert found["optional"] == dict.fromkeys(OPTIONAL) | {"wandb": "0.1"}
-
-
-def test_the_verdict_without_kernels_says_why(gpus, monkeypatch):
-    monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
-    dispatch._automatic.cache_clear()
-    assert verdict(environment()).startswith("No kernels run here: compute capability 7.5 is below 8.0.")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert verdict(environment()).startswith("No kernels run here: torch sees no GPU.")
 
 
 def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):
@@ -108,21 +102,12 @@ def test_a_driver_that_fails_is_a_finding(monkeypatch, capsys):
     assert "RuntimeError: The NVIDIA driver is too old" in capsys.readouterr().out
 
 
-def test_the_interpreter_is_told_from_a_machine_that_runs_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "_interpreting", lambda: True)
-    backend, reasons = answer(environment(), "cpu", "float32", 32)
-    assert (backend, reasons) == ("reference", ["the interpreter runs only where kernels are forced"])
-
-
 @pytest.mark.integration
 def test_as_a_command():
     variables = os.environ | {"PYTHONIOENCODING": "ascii", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "lightning_actprune", "--json"]
-    run = subprocess.run(
-        command, cwd=Path(__file__).parents[1], env=variables, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert found["versions"]["python"] == sys.version.split()[0]
     assert found["gpus"] == []
     assert found["gpu_trouble"]

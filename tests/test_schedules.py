@@ -3,7 +3,6 @@ from __future__ import annotations
 import doctest
 import math
 import pickle
-from itertools import pairwise
 
 import pytest
 
@@ -20,10 +19,6 @@ from lightning_actprune.schedules import (
 POINTS = [i / 20 for i in range(21)]
 
 
-def test_constant_is_the_same_everywhere():
-    assert {ConstantSchedule(0.4)(p) for p in POINTS} == {0.4}
-
-
 @pytest.mark.parametrize("kind", [LinearSchedule, CubicSchedule, CosineSchedule])
 @pytest.mark.parametrize(("start", "end"), [(0.2, 0.7), (0.8, 0.1)])
 def test_ramp_begins_at_start_and_ends_at_end(kind: type[SparsitySchedule], start: float, end: float):
@@ -34,22 +29,16 @@ def test_ramp_begins_at_start_and_ends_at_end(kind: type[SparsitySchedule], star
     assert values == sorted(values, reverse=start > end)
 
 
-def test_cubic_is_the_published_formula():
-    s_i, s_f, t0, n = 0.1, 0.9, 0.2, 0.5
-    schedule = CubicSchedule(end=s_f, start=s_i, warmup=t0, until=t0 + n)
-    for t in (0.3, 0.45, 0.6):
-        assert schedule(t) == pytest.approx(s_f + (s_i - s_f) * (1 - (t - t0) / n) ** 3)
-
-
-def test_cosine_is_half_a_wave_between_its_ends():
+def test_formulas():
     start, end, begin, length = 0.1, 0.9, 0.2, 0.5
-    schedule = CosineSchedule(end=end, start=start, warmup=begin, until=begin + length)
+    options = {"start": start, "end": end, "warmup": begin, "until": begin + length}
     for p in (0.2, 0.3, 0.45, 0.6, 0.7):
-        wave = math.cos(math.pi * (p - begin) / length)
-        assert schedule(p) == pytest.approx((start + end) / 2 + (start - end) / 2 * wave)
-    steps = [later - earlier for earlier, later in pairwise(map(schedule, POINTS))]
-    assert max(steps) == pytest.approx(schedule(0.5) - schedule(0.45))  # steepest halfway
-    assert (schedule(0.0), schedule(1.0)) == (start, end)  # exactly, so that layers are not set again and again
+        left = 1 - (p - begin) / length
+        assert CubicSchedule(**options)(p) == pytest.approx(end + (start - end) * left**3)
+        wave = math.cos(math.pi * (1 - left))
+        assert CosineSchedule(**options)(p) == pytest.approx((start + end) / 2 + (start - end) / 2 * wave)
+    # Exactly, so that layers are not set again and again.
+    assert (CosineSchedule(**options)(0.0), CosineSchedule(**options)(1.0)) == (start, end)
 
 
 def test_steps_jump_where_they_should_and_stay_in_between():
@@ -68,9 +57,7 @@ def test_the_highest_sparsity_is_found_between_the_tenths_too():
 
 
 def test_docstring_examples_run():
-    results = doctest.testmod(schedules)
-    assert results.attempted > 0
-    assert results.failed == 0
+    assert doctest.testmod(schedules).failed == 0
 
 
 @pytest.mark.parametrize(
@@ -78,20 +65,16 @@ def test_docstring_examples_run():
     [
         (lambda: ConstantSchedule(1.0), ValueError, r"`sparsity` must be in \[0, 1\), got 1.0. HINT"),
         (lambda: LinearSchedule(end=60), ValueError, r"`end` must be in \[0, 1\), got 60"),
-        (lambda: LinearSchedule(end=0.5, start=-0.1), ValueError, r"`start` must be in \[0, 1\), got -0.1"),
         (lambda: CubicSchedule(end="0.5"), TypeError, r"`end` must be a number in \[0, 1\), got '0.5'"),
         (lambda: CubicSchedule(end=0.5, warmup=100), ValueError, r"`warmup` must be in \[0, 1\], got 100. HINT"),
         (lambda: CubicSchedule(end=0.5, warmup=None), TypeError, r"`warmup` must be a number in \[0, 1\], got None"),
         (lambda: CubicSchedule(end=0.5, until=float("nan")), ValueError, r"`until` must be in \[0, 1\], got nan"),
         (lambda: LinearSchedule(end=0.5, warmup=0.5, until=0.5), ValueError, "`until` must be greater than `warmup`"),
-        (lambda: CosineSchedule(end=1), ValueError, r"`end` must be in \[0, 1\), got 1"),
         (lambda: StepSchedule([0, 60], [0.5]), ValueError, r"`sparsities\[1\]` must be in \[0, 1\), got 60. HINT"),
         (lambda: StepSchedule(0.5, [0.5]), TypeError, "`sparsities` must be a list of numbers, got 0.5. HINT"),
         (lambda: StepSchedule([0, 0.5], "0.5"), TypeError, "`at` must be a list of numbers, got '0.5'. HINT"),
         (lambda: StepSchedule([0, 0.5], [100]), ValueError, r"`at\[0\]` must be in \[0, 1\], got 100. HINT"),
-        (lambda: StepSchedule([0, 0.5], [None]), TypeError, r"`at\[0\]` must be a number"),
         (lambda: StepSchedule([0, 0.5], [1.0]), ValueError, r"`at` must be numbers in \(0, 1\) that increase"),
-        (lambda: StepSchedule([0, 0.5], [0]), ValueError, r"numbers in \(0, 1\) that increase, got \[0\]. HINT"),
         (lambda: StepSchedule([0, 0.1, 0.2], [0.5, 0.5]), ValueError, "that increase, got .0.5, 0.5.. HINT"),
         (lambda: StepSchedule([0, 0.5], []), ValueError, "one number more than `at`, got 2 and 0. HINT"),
     ],
@@ -102,21 +85,11 @@ def test_arguments_are_checked(make, error: type[Exception], message: str):
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    [
-        ConstantSchedule(0.3),
-        LinearSchedule(0.5, warmup=0.1),
-        CubicSchedule(0.5),
-        CosineSchedule(0.5, until=0.9),
-        StepSchedule((0, 0.5), (0.5,)),
-    ],
-    ids=lambda schedule: type(schedule).__name__,
+    ("schedule", "middle"),
+    [(ConstantSchedule(0.3), 0.3), (CubicSchedule(0.5, warmup=0.1), 0.4143), (StepSchedule((0, 0.5), (0.5,)), 0.5)],
+    ids=lambda value: type(value).__name__,
 )
-def test_repr_shows_all_arguments_and_pickle_keeps_them(schedule: SparsitySchedule):
+def test_repr_shows_all_arguments_and_pickle_keeps_them(schedule: SparsitySchedule, middle: float):
+    assert schedule(0.5) == pytest.approx(middle, abs=1e-4)
     assert repr(eval(repr(schedule))) == repr(schedule)
     assert vars(pickle.loads(pickle.dumps(schedule))) == vars(schedule)
-
-
-def test_the_base_class_is_abstract():
-    with pytest.raises(TypeError, match="abstract"):
-        SparsitySchedule()

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
@@ -26,7 +25,7 @@ def net() -> nn.Module:
     return nn.Sequential(*(Marked(layer, mark("linear", bits)) for layer, bits in zip(layers, (8, 3, 4), strict=True)))
 
 
-def compiled_step(samples: tuple[int, ...], **options: bool) -> tuple[list[Tensor], str]:
+def compiled_step(samples: tuple[int, ...]) -> tuple[list[Tensor], str]:
     """Return the gradients of steps on so many samples each, and the code they ran."""
     torch._dynamo.reset()
     model, grads = net(), []
@@ -38,23 +37,14 @@ def compiled_step(samples: tuple[int, ...], **options: bool) -> tuple[list[Tenso
             compiled(x).square().mean().backward()
         grads.extend(p.grad for p in model.parameters())
 
-    with uncached(), inductor.patch(**options), CompiledPacking():
+    with uncached(), CompiledPacking():
         _, code = run_and_get_code(steps)
     return grads, "\n".join(code)
 
 
-@pytest.fixture
-def operators_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor as it is without what this package has told it."""
-    calls.let_inductor_call()
-    for operator in OPERATORS:
-        monkeypatch.delitem(private.lowering().lowerings, operator)
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("samples", [(40,)])
-def test_objects_are_called_in_place_of_operators(samples):
-    _, code = compiled_step(samples)
+def test_objects_are_called_in_place_of_operators():
+    _, code = compiled_step((40,))
     assert not re.search(r"= torch\.ops\.actprune", code)
     made = re.findall(r"^actprune_\w+ = (\w+\(.*\))$", code, re.MULTILINE)
     wanted = (f"{name}(32, {bits}{more})" for bits in (3, 4) for name, more in KINDS.items())
@@ -83,26 +73,12 @@ def test_what_no_product_reads_is_unpacked_in_bf16_if_it_has_few_bits(bits, dtyp
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("samples", [(40, 56)])
-def test_they_compute_what_operators_do(samples, request):
-    found, _ = compiled_step(samples)
-    request.getfixturevalue("operators_called")
-    expected, code = compiled_step(samples)
+def test_they_compute_what_operators_do(monkeypatch):
+    found, _ = compiled_step((40, 56))
+    calls.let_inductor_call()
+    for operator in OPERATORS:  # inductor as it is without what this package has told it
+        monkeypatch.delitem(private.lowering().lowerings, operator)
+    expected, code = compiled_step((40, 56))
     assert re.search(r"= torch\.ops\.actprune", code)
     for grad, right in zip(found, expected, strict=True):
         assert torch.equal(grad, right)
-
-
-def test_code_that_is_not_in_python_calls_operators():
-    graph = type("Graph", (), {"cpp_wrapper": True})
-    called = []
-    handler = private.lowering()._replace(
-        fallback_handler=lambda operator: lambda *given: called.append((operator, given))
-    )
-    x = type("Box", (), {"get_size": lambda self: (2, 3, 40)})()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "inductor", lambda: handler)
-        patch.setattr(calls, "virtualized", lambda: type("V", (), {"graph": graph}))
-        calls._quantize(x, 32, 4)
-        calls._dequantize(x, 6, 40, 32, 4, torch.float32)
-    assert called == [(OPERATORS[0], (x, 32, 4)), (OPERATORS[1], (x, 6, 40, 32, 4, torch.float32))]

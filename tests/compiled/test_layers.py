@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
-from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert
-
-
-class Found(NamedTuple):
-    """What a step gave."""
-
-    output: Tensor
-    gradients: Tensor
-    rows: list[Row]
+from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner
+from tests.compiled.support import Result, run, step
 
 
 class Net(nn.Module):
@@ -53,35 +44,25 @@ def made() -> Net:
     return Net()
 
 
-def step(model: nn.Module, x: Tensor) -> Found:
-    """Run a compiled step in which a pass packs what is marked."""
-    torch._dynamo.reset()
-    with CompiledPacking() as packing:
-        output = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-        output.square().sum().backward()
-    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return Found(output.detach(), gradients, packing.rows)
-
-
-def marked(rules: dict | None = None, preset: str = "balanced", weight_gradients: bool = False) -> Net:
-    """Return a converted model whose layers compilers see as dense ones."""
-    model, owner = made(), new_owner("a test")
-    convert_layers(model, Config(preset, None, None, rules), owner)
-    compression = attached_saved(model, owner)
-    if compression is not None:
-        compression.min_values = 512
+def prepared(model: nn.Module, rules: dict | None = None, weight_gradients: bool = False) -> nn.Module:
+    """Return a model, converted, whose layers compilers see as dense ones."""
+    owner = new_owner("a test")
+    convert_layers(model, Config("balanced", rules=rules), owner)
+    attached_saved(model, owner).min_values = 512
     mark_layers(model, owner, weight_gradients=weight_gradients)
     return model
 
 
-@pytest.mark.parametrize("preset", ["balanced"])
-def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
+def joined(found: Result) -> Tensor:
+    return torch.cat([grad.flatten() for grad in found.grads.values()])
+
+
+def test_a_step_is_that_of_the_dense_model_with_fewer_bytes():
     x = images(16)  # of so many rows that nothing is kept in more bits for being small
-    dense, found, eager = step(made(), x), step(marked(preset=preset), x), marked(preset=preset)
-    eager(x).square().sum().backward()
-    of_eager = torch.cat([parameter.grad.flatten() for parameter in eager.parameters()])
+    model = prepared(made())
+    dense, found, eager = step(made(), x), step(model, x), run(model, model, x, [], autocast=False)
     assert torch.equal(found.output, dense.output)
-    error, allowed = ((g - dense.gradients).norm() for g in (found.gradients, of_eager))
+    error, allowed = ((joined(of) - joined(dense)).norm() for of in (found, eager))
     assert error < 1.2 * allowed
     assert not dense.rows
     assert sum(row.stored_bytes for row in found.rows) < 0.3 * sum(row.dense_bytes for row in found.rows)
@@ -89,7 +70,7 @@ def test_a_step_is_that_of_the_dense_model_with_fewer_bytes(preset):
 
 
 def test_without_gradients_no_mark_is_left_in_the_graph():
-    model, seen = marked(), []
+    model, seen = prepared(made()), []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]):
         seen.extend(str(node.target) for node in graph.graph.nodes)
@@ -105,18 +86,11 @@ def test_without_gradients_no_mark_is_left_in_the_graph():
 @pytest.mark.integration
 @pytest.mark.parametrize("weight_gradients", [True, False])
 def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients):
-    found = step(marked({"proj": None}, weight_gradients=weight_gradients), images())
+    found = step(prepared(made(), {"proj": None}, weight_gradients), images())
     attended = [
         row for row in found.rows if any("attention" in reader for reader in row.readers) and len(row.readers) > 1
     ]
     assert [row.how for row in attended] == ["packed" if weight_gradients else "as it is"]
-
-
-@pytest.mark.integration
-def test_a_reverted_model_has_no_marks():
-    model = marked()
-    revert(model)
-    assert step(model, images()).rows == []
 
 
 class Twice(nn.Module):
@@ -134,14 +108,10 @@ class Twice(nn.Module):
 @pytest.mark.integration
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it_was_marked(after: bool):
-    torch.manual_seed(0)
-    model, owner, x = Twice(), new_owner("a test"), torch.randn(32, 64)
+    model, x = Twice(), torch.randn(32, 64)
     dense = copy.deepcopy(model)
-    dense.act.inplace = True
-    model.act.inplace = not after
-    convert_layers(model, Config("balanced"), owner)
-    mark_layers(model, owner)
-    model.act.inplace = True
+    dense.act.inplace, model.act.inplace = True, not after
+    prepared(model).act.inplace = True
     assert torch.equal(step(model, x).output, dense(x).detach())
 
 
@@ -158,36 +128,28 @@ class Padded(nn.Module):
 
 @pytest.mark.integration
 def test_attention_with_padding_is_one_graph():
-    torch.manual_seed(0)
-    model, owner, x = Padded(), new_owner("a test"), torch.randn(8, 32, 64)
-    dense = step(copy.deepcopy(model), x)
-    convert_layers(model, Config("balanced"), owner)
-    attached_saved(model, owner).min_values = 512
-    mark_layers(model, owner)
-    found = step(model, x)
+    model, x = Padded(), torch.randn(8, 32, 64)
+    dense, found = step(copy.deepcopy(model), x), step(prepared(model), x)
     torch.testing.assert_close(found.output, dense.output)
-    assert torch.cosine_similarity(found.gradients, dense.gradients, 0) > 0.999
+    assert torch.cosine_similarity(joined(found), joined(dense), 0) > 0.999
     assert found.rows
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(64, 64), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rnn(self.first(x).tanh())[0].square())
 
 
 @pytest.mark.integration
 def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.rnn, self.last = nn.Linear(64, 64), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.rnn(self.first(x).tanh())[0].square())
-
     torch._dynamo.reset()
-    model, owner, x = Broken(), new_owner("a test"), torch.randn(8, 32, 64)
-    convert_layers(model, Config("balanced"), owner)
-    attached_saved(model, owner).min_values = 512
-    mark_layers(model, owner)
-    counters = torch._dynamo.utils.counters
+    model, counters = prepared(Broken()), torch._dynamo.utils.counters
     counters.clear()
     with CompiledPacking(), SavedTensorMeter(model):
-        torch.compile(model, backend="aot_eager")(x).sum().backward()
+        torch.compile(model, backend="aot_eager")(torch.randn(8, 32, 64)).sum().backward()
     breaks = {text.partition("\n")[0] for kind in ("graph_break", "unimplemented") for text in counters[kind]}
     assert breaks == {"Attempted to wrap RNN, GRU, or LSTM"}

@@ -1,4 +1,4 @@
-"""Installing the pass: what was there before runs too, and is put back on every path."""
+"""Installing the pass: what was there before runs too, and is put back on every path. Marks are the identity."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lightning_actprune.codec import private
 from lightning_actprune.compiled import scope
+from lightning_actprune.compiled.marks import Mark, Model, general_name, marked
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import Marked, mark, step
 from tests.support.compilers import planned, uncached
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
 
 
 class Own(CustomGraphPass):
@@ -56,9 +61,7 @@ def test_a_pass_that_came_later_stays():
 def test_scopes_may_be_closed_in_any_order():
     first, second = CompiledPacking().open(), CompiledPacking().open()
     first.close()
-    model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
-    x = torch.randn(32, 64)
-    step(model, x, packs=False)
+    step(net(), torch.randn(32, 64), packs=False)
     assert (len(first.rows), len(second.rows)) == (0, 1)
     second.close()
 
@@ -84,15 +87,14 @@ def test_the_caches_know_all_passes():
 def test_a_pass_that_was_there_runs_once():
     seen = []
     with functorch.patch(joint_custom_pass=lambda module, inputs: seen.append(module) or module):
-        found = step(nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+        found = step(net(), torch.randn(32, 64))
     assert len(seen) == 1
     assert [row.how for row in found.rows] == ["packed"]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", planned])
 def test_a_graph_without_backward_is_computed_and_nothing_is_missed(backend):
-    model = nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4)))
-    x = torch.randn(32, 64)
+    model, x = net(), torch.randn(32, 64)
     torch._dynamo.reset()
     with uncached(), CompiledPacking() as packing:
         best = torch.compile(lambda x: model(x).argmax(-1), backend=backend, fullgraph=True)
@@ -118,7 +120,7 @@ def test_an_error_says_whose_it_is_and_what_to_do(monkeypatch):
 
     monkeypatch.setattr(scope, "pack_joint_graph", fails)
     with pytest.raises(Exception, match=r"(?s)lightning_actprune, please report it.*torch\.compiler\.disable"):
-        step(nn.Sequential(nn.Softsign(), Marked(nn.Linear(64, 64), mark("linear", 4))), torch.randn(32, 64))
+        step(net(), torch.randn(32, 64))
     assert installed() == (None, None, None)
 
 
@@ -128,3 +130,25 @@ def test_a_torch_without_passes_says_so(monkeypatch):
     assert "joint_custom_pass, which torch" in scope.why_not()
     with pytest.raises(RuntimeError, match="HINT"):
         CompiledPacking().open()
+
+
+TEXT = Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4)).text
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[:, 2:6]])
+def test_a_mark_is_the_identity(view):
+    x = torch.randn(6, 8, requires_grad=True)
+    read = view(x)
+    y = marked(read, TEXT)
+    assert torch.equal(y, read)
+    assert y.stride() == read.stride()
+    grads = (torch.autograd.grad((of * of).sum(), x)[0] for of in (y, read))
+    assert torch.equal(next(grads), next(grads))
+
+
+def test_a_mark_says_what_it_was_told():
+    for x in (torch.ones(1, 4).expand(3, 4), torch.ones(3, dtype=torch.int64)):
+        assert marked(x, TEXT) is x
+    assert Mark.read(TEXT) == Mark("linear", "fc", 4, selection="swap", model=Model(saved=8, value=4))
+    assert general_name("model.layers.3.mlp") == general_name("model.layers.11.mlp")
+    torch.library.opcheck(torch.ops.actprune.mark.default, (torch.randn(24), TEXT))
