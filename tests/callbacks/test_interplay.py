@@ -137,30 +137,3 @@ def test_accumulated_gradients_are_the_sum_by_hand(make, parts: int, scheduled: 
             (nn.functional.cross_entropy(hand(x), y) / parts).backward()
         torch.testing.assert_close(found, [p.grad for p in hand.parameters()], rtol=0, atol=0)
         optimizer.step()
-
-
-class NestedNet(Net):
-    """``Net`` whose layers read sequences of several lengths as one nested tensor."""
-
-    layout = torch.jagged
-
-    def forward(self, x: Tensor) -> Tensor:
-        sequences = [one[: 3 + number] for number, one in enumerate(x)]
-        given = torch.nested.as_nested_tensor(sequences, layout=self.layout)
-        return torch.stack([one.mean(0) for one in self.head(self.body(given)).unbind()])
-
-
-class OldNestedNet(NestedNet):
-    layout = torch.strided
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize(("make", "sparsity"), [(NestedNet, None), (OldNestedNet, 0.5)])
-def test_layers_keep_all_of_nested_tensors(make, sparsity: float | None):
-    """So the gradients are those of a model never pruned."""
-    seen = []
-    for callbacks in ([ActivationPruning("max", sparsity=sparsity), ActivationMemoryMonitor()], []):
-        torch.manual_seed(1)
-        seen.append(Gradients())
-        trainer(*callbacks, seen[-1]).fit(make())
-    torch.testing.assert_close(seen[0].seen, seen[1].seen, rtol=0, atol=0)
