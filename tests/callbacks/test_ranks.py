@@ -29,16 +29,16 @@ from tests.support.stack import Stack
 pytestmark = pytest.mark.integration
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
-PRECISIONS = "32-true", "bf16-mixed", "bf16-true"
-MATRIX = {
-    "cpu": [*(("ddp", precision) for precision in (*PRECISIONS, "64-true")), *(("fsdp2", p) for p in PRECISIONS)],
-    "gpu": [
-        *(("ddp", precision) for precision in (*PRECISIONS, "16-mixed")),
-        *(("fsdp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
-        *(("fsdp2", precision) for precision in PRECISIONS),
-        *((stage, precision) for stage in ZERO for precision in ("32-true", "bf16-mixed")),
-    ],
+PRECISIONS = {
+    "cpu": {"ddp": ("32-true", "bf16-mixed"), "fsdp2": ("32-true", "bf16-mixed", "bf16-true")},
+    "gpu": {
+        "ddp": ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
+        "fsdp": ("32-true", "16-mixed", "bf16-mixed"),
+        "fsdp2": ("32-true", "bf16-mixed", "bf16-true"),
+        **dict.fromkeys(ZERO, ("32-true", "bf16-mixed")),
+    },
 }
+MATRIX = {on: [(name, p) for name, each in found.items() for p in each] for on, found in PRECISIONS.items()}
 DENSE, KEEPING, PRUNED = None, {"sparsity": 0.0}, {"sparsity": 0.6}
 MAX = {"preset": "max", "sparsity": 0.5}
 CLIP = {"norm": (0.1, nn.utils.clip_grad_norm_), "value": (0.002, nn.utils.clip_grad_value_)}
@@ -52,8 +52,7 @@ def on(*entries: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize(("accelerator", "strategy", "precision")[: len(entries[0])], marked)
 
 
-def strategies(accelerator: str) -> list[str]:
-    return sorted({strategy for strategy, _ in MATRIX[accelerator]})
+on_all = on(*((accelerator, strategy) for accelerator, found in PRECISIONS.items() for strategy in found))
 
 
 def clipping(strategy: str) -> str:
@@ -73,7 +72,7 @@ def compiled(strategy: str, pruning: Any, compiles: bool) -> Case:
 
 def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     matrix = [entry for entry in MATRIX[accelerator] if entry[0] not in ZERO or DEEPSPEED]
-    found = sorted({strategy for strategy, _ in matrix})
+    found = [strategy for strategy in PRECISIONS[accelerator] if strategy not in ZERO or DEEPSPEED]
     of_all = [
         *(Case(*entry, pruning) for entry in matrix for pruning in (DENSE, KEEPING, PRUNED)),
         *(Case(strategy, "32-true", PRUNED, accumulated(strategy)) for strategy in found if strategy not in ZERO),
@@ -163,7 +162,7 @@ def by_hand(parts: int, clip: str | None) -> list[dict[str, Tensor]]:
     return gradients
 
 
-@on(*((accelerator, strategy) for accelerator in MATRIX for strategy in strategies(accelerator)))
+@on_all
 def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy):
     """Also over several batches, clipped: were clipping another, the steps behind the first would differ."""
     # With DeepSpeed, Lightning divides the loss by the number of batches, and DeepSpeed once more.
@@ -174,7 +173,7 @@ def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy):
         torch.testing.assert_close(found, by_hand(parts, clipping(strategy) if parts > 1 else None))
 
 
-@on(*((accelerator, strategy) for accelerator in MATRIX for strategy in strategies(accelerator)))
+@on_all
 def test_a_preset_in_both_processes(runs, accelerator, strategy):
     first, second = seen(runs, accelerator, Case(strategy, "32-true", MAX))
     dense = seen(runs, accelerator, Case(strategy, "32-true", DENSE))
@@ -308,11 +307,8 @@ class MeasuresAlone(ActivationMemoryMonitor):
 class Longer(Net):
     """On rank one an input three times as long, so that the ranks do not store the same."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.repeat(1, 1 + 2 * self.global_rank, 1))
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self(batch[0].repeat(1, 1 + 2 * self.global_rank, 1)), batch[1])
 
 
 def measured_alone(folder: Path) -> Any:
