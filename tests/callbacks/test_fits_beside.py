@@ -12,11 +12,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.operators.base import CompressedLayer
-from tests.support.everything import BATCHES, Everything, assert_nothing_open, sample
+from tests.support.everything import Everything, assert_nothing_open, sample
 from tests.support.helpers import trainer
 from tests.support.ranks import all_traces
 
@@ -159,38 +159,3 @@ def test_two_threads_train_two_models(alone):
             delattr(model, name)
         model.__class__ = Everything
         assert_as_alone(alone, seed, model, own)
-
-
-class Samples(Dataset[Tensor]):
-    """Runs a part of the model in the process that loads the data, while a fit has converted it."""
-
-    def __init__(self, model: Everything) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 4 * BATCHES
-
-    def __getitem__(self, number: int) -> Tensor:
-        x = sample(number)
-        z = self.model.spread(self.model.late(self.model.act(self.model.first(x[None]))))
-        z = self.model.attention(z, z, z)[0].detach()
-        return x + 0 * z.mean()
-
-
-class Loading(Everything):
-    """Also loads in the first batch, which is probed."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert batch_idx > 0 or len(list(self.train_dataloader())) == BATCHES
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Samples(self), 4, num_workers=2)
-
-
-def test_processes_that_load_data_run_a_converted_model(alone):
-    model, callbacks = Loading(), ours()
-    fit(model, *callbacks, limit_val_batches=0)
-    torch.testing.assert_close(model.state_dict(), alone[0][1], rtol=0, atol=0)
-    assert found(model, callbacks)[:-1] == alone[0][0][:-1]
-    assert_nothing_open()

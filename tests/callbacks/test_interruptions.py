@@ -228,26 +228,21 @@ def test_an_error_in_our_own_code(whole, name: str, tmp_path: Path):
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 
-def test_a_trial_that_runs_out_of_memory(whole, tmp_path: Path, monkeypatch):
-    """The fit goes on with what a later batch shows."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_trial_that_runs_out_of_memory_or_is_interrupted(whole, error, tmp_path: Path, monkeypatch):
+    """In the former case the fit goes on with what a later batch shows."""
     monkeypatch.chdir(tmp_path)  # where tuners write
-    model, callbacks, trap = Model(), ours(), Trap(torch.OutOfMemoryError, 0)
+    model, callbacks, trap = Model(), ours(), Trap(error, 0)
     initial = copy.deepcopy(model.state_dict())
-    trap.lay(model, "forward")
-    fit(model, [BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks], tmp_path, trap)
-    assert not trap.armed
-    trap.undo[0]()
-    assert [layer for layer in callbacks[0].report.to_rows() if layer["converted"]]
-    assert surroundings(model) == whole[1][1]
-    assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
-
-
-def test_a_trial_that_fails(whole, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, callbacks, trap = Model(), ours(), Trap(KeyboardInterrupt, 0)
-    initial = copy.deepcopy(model.state_dict())
-    trap.lay(model, "on_before_backward")
-    failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap, tmp_path)
+    trap.lay(model, "forward" if error is torch.OutOfMemoryError else "on_before_backward")
+    if error is torch.OutOfMemoryError:
+        fit(model, [BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks], tmp_path, trap)
+        assert not trap.armed
+        trap.undo[0]()
+        assert [layer for layer in callbacks[0].report.to_rows() if layer["converted"]]
+        assert surroundings(model) == whole[1][1]
+    else:
+        failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap, tmp_path)
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+from tests.support.helpers import ConfiguredNet, Net, assert_plain, trainer
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -107,20 +106,3 @@ def test_others_see_pruned_layers_that_configure_model_makes(name: str, first: b
     assert_plain(model)
     assert "configure_model" not in vars(model)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
-    model, weights = Net(), list[dict[str, Tensor]]()
-    model.watch = lambda net: weights.append(copy.deepcopy(net.state_dict()))
-    saving = theirs.OnExceptionCheckpoint(tmp_path)
-    failing = theirs.LambdaCallback(on_before_backward=lambda *_: len(weights) == 3 and 1 / 0)
-    callbacks = *ours(preset="max"), saving, failing
-    with pytest.raises(ZeroDivisionError):
-        trainer(*callbacks, enable_checkpointing=True).fit(model)
-    assert_plain(model)
-    dense = Net()
-    dense.load_state_dict(torch.load(saving.ckpt_path, weights_only=True)["state_dict"])
-    torch.testing.assert_close(dense.state_dict(), weights[-1], rtol=0, atol=0)
-    resumed = trainer()
-    resumed.fit(dense, ckpt_path=saving.ckpt_path)
-    assert resumed.global_step == len(dense.seen) + 2 == BATCHES

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
-from lightning_actprune.schedules import CubicSchedule
 from tests.callbacks.test_loggers import MIB, TOTALS, Noting
 from tests.support.budgets import AGAIN
 from tests.support.budgets import DENSE as DENSE_STACK
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, sparsities, trainer
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, trainer
 from tests.support.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all, strategy_of
 from tests.support.stack import Stack
 
@@ -83,7 +82,7 @@ def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
         return of_all
     both = [({"preset": "max"}, False), ({"preset": "max"}, True), (None, False), (None, True)]
     of_all += [compiled(strategy, *each) for strategy in ("ddp", "fsdp2") for each in both]
-    return [*of_all, scheduled, decided_by_energy, measured_alone, with_a_budget]
+    return [*of_all, decided_by_energy, measured_alone, with_a_budget]
 
 
 @pytest.fixture(scope="module")
@@ -225,21 +224,6 @@ def fit(model: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **opti
     )  # fmt: skip
     made.fit(model)
     return made
-
-
-def scheduled(folder: Path) -> Any:
-    model = RankNet()
-    model.watch = sparsities
-    made = fit(model, folder, ActivationPruning(sparsity=CubicSchedule(end=0.8), verbose=0), ActivationMemoryMonitor(1))
-    assert_plain(model)
-    return model.seen, {n: float(value) for n, value in made.callback_metrics.items() if "actprune" in n}
-
-
-def test_a_schedule_in_both_processes(runs):
-    (first, metrics), second = seen(runs, "cpu", scheduled)
-    assert (first, metrics) == second
-    assert first == [[CubicSchedule(end=0.8)(step / STEPS)] * 3 for step in range(STEPS)]
-    assert 0 < metrics["actprune/saved_mib"] < metrics["actprune/dense_mib"]
 
 
 LIMITS = {"low": 0.1, "high": 0.3}

@@ -21,7 +21,7 @@ from lightning_actprune.callbacks import budget as budget_module
 from lightning_actprune.schedules import CubicSchedule
 from tests.support.budgets import AGAIN, DENSE, FEW, HALF, PARTS, assert_restored, chosen, fit
 from tests.support.helpers import trainer
-from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
+from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches
 
 
 class Watched(Stack):
@@ -102,26 +102,6 @@ def test_layers_of_blocks_that_no_longer_run_again_are_judged_like_any_other():
     assert len(two & plain.spread.keys()) > 2
     assert ours.spread.keys() == two & plain.spread.keys()
     assert {layer.fqn: layer.reason for layer in ours.skipped} == {"body.0": "its input is part of the batch"}
-
-
-class Late(Stack):
-    """Makes its blocks in ``configure_model``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = None
-
-    def configure_model(self) -> None:
-        if self.body is None:
-            self.body = layers()
-
-
-@pytest.mark.integration
-def test_blocks_that_are_made_late_run_again_from_the_first_step_on():
-    model = Late()
-    fit(ActivationPruning(memory_budget=HALF, verbose=0), model)
-    assert model.kinds[:2] == [AGAIN] * 2
-    assert model.kinds[-1] not in (AGAIN, DENSE)
 
 
 class Peaked(Stack):

@@ -85,17 +85,6 @@ def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkey
     assert numbers[3:] == [DEPTH] * (2 * STEPS - 3)  # all in few bits
 
 
-@pytest.mark.parametrize(("peak", "number"), [(9, 1), (7, 1), (6, 0)])
-def test_a_correction_takes_what_takes_less_or_nothing_else(peak: int, number: int):
-    own, found = ActivationPruning(memory_budget=0.5)._budget, SimpleNamespace(number=1, step=step_of(7))
-    own._allocator = SimpleNamespace(last_within=lambda limit: 0, step=lambda number: step_of(peak))
-    assert own._below(found, 5.0) == number
-
-
-def step_of(peak: int) -> Any:
-    return SimpleNamespace(peak_bytes=peak)
-
-
 def test_an_error_of_rank_zero_is_one_of_all_ranks():
     """The others do not wait for a number that never comes."""
     sent: list[Any] = []
