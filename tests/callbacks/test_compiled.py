@@ -10,14 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
-from lightning_actprune.compiled.report import Row
 from tests.support.helpers import BATCHES, trainer
 
 pytestmark = pytest.mark.integration
@@ -214,37 +212,3 @@ def test_what_others_compile_is_left_alone_and_an_exception_takes_the_pass_out()
         fit(Wide(), pruning, LambdaCallback(on_train_batch_end=lambda *args: args[-1] == 2 and 1 / 0))
     assert installed() == before
     assert pruning.compiled
-
-
-class Wider(Wide):
-    """Blocks of more parameters than the first bucket of DDP takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
-        self.body = nn.Sequential(*copy.deepcopy(widths), *copy.deepcopy(widths))
-        self.head = nn.Linear(512, 4)
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader([torch.randn(4, 64, 512)] * 3, batch_size=None)
-
-
-def kept(cuts: bool) -> list[Row]:
-    """Return what is listed of a model that DDP has compiled, with buckets of 1 MiB for its 4 MiB."""
-    pruning = ActivationPruning("max")
-    try:
-        with torch._dynamo.config.patch(optimize_ddp=cuts):
-            fit(Wider(), pruning, strategy=DDPStrategy(bucket_cap_mb=1), max_epochs=2)
-    finally:
-        torch.distributed.destroy_process_group()
-    return sorted(pruning.compiled)
-
-
-def test_what_ddp_cuts_into_pieces_is_kept_as_in_one_piece():
-    whole, cut = kept(cuts=False), kept(cuts=True)
-    as_it_is = [[row for row in rows if row.how == "as it is"] for rows in (whole, cut)]
-    assert as_it_is[0] == as_it_is[1]
-    assert len(cut) == len(whole)
-    # What is computed again from a value in another piece is packed.
-    again = [row.dense_bytes for row in whole if row.how == "again"]
-    assert sum(row.stored_bytes for row in cut) < sum(row.stored_bytes for row in whole) + 0.3 * sum(again)

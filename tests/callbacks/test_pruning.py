@@ -209,17 +209,12 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both():
 def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
     callback = ActivationPruning(sparsity=0.5, rules={"body.0": None, "type:activation": Keep(bits=4)}, verbose=False)
     assert callback.report.to_rows() == []
-    trainer(callback).fit(Net())
+    trainer(callback).fit(Retained())
     assert (callback.report.converted, callback.report.skipped) == (callback.converted, callback.skipped)
     found = {row["fqn"]: row["converted"] for row in callback.report.to_rows()}
-    assert found == {"body.0": False, "body.1": True, "body.2": True, "body.3": True, "head": True}
+    assert found == {"body.0": False, "body.1": True, "body.2": True, "body.3": True, "head": False}
     table = callback.report.to_dict()
     assert json.loads(json.dumps(table)) == table
-    callback = ActivationPruning(sparsity=0.5, verbose=False)
-    trainer(callback).fit(Retained())
-    assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
-    with pytest.raises(AttributeError):
-        callback.report = None  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("verbose", "level"), [(False, 0), (np.int64(1), 1), (True, 2)])
@@ -371,22 +366,6 @@ def test_an_exception_in_any_phase_of_the_model_or_another_callback_leaves_a_pla
 def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
     with pytest.raises(TypeError, match="LightningModule"):
         trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
-
-
-@pytest.mark.parametrize(("make", "same_trainer"), [(ConfiguredNet, True), (lambda: Net("setup"), False)])
-def test_one_callback_fits_twice_and_then_another_model(make, same_trainer: bool):
-    model, callback = make(), ActivationPruning(sparsity=0.5, verbose=False)
-    first = trainer(callback)
-    first.fit(model)
-    second = first if same_trainer else trainer(callback)
-    second.fit_loop.max_epochs = 2
-    model.seen.clear()
-    second.fit(model)
-    trainer(callback).fit(other := Net())
-    for fitted in model, other:
-        assert set(map(tuple, fitted.seen)) == {tuple(PRUNED)}
-        assert_plain(fitted)
-    assert len(callback.converted) == 3
 
 
 def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer():
