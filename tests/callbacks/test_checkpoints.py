@@ -243,16 +243,16 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed(tmp_path_factory.mktemp("run"), quiet())
 
 
-@pytest.mark.parametrize("tuner", [[], [LearningRateFinder(num_training_steps=2)]], ids=["", "with a tuner"])
-def test_what_a_checkpoint_says_counts(ckpt: Path, tuner: list[pl.Callback], monkeypatch):
+@pytest.mark.parametrize("tunes", [False, pytest.param(True, marks=pytest.mark.integration)])
+def test_what_a_checkpoint_says_counts(ckpt: Path, tunes: bool, monkeypatch):
     """Neither the first batch after it decides anew nor the first batch of a tuner."""
     monkeypatch.chdir(ckpt.parent)  # where tuners write
     state = state_of(torch.load(ckpt, weights_only=True))
     assert state["retained"].keys() == {"first", "late", "attention.out_proj"}
     assert state["retained"]["late"] == SQUARE
     assert "spread.1" in state["spread"]
-    pruning = quiet()
-    fit(pruning, *tuner, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
+    pruning, tuner = quiet(), [LearningRateFinder(num_training_steps=2)]
+    fit(pruning, *tuner[: int(tunes)], ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
     assert reasons(pruning) == {"head": "as it was"}
     assert pruning.spread == {"spread.1": 0.5}
 
@@ -261,8 +261,8 @@ def test_what_a_checkpoint_says_counts(ckpt: Path, tuner: list[pl.Callback], mon
     ("changes", "skips"),
     [
         ({"skip_retained": True}, False),
-        ({"skip_retained": False}, True),
-        ({"layers": ["head"]}, True),
+        pytest.param({"skip_retained": False}, True, marks=pytest.mark.integration),
+        pytest.param({"layers": ["head"]}, True, marks=pytest.mark.integration),
         ({"retained": ..., "skip_retained": ...}, True),  # an older one says only what drops no block
     ],
 )
@@ -277,6 +277,7 @@ def test_other_settings_and_other_layers_are_judged_anew(ckpt: Path, changes: di
     assert reasons(pruning).get("late") == (SQUARE if skips else None)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_batch_end"])
 def test_a_checkpoint_from_before_the_decision_leaves_it_to_the_next_batch(hook: str, tmp_path: Path):
     """Before training, or by a callback that comes before ours."""

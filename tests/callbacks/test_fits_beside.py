@@ -120,42 +120,32 @@ def test_a_model_that_was_given_to_another_trainer_cannot_log():
     assert_nothing_open()
 
 
-class Ordered(Everything):
-    """Lets the first of two threads end its first batch while the second is still in its own."""
-
-    def __init__(self, seed: int, events: dict[str, threading.Event]) -> None:
-        super().__init__(seed)
-        self.seed, self.events = seed, events
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.seed == 0 and batch_idx == 0:
-            self.events["first in"].set()
-            assert self.events["second in"].wait(60)
-        if self.seed == 0 and batch_idx == 1:
-            self.events["first out"].set()
-        if self.seed == 1 and batch_idx == 0:
-            self.events["second in"].set()
-            assert self.events["first out"].wait(60)
-        return super().training_step(batch, batch_idx)
-
-    def on_fit_start(self) -> None:
-        assert self.seed == 0 or self.events["first in"].wait(60)
-
-
 def test_two_threads_train_two_models(alone):
     """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
-    events = {name: threading.Event() for name in ("first in", "second in", "first out")}
-    models, callbacks = [Ordered(seed, events) for seed in range(2)], [ours(), ours()]
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            first_in.set()
+            assert second_in.wait(60)
+        elif number == 1:
+            first_out.set()
+
+    def second(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            second_in.set()
+            assert first_out.wait(60)
+
+    waits = LambdaCallback(on_fit_start=lambda *_: first_in.wait(60), on_train_batch_start=second)
+    orders = LambdaCallback(on_train_batch_start=first), waits
+    models, callbacks = [Everything(seed) for seed in range(2)], [ours(), ours()]
     threads = [
-        threading.Thread(target=trainer(*own).fit, args=(model,)) for model, own in zip(models, callbacks, strict=True)
+        threading.Thread(target=trainer(*own, order).fit, args=(model,))
+        for model, own, order in zip(models, callbacks, orders, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
     assert_nothing_open()
-    for seed, (model, own) in enumerate(zip(models, callbacks, strict=True)):
-        for name in ("seed", "events"):
-            delattr(model, name)
-        model.__class__ = Everything
-        assert_as_alone(alone, seed, model, own)
+    for seed in range(2):
+        assert_as_alone(alone, seed, models[seed], callbacks[seed])

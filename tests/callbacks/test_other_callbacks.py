@@ -17,6 +17,7 @@ from torch import nn
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.helpers import ConfiguredNet, Net, assert_plain, trainer
+from tests.support.marks import only
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -73,7 +74,7 @@ def logged(made: pl.Trainer) -> tuple[list[str], list[str]]:
     return columns, [row["val_loss"] for row in rows if row["val_loss"]]
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", only(MADE, "ModelCheckpoint", "BatchSizeFinder", "ModelPruning", rest="integration"))
 def test_a_fit_is_the_same_with_ours(name: str, tmp_path: Path):
     places = [{}, {"before": ours(sparsity=0.0)}]
     if name in CHANGE_THE_MODEL:
@@ -95,6 +96,7 @@ def ours(**arguments: Any) -> list[pl.Callback]:
     return [ActivationPruning(**arguments, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", CHANGE_THE_MODEL[:4])
 def test_others_see_pruned_layers_that_configure_model_makes(name: str, first: bool, tmp_path, recwarn):

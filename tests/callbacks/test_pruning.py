@@ -333,10 +333,10 @@ def test_schedule_reaches_both_projections_of_attention():
 @pytest.mark.parametrize(
     ("make", "phase", "place"),
     [
-        *((Net, phase, "model") for phase in ("setup", "on_fit_start", "on_before_zero_grad", "on_before_backward")),
-        *((ConfiguredNet, phase, "model") for phase in ("configure_model", "configure_optimizers", "forward")),
-        *((ConfiguredNet, phase, "model") for phase in ("on_after_backward", "validation_step", "on_train_end")),
-        *((ConfiguredNet, phase, "before") for phase in ("setup", "on_fit_start", "on_train_batch_end")),
+        *((Net, phase, "model") for phase in ("setup", "on_before_zero_grad", "on_before_backward")),
+        *((ConfiguredNet, phase, "model") for phase in ("configure_optimizers", "forward", "on_after_backward")),
+        *((ConfiguredNet, phase, "model") for phase in ("configure_model", "validation_step", "on_train_end")),
+        *((ConfiguredNet, phase, "before") for phase in ("setup", "on_fit_start")),
         *((ConfiguredNet, phase, "after") for phase in ("setup", "state_dict")),
     ],
 )

@@ -19,6 +19,7 @@ from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
 from tests.support.helpers import BATCHES, assert_plain, sparsities, trainer
+from tests.support.marks import only
 
 SIZE = 4
 QUICK = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
@@ -82,7 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", only(SETTINGS, "max that drops", "up", rest="integration"))
 def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str):
     model, pruning = Judged(batch_size=SIZE // 2), ActivationPruning(**SETTINGS[name], verbose=False)
     fitted(pruning, BatchSizeFinder(steps_per_trial=2, init_val=SIZE // 2), model=model)
@@ -118,6 +119,12 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, c
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
+def sparsities_of_a_copy(model: Judged) -> list[float]:
+    twin = pickle.loads(pickle.dumps(model))
+    assert "on_train_start" not in vars(twin)
+    return sparsities(twin)
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwarn, before: bool):
     """What its own checkpoint says counts more than what a tuner has found before the checkpoint was loaded."""
@@ -125,7 +132,7 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwar
     first = judged()
     fitted(first, save, enable_checkpointing=True)
     resumed, pruning = Judged(), judged()
-    resumed.watch = lambda model: pickle.loads(pickle.dumps(model)) and sparsities(model)  # in trials too
+    resumed.watch = sparsities_of_a_copy  # in trials too
     with torch.no_grad():
         resumed.body[0].weight.zero_()  # nothing would be found now
         if before:
