@@ -8,6 +8,7 @@ import inspect
 import json
 import pickle
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +18,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.analysis.recorder import unpack_listeners
@@ -325,6 +327,26 @@ def test_schedule_reaches_both_projections_of_attention():
     assert [layer.fqn for layer in callback.converted] == attention
     assert type(model.body.self_attn) is nn.MultiheadAttention
     assert "_pruning" not in vars(model.body.self_attn)
+
+
+class Offloading(Net):
+    """Moves what its forward saves to the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with save_on_cpu():
+            return super().forward(x)
+
+
+def test_save_on_cpu_inside_and_around_a_fit_changes_nothing():
+    states = []
+    for make, around in ((Net, nullcontext()), (Offloading, nullcontext()), (Net, save_on_cpu())):
+        torch.manual_seed(0)
+        model, pruning = make(), ActivationPruning(sparsity=0.6, verbose=False)
+        with around:
+            trainer(pruning, ActivationMemoryMonitor(1)).fit(model)
+        assert pruning.skipped == []
+        states.append(model.state_dict())
+    torch.testing.assert_close(states, [states[0]] * 3, rtol=0, atol=0)
 
 
 # What every exit restores; see test_interruptions for all operators.

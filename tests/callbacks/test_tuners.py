@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -161,11 +160,3 @@ def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
         model.seen.clear()
         trainer(pruning, **QUICK).fit(model)
         assert model.seen == [expected] + [[0.0, 0.5]] * (BATCHES - 1)
-
-
-def test_a_trial_after_which_no_layer_is_left_is_an_error():
-    model = Judged()
-    pruning = ActivationPruning(sparsity=0.5, rules={"body.*": None})
-    with pytest.raises(MisconfigurationException, match="No layer is left to convert"):
-        trainer(pruning, LearningRateFinder(num_training_steps=2)).fit(model)
-    assert_clean(model)
