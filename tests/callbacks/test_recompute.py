@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Recompute
-from lightning_actprune.config import Config
-from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import RecomputedModule
 from tests.callbacks.test_first_batch import assert_hooks_gone
 from tests.support.by_hand import ByHand
 from tests.support.helpers import FEATURES, Net, assert_plain, trainer
-from tests.support.stack import Residual, Stack
+from tests.support.stack import Stack
 
 
 class Dropping(Stack):
@@ -66,16 +64,6 @@ def test_exact_inputs_make_it_a_checkpoint_and_a_model_without_blocks_is_an_erro
     assert torch.equal(torch.stack(ours.losses), torch.stack(dense.losses))
     with pytest.raises(MisconfigurationException, match="no class of blocks that is repeated"):
         trainer(ActivationPruning("recompute")).fit(Net())
-
-
-def test_blocks_are_converted_again_by_their_owner():
-    model, owner = Stack(), new_owner("fit")
-    for _ in range(2):
-        report = convert_layers(model, Config("recompute"), owner)
-        assert [block.kind for block in report.recomputed] == ["Residual"] * 4
-        assert all(len(type(block).__mro__) == len(Residual.__mro__) + 3 for block in model.body[1:-1])
-    assert convert_layers(model, Config("balanced"), owner).recomputed == []
-    assert [type(block) for block in model.body[1:-1]] == [Residual] * 4
 
 
 # Pruned layers inside activation checkpoints.
