@@ -70,7 +70,7 @@ def once(hook: str, action: Callable[[pl.Trainer], Any], step: int = 0) -> pl.Ca
             with torch.random.fork_rng():
                 action(trainer)
 
-    return LambdaCallback(**{hook: act}, teardown=lambda *_: called.remove(True))
+    return LambdaCallback(**{hook: act}, teardown=lambda *_, **__: called.remove(True))
 
 
 @pytest.mark.parametrize(("hook", "step", "first"), [("on_before_backward", 0, True), ("on_train_batch_end", 1, False)])
