@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from typing import Any
 
 import lightning.pytorch as pl
@@ -89,17 +88,13 @@ def assert_learned_alike(losses: list[Tensor], right: list[Tensor]) -> None:
     assert all((one - other).abs() < learned / 20 for one, other in zip(losses, right, strict=True))
 
 
-@pytest.mark.parametrize("part", ["all", "body"])
-def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
+def test_a_compiled_fit_packs_and_learns_as_the_dense_one(caplog):
     caplog.set_level("INFO")
     before, model = installed(), Wide()
-    if part == "body":
-        model.body = torch.compile(model.body, backend="aot_eager")
     pruning, monitor, dense = ActivationPruning("balanced"), ActivationMemoryMonitor(2), ActivationMemoryMonitor(2)
     made: list[pl.Trainer] = []
     note = LambdaCallback(on_fit_start=lambda trainer, _: made.append(trainer))
-    losses = fit(model, pruning, monitor, note, backend="aot_eager" if part == "all" else None)
-    right = fit(Wide(), dense, backend=None)
+    losses, right = fit(model, pruning, monitor, note), fit(Wide(), dense, backend=None)
     assert_learned_alike(losses, right)
     assert {row.how for row in pruning.compiled} >= {"packed"}
     stored = sum(row.stored_bytes for row in pruning.compiled)
@@ -122,7 +117,7 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(part: str, caplog):
     assert _compiled_rows(made[0], monitor.report) == []
     assert installed() == before
     kinds = [type(module) for module in Wide().body]
-    assert [type(module) for module in getattr(model.body, "_orig_mod", model.body)] == kinds
+    assert [type(module) for module in model.body] == kinds
 
 
 class Validated(Wide):
@@ -176,7 +171,7 @@ def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: st
     assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense.report.stored_bytes
 
 
-def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves(monkeypatch):
+def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves():
     dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning(verbose=0)
     right = fit(Wide(), dense, backend=None)
     with pytest.warns(UserWarning, match="runs no pass over the graphs .*HINT"):
@@ -184,12 +179,6 @@ def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themsel
     assert_learned_alike(losses, right)
     assert not pruning.compiled
     assert ours.report.stored_bytes < 0.5 * dense.report.stored_bytes
-
-    compiled = importlib.import_module("lightning_actprune.callbacks.compiled")
-    monkeypatch.setattr(compiled, "why_not", lambda: "This torch has no passes.")
-    with pytest.warns(UserWarning, match="This torch has no passes. Layers pack by themselves"):
-        fit(Wide(), ActivationPruning("balanced", verbose=0))
-    fit(Wide(), ActivationPruning("balanced", verbose=0), backend=None)  # is not warned
 
 
 def test_what_others_compile_is_left_alone_and_an_exception_takes_the_pass_out():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
@@ -135,7 +136,7 @@ def test_a_simulation_leaves_everything_as_it_is(monkeypatch):
         return step
 
     monkeypatch.setattr(module, "simulate", simulate)
-    fit(ActivationPruning(memory_budget=0.8, verbose=0), fitted, precision="bf16-mixed")
+    fit(ActivationPruning(memory_budget=1.0, verbose=0), fitted, precision="bf16-mixed")
     assert compared == [True] * len(compared) != []
     assert fitted.count == fitted.calls == STEPS
     assert fitted._trainer is not None
@@ -168,17 +169,14 @@ def test_what_a_budget_refuses_restores_the_model(case: str):
     assert len(model.kinds) == steps
 
 
-@pytest.mark.parametrize("after", [1, 4])
-def test_an_exception_restores_the_model_and_the_next_fit_decides_anew(after: int):
-    class Failing(Stack):
-        def on_train_batch_end(self, *args: Any) -> None:
-            if self.trainer.global_step == after:
-                raise ZeroDivisionError
-
-    model, pruning = Failing(), ActivationPruning(memory_budget=HALF, verbose=0)
-    with pytest.raises(ZeroDivisionError):
-        fit(pruning, model)
-    assert_restored(model)
+def test_an_exception_restores_the_model_and_the_next_fit_decides_anew():
+    pruning = ActivationPruning(memory_budget=HALF, verbose=0)
+    for after in (1, 4):
+        model = Stack()
+        fail = LambdaCallback(on_train_batch_end=lambda made, *_, at=after: made.global_step == at and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fit(pruning, model, fail)
+        assert_restored(model)
     first, second = fit(pruning), fit(pruning)
     assert second.kinds == first.kinds
     assert second.kinds[1] == AGAIN
