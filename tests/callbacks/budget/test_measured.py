@@ -68,6 +68,7 @@ def test_predictions_are_corrected_by_what_was_measured(monkeypatch):
     assert numbers[-1] < uncorrected[0]
 
 
+@pytest.mark.integration
 def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_taken(monkeypatch):
     def measure(allocator: Allocator | None, number: int | None) -> int:
         if number not in (None, *seen):
@@ -85,6 +86,7 @@ def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_take
     assert measure(pruning._budget._allocator, third) == pruning.allocation.peak_bytes <= 12 * MIB
 
 
+@pytest.mark.integration
 def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkeypatch):
     with pytest.warns(UserWarning, match="no setting takes less, and a step takes 40 MiB, where 12 MiB are allowed"):
         _, numbers = measured_fit(monkeypatch, lambda _, number: FIRST if number is None else 40 * MIB, 12 * MIB)
