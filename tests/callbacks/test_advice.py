@@ -7,38 +7,19 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_actprune import ActivationPruning, Keep, convert
 from lightning_actprune.callbacks.advice import warn_of_optimizers, warn_of_surroundings
 from lightning_actprune.codec import dispatch
 from lightning_actprune.schedules import LinearSchedule
+from tests.support.by_hand import ByHand
 from tests.support.helpers import trainer
 
 CPU = torch.device("cpu")
-
-
-class TwoOptimizers(L.LightningModule):
-    """Steps two optimizers in each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(self.net(batch).square().mean())
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
 
 
 def warnings_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -51,15 +32,15 @@ def warnings_of(function: Callable[..., Any], *arguments: Any) -> list[str]:
 def test_a_fit_warns_once_of_each(monkeypatch: pytest.MonkeyPatch):
     def fit(**options: Any) -> list[str]:
         callback = ActivationPruning(sparsity=LinearSchedule(end=0.5), verbose=0, **options)
-        return warnings_of(trainer(callback, max_steps=4).fit, TwoOptimizers(), DataLoader(torch.randn(16, 64), 4))
+        return warnings_of(trainer(callback, max_steps=4).fit, ByHand())
 
-    assert fit(rules={"net.2": Keep(bits=4)}, total_steps=8) == []
+    assert fit(rules={"head": Keep(bits=4)}, total_steps=8) == []
     monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
-    kernels, optimizers, idle = fit(rules={"net.2": Keep(sparsity=0.0)})
+    kernels, optimizers, idle = fit(rules={"head": Keep(sparsity=0.0)})
     assert "device cpu is not cuda" in kernels
     assert "compute capability 8.0" in kernels
     assert "all 2 optimizers" in optimizers
-    assert "saves nothing: net.2." in idle
+    assert "saves nothing: head." in idle
 
 
 def test_the_dtype_and_an_open_dispatch_mode_are_named():

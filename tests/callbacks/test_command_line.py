@@ -19,11 +19,7 @@ CALLBACK = "--trainer.accelerator=cpu", "--trainer.callbacks+=ActivationPruning"
 
 
 class Halves(SparsitySchedule):
-    """A schedule as a user writes one.
-
-    Args:
-        later: Sparsity in the second half of the training.
-    """
+    """A schedule as a user writes one."""
 
     def __init__(self, later: float) -> None:
         self.later = later
@@ -39,9 +35,7 @@ class WithoutOptimizer(Net):
 
 
 def cli(*args: str) -> LightningCLI:
-    return LightningCLI(
-        WithoutOptimizer, args=list(args), run=False, save_config_callback=None, seed_everything_default=0
-    )
+    return LightningCLI(WithoutOptimizer, args=args, run=False, save_config_callback=None, seed_everything_default=0)
 
 
 def ours(made: LightningCLI) -> list[ActivationPruning | ActivationMemoryMonitor]:
@@ -83,13 +77,8 @@ def test_short_names_and_rules_on_the_command_line():
     rules = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
     monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
     schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.7"
-    made = cli(
-        *CALLBACK,
-        "--trainer.callbacks.preset=max",
-        *schedule,
-        f"--trainer.callbacks.rules={json.dumps(rules)}",
-        *monitor,
-    )
+    settings = "--trainer.callbacks.preset=max", *schedule, f"--trainer.callbacks.rules={json.dumps(rules)}"
+    made = cli(*CALLBACK, *settings, *monitor)
     pruning, monitor = ours(made)
     assert (pruning.preset, pruning.sparsity) == ("max", LinearSchedule(0.7))
     assert pruning.rules == {"body.*": Keep(sparsity=CosineSchedule(0.5)), "head": Keep(bits=3)}

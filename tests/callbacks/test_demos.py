@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,16 +89,3 @@ def test_every_hook_is_called_as_without_ours_and_parameters_move(demo, data):
     assert callbacks[1].report.stored_bytes > 0
     assert all_traces(model) == all_traces(dense)
     assert not any(map(torch.equal, initial, model.parameters()))
-
-
-@pytest.mark.parametrize("demo", [ManualOptimBoringModel, Transformer])
-def test_checkpoints_load_both_ways_with_the_state_of_the_optimizer(demo, tmp_path: Path):
-    """At sparsity 0 it is all the same which half of a training had the callbacks."""
-    resumed = []
-    for first, second in ((False, False), (False, True), (True, False)):
-        path, model = tmp_path / "first.ckpt", recorded(demo, [])
-        fit(recorded(demo, []), 1, *(ours(0.0) if first else [])).save_checkpoint(path)
-        made = fit(model, 2, *(ours(0.0) if second else []), ckpt_path=path)
-        assert made.global_step == 6
-        resumed.append([model.state_dict(), made.optimizers[0].state_dict()])
-    torch.testing.assert_close(resumed, [resumed[0]] * 3, rtol=0, atol=0)

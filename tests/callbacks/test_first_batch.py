@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
@@ -16,6 +14,7 @@ from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
+from tests.support.by_hand import ByHand
 from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
 
 PRUNED = ["body.0", "body.2", "head"]
@@ -39,10 +38,9 @@ class Retained(Net):
 class Listed(Net):
     """``head`` reads what a list keeps."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.watch = pruned_layers
-        self.features: list[Tensor] = []
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.watch, self.features = pruned_layers, list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(nn.functional.layer_norm(x, (FEATURES,)))
@@ -85,20 +83,15 @@ def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, o
     assert_hooks_gone(model)
 
 
-def test_without_skip_retained_all_are_pruned():
-    model, callback = Retained(), ActivationPruning(sparsity=0.6, skip_retained=False)
-    trainer(callback).fit(model)
-    assert model.seen == [PRUNED] * BATCHES
-    assert callback.skipped == []
-
-
 @pytest.mark.parametrize("make", [Retained, Listed])
-def test_a_schedule_that_starts_at_0(make):
-    model, callback = make(), ActivationPruning(sparsity=LinearSchedule(end=0.8))
-    model.watch = sparsities
-    trainer(callback).fit(model)
-    assert model.seen == [[0.0] * 3, [0.2] * 2, [0.4] * 2, [pytest.approx(0.6)] * 2]
-    assert outcome(callback).keys() == {"head"}
+def test_a_schedule_that_starts_at_0_and_without_skip_retained(make):
+    schedule = LinearSchedule(end=0.8)
+    for skips, later in ((True, 2), (False, 3)):
+        model, callback = make(), ActivationPruning(sparsity=schedule, skip_retained=skips)
+        model.watch = sparsities
+        trainer(callback).fit(model)
+        assert model.seen == [[0.0] * 3, [0.2] * later, [0.4] * later, [pytest.approx(0.6)] * later]
+        assert outcome(callback).keys() == ({"head"} if skips else set())
 
 
 def test_training_is_that_with_the_layer_excluded():
@@ -112,32 +105,13 @@ def test_training_is_that_with_the_layer_excluded():
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-class Manual(Listed):
-    """Two backward passes a batch, through Lightning or not; the features live from forward to backward."""
-
-    def __init__(self, through_lightning: bool, kept: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.through_lightning, self.kept = through_lightning, kept
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(self.watch(self))
-        x, y = batch
-        for optimizer in self.optimizers():
-            loss = nn.functional.cross_entropy(self(x), y)
-            optimizer.zero_grad()
-            self.manual_backward(loss) if self.through_lightning else loss.backward()
-            if not self.kept:
-                self.features.clear()
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)]
-
-
 @pytest.mark.parametrize(("through_lightning", "kept"), [(True, False), (False, True), (False, False)])
 def test_manual_optimization(through_lightning: bool, kept: bool):
-    model, callback = Manual(through_lightning, kept), ActivationPruning(sparsity=0.6)
+    """The features live from forward to backward, or longer."""
+    model, callback = type("Manual", (Listed, ByHand), {})(), ActivationPruning(sparsity=0.6)
+    model.through_lightning = through_lightning
+    if not kept:
+        model.after_backward = model.features.clear
     trainer(callback).fit(model)
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
@@ -159,18 +133,12 @@ def test_the_first_batch_with_a_forward_decides():
     assert outcome(callback) == {"head": RELU}
 
 
-def test_every_fit_decides_anew_but_a_resumed_one(tmp_path, recwarn):
+def test_every_fit_decides_anew():
+    """But a resumed one: see test_checkpoints."""
     model, callback = Retained(), ActivationPruning(sparsity=0.6)
-    trainer(callback).fit(model)
-    model.seen.clear()
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer(callback, save, enable_checkpointing=True, max_epochs=2).fit(model)
-    assert model.seen == [PRUNED] + [LEFT] * (2 * BATCHES - 1)
-    resumed, callback = Retained(), ActivationPruning(sparsity=0.6)
-    trainer(callback, max_epochs=2).fit(resumed, ckpt_path=tmp_path / "step=6.ckpt")
-    assert resumed.seen == [LEFT] * 2
-    assert outcome(callback) == {"head": RELU}
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
+    for _ in range(2):
+        trainer(callback).fit(model)
+    assert model.seen == ([PRUNED] + [LEFT] * (BATCHES - 1)) * 2
 
 
 @pytest.mark.parametrize(
@@ -187,37 +155,8 @@ def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, 
     assert_hooks_gone(model)
 
 
-@pytest.mark.parametrize(
-    ("hook", "error"),
-    [
-        ("forward", RuntimeError),
-        ("layer", KeyboardInterrupt),
-        ("on_before_backward", RuntimeError),
-        ("on_after_backward", KeyboardInterrupt),
-    ],
-)
-def test_an_exception_in_the_first_step_leaves_nothing_behind(hook: str, error: type[BaseException]):
-    def fail(*args: Any) -> None:
-        raise error
-
-    model = Retained()
-    pruning = [ActivationPruning(sparsity=0.6, rules={name: None}) for name in ("head", "body.*")]
-    handle = model.head.register_forward_hook(fail) if hook == "layer" else None
-    if hook != "layer":
-        setattr(model, hook, fail)
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises((error, SystemExit)):
-            trainer(*pruning, ActivationMemoryMonitor(0), num_sanity_val_steps=0).fit(model)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if handle is not None:
-        handle.remove()
-    assert_hooks_gone(model)
-
-
 def test_two_callbacks_decide_together():
-    """They share the hooks, whoever closes first, and a layer of one holds nothing against a layer of the other."""
+    """They share the hooks, and a layer of one holds nothing against a layer of the other."""
 
     class Sisters(Retained):
         def make(self) -> None:
@@ -228,10 +167,8 @@ def test_two_callbacks_decide_together():
             h = self.body[:2](nn.functional.layer_norm(x, (FEATURES,)))  # for body.2 of one and k of the other
             return self.head(self.body[3](self.body[2](h) + self.k(h))).mean(1)
 
-    first, second = (
-        ActivationPruning(sparsity=0.6, rules={"head": None, "k": None}),
-        ActivationPruning(sparsity=0.6, rules={"body.*": None}),
-    )
+    rules = {"head": None, "k": None}, {"body.*": None}
+    first, second = (ActivationPruning(sparsity=0.6, rules=each) for each in rules)
     model = Sisters()
     trainer(first, second).fit(model)
     assert model.seen == [[*PRUNED, "k"]] + [[*LEFT, "k"]] * (BATCHES - 1)
@@ -284,7 +221,6 @@ def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monk
 
 # Layers whose dropped blocks hold much of the energy drop none.
 
-NAMES = ["body.0", "body.2", "head"]
 SPREAD, CONCENTRATED = "body.0", "body.2"
 
 
@@ -306,6 +242,7 @@ class Uneven(Net):
 
 
 def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
+    """Or dense, if they keep their values as they are."""
     caplog.set_level("INFO")
     model, callback = Uneven(), ActivationPruning(rules=judged(), verbose=2)
     trainer(callback).fit(model)
@@ -315,22 +252,17 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
     assert list(callback.spread) == [SPREAD]
     assert 0.2 < callback.spread[SPREAD] < 0.5
     assert_plain(model)
-
-
-def test_spread_layers_that_keep_their_values_as_they_are_become_dense():
     model, callback = Uneven(), ActivationPruning(rules=judged(bits=None))
     model.watch = pruned_layers
     trainer(callback).fit(model)
-    assert model.seen == [NAMES[:2]] + [[CONCENTRATED]] * (BATCHES - 1)
+    assert model.seen == [[SPREAD, CONCENTRATED]] + [[CONCENTRATED]] * (BATCHES - 1)
     assert SPREAD in {layer.fqn for layer in callback.skipped}
 
 
 def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
-    schedule = LinearSchedule(end=0.5, until=0.5)
     model = Uneven()
-    trainer(ActivationPruning(rules=judged(schedule))).fit(model)
-    assert [seen[0] for seen in model.seen] == [0.0] * BATCHES
-    assert [seen[1] for seen in model.seen] == [0.0, 0.25, 0.5, 0.5]
+    trainer(ActivationPruning(rules=judged(LinearSchedule(end=0.5, until=0.5)))).fit(model)
+    assert model.seen == [[0.0, sparsity] for sparsity in (0.0, 0.25, 0.5, 0.5)]
 
 
 def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(monkeypatch):

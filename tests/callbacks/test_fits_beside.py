@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.operators.base import CompressedLayer
-from tests.support.everything import BATCHES, Everything, assert_nothing_open, sample
+from tests.support.everything import Everything, assert_nothing_open, sample
 from tests.support.helpers import trainer
-from tests.support.marks import only
 from tests.support.ranks import all_traces
 
 pytestmark = pytest.mark.integration
@@ -62,163 +60,92 @@ def assert_as_alone(alone: Any, seed: int, model: Everything, callbacks: list[pl
     assert found(model, callbacks) == expected
 
 
-class Once(pl.Callback):
-    """Does something in one call of a hook, of a callback or of the model."""
+def once(hook: str, action: Callable[[pl.Trainer], Any], step: int = 0) -> pl.Callback:
+    """Return a callback that does something in one call of a hook, without drawing random numbers."""
+    called = list[bool]()
 
-    def __init__(self, hook: str, action: Callable[[pl.Trainer], Any], step: int = 0) -> None:
-        self.hook, self.action, self.step, self.called = hook, action, step, False
-        if hook not in ("forward", "training_step"):
-            setattr(self, hook, self.act)
+    def act(trainer: pl.Trainer, *args: Any) -> None:
+        if not called and trainer.global_step == step:
+            called.append(True)
+            with torch.random.fork_rng():
+                action(trainer)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.hook in ("forward", "training_step"):
-            original = getattr(pl_module, self.hook)
-            replaced = functools.wraps(original)(lambda *args: self.act(trainer) or original(*args))
-            setattr(pl_module, self.hook, replaced)
-
-    def act(self, trainer: pl.Trainer, *args: Any) -> None:
-        if not self.called and trainer.global_step == self.step:
-            self.called = True
-            state = torch.get_rng_state()
-            self.action(trainer)
-            torch.set_rng_state(state)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        vars(pl_module).pop(self.hook, None)
-        assert self.called
+    return LambdaCallback(**{hook: act}, teardown=lambda *_, **__: called.remove(True))
 
 
-@pytest.mark.parametrize(
-    ("hook", "step", "first"), [("forward", 0, False), ("on_before_backward", 0, True), ("on_train_batch_end", 1, True)]
-)
+@pytest.mark.parametrize(("hook", "step", "first"), [("on_before_backward", 0, True), ("on_train_batch_end", 1, False)])
 def test_a_fit_inside_a_fit(alone, hook: str, step: int, first: bool):
     """Also while the outer one probes its first batch."""
     outer, inner, models = ours(), ours(), (Everything(0), Everything(1))
-    once = Once(hook, lambda _: fit(models[1], *inner), step)
-    fit(models[0], *([once, *outer] if first else [*outer, once]))
+    other = once(hook, lambda _: fit(models[1], *inner), step)
+    fit(models[0], *([other, *outer] if first else [*outer, other]))
     assert_as_alone(alone, 0, models[0], outer)
     assert_as_alone(alone, 1, models[1], inner)
     assert_nothing_open()
 
 
-@pytest.mark.parametrize(("shared", "step"), [(0, 0), (1, 2)])
-def test_a_callback_of_a_running_fit_is_refused_to_another_fit(alone, shared: int, step: int):
-    """The fit that it is in goes on as if nothing had happened, also when the callback hears of another stage."""
+def test_a_callback_or_a_model_of_a_running_fit_is_refused_to_another_fit(alone):
+    """The fit that they are in goes on as if nothing had happened, also when the callback hears of another stage."""
     callbacks, model, other = ours(), Everything(0), Everything(1)
-    name = type(callbacks[shared]).__name__
 
-    def start_another(_: pl.Trainer) -> None:
-        with pytest.raises(MisconfigurationException, match=f"This {name} is in a fit of another .* HINT: "):
-            fit(other, callbacks[shared])
+    def start_others(outer: pl.Trainer) -> None:
+        for shared in callbacks:
+            with pytest.raises(MisconfigurationException, match=f"{type(shared).__name__} is in a fit of another .*"):
+                fit(other, shared)
         trainer(*callbacks).validate(other, DataLoader([sample(0)]))
+        with pytest.raises(MisconfigurationException, match=r"is already converted by ActivationPruning.* HINT: "):
+            fit(model, ActivationPruning("max"))
+        model.trainer = outer
 
-    fit(model, *callbacks, Once("training_step", start_another, step))
+    fit(model, *callbacks, once("on_before_backward", start_others))
     assert_as_alone(alone, 0, model, callbacks)
     assert compressed(other) == 0
     fit(Everything(1), *callbacks)
     assert_nothing_open()
 
 
-@pytest.mark.parametrize("back", [True, False])
-def test_the_same_model_in_a_fit_inside_a_fit(alone, back: bool):
-    """It trains with the layers as they are; to convert them again is an error, and to log without its Trainer too."""
-    callbacks, model, counts = ours(), Everything(0), list[int]()
+def test_a_model_that_was_given_to_another_trainer_cannot_log():
+    """Without a callback of ours, the other fit trains it with its layers as they are."""
+    model, counts = Everything(0), list[int]()
 
-    def start_another(outer: pl.Trainer) -> None:
-        counts.append(compressed(model))
-        with pytest.raises(MisconfigurationException, match=r"is already converted by ActivationPruning.* HINT: "):
-            fit(model, ActivationPruning("max"))
+    def train(_: pl.Trainer) -> None:
         counts.append(compressed(model))
         fit(model, ActivationMemoryMonitor(0, verbose=False), max_steps=1)
         counts.append(compressed(model))
-        if back:
-            model.trainer = outer
 
-    no_logs = pytest.raises(MisconfigurationException, match=r"cannot log: the model was given to another.* HINT")
-    with nullcontext() if back else no_logs:
-        fit(model, *callbacks, Once("on_train_batch_end", start_another, 2))
-    assert not back or callbacks[0].report.to_rows() == alone[0][0][0]
-    assert counts[0] == counts[1] == counts[2] > 0
+    with pytest.raises(MisconfigurationException, match=r"cannot log: the model was given to another.* HINT"):
+        fit(model, *ours(), once("on_train_batch_end", train, 2))
+    assert counts[0] == counts[1] > 0
     assert compressed(model) == 0
     assert_nothing_open()
 
 
-class Ordered(Everything):
-    """Lets the first of two threads end its first batch while the second is still in its own."""
-
-    def __init__(self, seed: int, events: dict[str, threading.Event]) -> None:
-        super().__init__(seed)
-        self.seed, self.events = seed, events
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if self.seed == 0 and batch_idx == 0:
-            self.events["first in"].set()
-            assert self.events["second in"].wait(60)
-        if self.seed == 0 and batch_idx == 1:
-            self.events["first out"].set()
-        if self.seed == 1 and batch_idx == 0:
-            self.events["second in"].set()
-            assert self.events["first out"].wait(60)
-        return super().training_step(batch, batch_idx)
-
-    def on_fit_start(self) -> None:
-        assert self.seed == 0 or self.events["first in"].wait(60)
-
-
 def test_two_threads_train_two_models(alone):
     """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
-    events = {name: threading.Event() for name in ("first in", "second in", "first out")}
-    models, callbacks = [Ordered(seed, events) for seed in range(2)], [ours(), ours()]
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            first_in.set()
+            assert second_in.wait(60)
+        elif number == 1:
+            first_out.set()
+
+    def second(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            second_in.set()
+            assert first_out.wait(60)
+
+    waits = LambdaCallback(on_fit_start=lambda *_: first_in.wait(60), on_train_batch_start=second)
+    orders = LambdaCallback(on_train_batch_start=first), waits
+    models, callbacks = [Everything(seed) for seed in range(2)], [ours(), ours()]
     threads = [
-        threading.Thread(target=trainer(*own).fit, args=(model,)) for model, own in zip(models, callbacks, strict=True)
+        threading.Thread(target=trainer(*own, order).fit, args=(model,))
+        for model, own, order in zip(models, callbacks, orders, strict=True)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
     assert_nothing_open()
-    for seed, (model, own) in enumerate(zip(models, callbacks, strict=True)):
-        for name in ("seed", "events"):
-            delattr(model, name)
-        model.__class__ = Everything
-        assert_as_alone(alone, seed, model, own)
-
-
-class Samples(Dataset[Tensor]):
-    """Runs a part of the model in the process that loads the data, while a fit has converted it."""
-
-    def __init__(self, model: Everything) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 4 * BATCHES
-
-    def __getitem__(self, number: int) -> Tensor:
-        x = sample(number)
-        z = self.model.spread(self.model.late(self.model.act(self.model.first(x[None]))))
-        z = self.model.attention(z, z, z)[0].detach()
-        return x + 0 * z.mean()
-
-
-class Loading(Everything):
-    """Also loads in the first batch, which is probed."""
-
-    def __init__(self, context: str) -> None:
-        super().__init__()
-        self.context = context
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert batch_idx > 0 or len(list(self.train_dataloader())) == BATCHES
-        return super().training_step(batch, batch_idx)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Samples(self), 4, num_workers=2, multiprocessing_context=self.context)
-
-
-@pytest.mark.parametrize("context", only(["fork", "spawn"], "fork"))
-def test_processes_that_load_data_run_a_converted_model(alone, context: str):
-    model, callbacks = Loading(context), ours()
-    fit(model, *callbacks, limit_val_batches=0)
-    torch.testing.assert_close(model.state_dict(), alone[0][1], rtol=0, atol=0)
-    assert found(model, callbacks)[:-1] == alone[0][0][:-1]
-    assert_nothing_open()
+    for seed in range(2):
+        assert_as_alone(alone, seed, models[seed], callbacks[seed])

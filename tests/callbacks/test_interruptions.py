@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -19,25 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis import first_batch, memory, recorder, step_memory
-from lightning_actprune.operators import attention, linear, regions, saved
+from lightning_actprune.analysis import first_batch, memory, recorder
+from lightning_actprune.operators import regions
 from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
 from tests.support.everything import Everything, assert_nothing_open
 from tests.support.helpers import trainer
-from tests.support.marks import only
 from tests.support.ranks import all_traces
 
 pytestmark = pytest.mark.integration
-
-AROUND = "setup on_fit_start on_validation_batch_end on_validation_end on_train_start on_train_epoch_start state_dict"
-AROUND += " on_save_checkpoint on_train_epoch_end on_train_end on_fit_end teardown"
-IN_BATCHES = "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step"
-IN_BATCHES += " on_train_batch_end"
-OWN_AROUND = "prepare_data configure_model configure_optimizers train_dataloader validation_step eval"
-OWN_IN_BATCHES = (
-    "on_after_batch_transfer forward training_step optimizer_step optimizer_zero_grad backward clip_gradients"
-)
 
 
 class Trap:
@@ -70,9 +59,6 @@ class Model(Everything):
     def __init__(self) -> None:
         super().__init__(dropout=0.1)
         self.batch_size = 4
-
-    def configure_model(self) -> None:
-        pass
 
 
 def ours() -> list[pl.Callback]:
@@ -141,15 +127,11 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-Lay = Callable[[Model, Trap], Any]
-"""Lays a trap in a model, or in a callback, which it returns."""
-
-
-def in_module(name: str) -> Lay:
+def in_model(name: str) -> Any:
     return lambda model, trap: trap.lay(model, name)
 
 
-def in_callback(name: str) -> Lay:
+def in_callback(name: str) -> Any:
     def lay(model: Model, trap: Trap) -> pl.Callback:
         other = pl.Callback()
         trap.lay(other, name)
@@ -158,12 +140,12 @@ def in_callback(name: str) -> Lay:
     return lay
 
 
-def on_module(name: str) -> Lay:
+def on_forward(name: str) -> Any:
     """In a hook that was there before ours."""
     return lambda model, trap: trap.undo.append(model.get_submodule(name).register_forward_hook(trap).remove)
 
 
-def on_gradient(name: str) -> Lay:
+def on_gradient(name: str) -> Any:
     """In backward, when it has the gradient of what a module returns."""
 
     def lay(model: Model, trap: Trap) -> None:
@@ -176,53 +158,44 @@ def on_gradient(name: str) -> Lay:
     return lay
 
 
-def on_recomputation(use_reentrant: bool) -> Lay:
+def on_recomputation(model: Model, trap: Trap) -> None:
     """In the forward that an activation checkpoint runs in backward."""
-
-    def lay(model: Model, trap: Trap) -> None:
-        part = model.spread
-        forward = part.forward
-        part.forward = lambda x: checkpoint(forward, x, use_reentrant=use_reentrant)
-        trap.undo.append(lambda: delattr(part, "forward"))
-        trap.undo.append(part[1].register_forward_hook(lambda *_: trap() if backward_runs() else None).remove)
-
-    return lay
+    part = model.spread
+    forward = part.forward
+    part.forward = lambda x: checkpoint(forward, x, use_reentrant=True)
+    trap.undo.append(lambda: delattr(part, "forward"))
+    trap.undo.append(part[1].register_forward_hook(lambda *_: trap() if backward_runs() else None).remove)
 
 
 def on_optimizer(model: Model, trap: Trap) -> None:
     trap.undo.append(register_optimizer_step_pre_hook(trap).remove)
 
 
-INSIDE: dict[str, Lay] = {
-    **{f"behind {name}": on_module(name) for name in ("first", "spread.1", "convolution", "attention", "")},
-    **{f"backward of {name}": on_gradient(name) for name in ("late", "spread")},
-    "reentrant checkpoint": on_recomputation(use_reentrant=True),
-    "checkpoint": on_recomputation(use_reentrant=False),
-    "optimizer": on_optimizer,
-    "loader": lambda model, trap: trap.lay(everything, "sample"),
-    **{f"module: {name}": in_module(name) for name in OWN_IN_BATCHES.split()},
-    **{f"callback: {name}": in_callback(name) for name in IN_BATCHES.split()},
+PLACES: dict[str, tuple[Any, type[BaseException], int | None]] = {
+    "forward": (on_forward("attention"), KeyboardInterrupt, 0),
+    "forward of the measured batch": (on_forward("convolution"), torch.OutOfMemoryError, 1),
+    "backward": (on_gradient("spread"), torch.OutOfMemoryError, 1),
+    "backward of the first batch": (on_gradient("late"), RuntimeError, 0),
+    "checkpoint": (on_recomputation, RuntimeError, 2),
+    "optimizer": (on_optimizer, torch.OutOfMemoryError, 1),
+    "loader": (lambda model, trap: trap.lay(everything, "sample"), RuntimeError, 2),
+    "start of a batch": (in_callback("on_train_batch_start"), KeyboardInterrupt, 0),
+    "before backward": (in_callback("on_before_backward"), KeyboardInterrupt, 0),
+    "end of a batch": (in_callback("on_train_batch_end"), torch.OutOfMemoryError, 2),
+    "making optimizers": (in_model("configure_optimizers"), RuntimeError, None),
+    "validation": (in_callback("on_validation_end"), torch.OutOfMemoryError, None),
+    "end of training": (in_callback("on_train_end"), RuntimeError, None),
+    "teardown": (in_callback("teardown"), KeyboardInterrupt, None),
 }
-OUTSIDE: dict[str, Lay] = {
-    **{f"module: {name}": in_module(name) for name in OWN_AROUND.split()},
-    **{f"callback: {name}": in_callback(name) for name in AROUND.split()},
-}
-STEPS = [(torch.OutOfMemoryError, 1), (RuntimeError, 2), (KeyboardInterrupt, 0)]
-PLACES = [(name, *at) for name, at in zip(INSIDE, itertools.cycle(STEPS), strict=False)]
-PLACES += [(name, error, None) for name, (error, _) in zip(OUTSIDE, itertools.cycle(STEPS), strict=False)]
-ONE_A_PHASE = (
-    *("behind attention", "backward of spread", "reentrant checkpoint", "optimizer", "loader"),
-    *("callback: on_train_batch_start", "callback: on_before_backward", "callback: on_train_batch_end"),
-    *("module: configure_optimizers", "callback: on_validation_end", "callback: on_train_end", "callback: teardown"),
-)
+"""Lays a trap for an error in a step, or in the first call of all."""
 
 
-@pytest.mark.parametrize(("name", "error", "step"), only(PLACES, *(p for p in PLACES if p[0] in ONE_A_PHASE)))
+@pytest.mark.parametrize("name", PLACES)
 @pytest.mark.filterwarnings("ignore:.*run only inside an activation checkpoint:UserWarning")
-def test_an_error_leaves_what_it_leaves_without_ours(whole, name: str, error: Any, step: int | None, tmp_path: Path):
-    lay, left = INSIDE[name] if name in INSIDE else OUTSIDE[name], []
+def test_an_error_leaves_what_it_leaves_without_ours(whole, name: str, tmp_path: Path):
+    (lay, error, step), left = PLACES[name], []
     for callbacks in ([], ours()):
-        model, trap = Model(), Trap(error, None if step is None else step + ("on_train_batch_end" in name))
+        model, trap = Model(), Trap(error, step)
         initial, other = copy.deepcopy(model.state_dict()), lay(model, trap)
         others = [] if other is None else [other]
         left.append(failed(model, others + callbacks if step == 0 else callbacks + others, trap, tmp_path))
@@ -231,42 +204,20 @@ def test_an_error_leaves_what_it_leaves_without_ours(whole, name: str, error: An
 
 
 OURS = {
-    "conversion": (sys.modules["lightning_actprune.convert"], "_convert_layer", None),
-    "attaching": (saved.SavedTensorCompression, "attach", None),
-    "restoring": (ActivationPruning, "_restore", None),
-    "packing": (linear, "pack_blocks", 0),
-    "packing what is saved": (regions, "pack", 2),
-    "unpacking what was saved": (regions, "unpack", 1),
-    "a projection": (attention.Projection, "linear", 1),
-    "opening": (recorder.SavedTensorRecorder, "_follow", 0),
-    "opening the second": (recorder.SavedTensorRecorder, "_follow", 1),
-    "opening a meter of a step": (step_memory.StepMemoryRecorder, "moment", 1),
-    "seeing what is saved": (recorder.SavedTensorRecorder, "see", 0),
-    "seeing a call end": (recorder.SavedTensorRecorder, "_leave_module", 0),
-    "judging energy": (first_batch, "dropped_energy", 0),
-    "looking for references": (first_batch.RetentionProbe, "check_alive", 0),
-    "deciding": (first_batch.RetentionProbe, "apply", 1),
-    "the dense forward": (memory, "_dense_forward", 1),
-    "a report": (memory.SavedTensorMeter, "report", 1),
-    "a result": (step_memory.StepMemoryRecorder, "result", 2),
+    "conversion": (sys.modules["lightning_actprune.convert"], "_convert_layer", torch.OutOfMemoryError, None),
+    "packing": (regions, "pack", torch.OutOfMemoryError, 2),
+    "unpacking": (regions, "unpack", KeyboardInterrupt, 1),
+    "opening": (recorder.SavedTensorRecorder, "_follow", torch.OutOfMemoryError, 1),
+    "judging energy": (first_batch, "dropped_energy", torch.OutOfMemoryError, 0),
+    "deciding": (first_batch.RetentionProbe, "apply", KeyboardInterrupt, 1),
+    "a report": (memory.SavedTensorMeter, "report", torch.OutOfMemoryError, 1),
 }
 """Where code of this package may run out of memory or be interrupted, with a step in which it runs."""
 
 
-OF_OURS = list(zip(OURS, itertools.cycle([torch.OutOfMemoryError, KeyboardInterrupt]), strict=False))
-SOME = (
-    "conversion",
-    "packing what is saved",
-    "unpacking what was saved",
-    "opening the second",
-    "judging energy",
-    "a report",
-)
-
-
-@pytest.mark.parametrize(("name", "error"), only(OF_OURS, *(each for each in OF_OURS if each[0] in SOME)))
-def test_an_error_in_our_own_code(whole, name: str, error: type[BaseException], tmp_path: Path):
-    at, method, step = OURS[name]
+@pytest.mark.parametrize("name", OURS)
+def test_an_error_in_our_own_code(whole, name: str, tmp_path: Path):
+    at, method, error, step = OURS[name]
     model, callbacks, trap = Model(), ours(), Trap(error, step)
     initial = copy.deepcopy(model.state_dict())
     trap.lay(at, method)
@@ -277,38 +228,28 @@ def test_an_error_in_our_own_code(whole, name: str, error: type[BaseException], 
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 
-@pytest.mark.parametrize("name", only(["forward", "on_before_backward", "backward", "optimizer_step"], "forward"))
-def test_a_trial_that_runs_out_of_memory(whole, name: str, tmp_path: Path, monkeypatch):
-    """The fit goes on with what a later batch shows."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_trial_that_runs_out_of_memory_or_is_interrupted(whole, error, tmp_path: Path, monkeypatch):
+    """In the former case the fit goes on with what a later batch shows."""
     monkeypatch.chdir(tmp_path)  # where tuners write
-    model, callbacks, trap = Model(), ours(), Trap(torch.OutOfMemoryError, 0)
+    model, callbacks, trap = Model(), ours(), Trap(error, 0)
     initial = copy.deepcopy(model.state_dict())
-    trap.lay(model, name)
-    fit(model, [BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks], tmp_path, trap)
-    assert not trap.armed
-    trap.undo[0]()
-    assert [layer for layer in callbacks[0].report.to_rows() if layer["converted"]]
-    assert surroundings(model) == whole[1][1]
+    trap.lay(model, "forward" if error is torch.OutOfMemoryError else "on_before_backward")
+    if error is torch.OutOfMemoryError:
+        fit(model, [BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks], tmp_path, trap)
+        assert not trap.armed
+        trap.undo[0]()
+        assert [layer for layer in callbacks[0].report.to_rows() if layer["converted"]]
+        assert surroundings(model) == whole[1][1]
+    else:
+        failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap, tmp_path)
     assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [("on_before_backward", KeyboardInterrupt), ("on_train_batch_end", RuntimeError)]
-)
-def test_a_trial_that_fails(whole, name: str, error: type[BaseException], tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, callbacks, trap = Model(), ours(), Trap(error, int(name == "on_train_batch_end"))
-    initial = copy.deepcopy(model.state_dict())
-    trap.lay(model, name)
-    failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap, tmp_path)
-    assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
-
-
-@pytest.mark.parametrize("step", only(range(3), 0))
-def test_a_callback_that_keeps_the_exception_from_ours(whole, step: int, tmp_path: Path):
+def test_a_callback_that_keeps_the_exception_from_ours(whole, tmp_path: Path):
     """Lightning then tells no other callback that the fit is over; the next one puts in order what that has left."""
     model, callbacks, other = Model(), ours(), pl.Callback()
-    initial, traps = copy.deepcopy(model.state_dict()), [Trap(RuntimeError, step), Trap(KeyError)]
+    initial, traps = copy.deepcopy(model.state_dict()), [Trap(RuntimeError, 0), Trap(KeyError)]
     traps[0].lay(model, "on_before_backward")
     traps[1].lay(other, "on_exception")
     with pytest.raises(KeyError):

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -99,26 +99,20 @@ def test_callback_metrics_have_the_totals_of_the_report_alone(fitted):
     assert found == {"actprune/stored_mib": 0, "actprune/activations_mib": 1, "actprune/peak_mib": 2}
 
 
-def test_the_history_is_plain_rows_of_the_measured_batches(fitted):
-    history = fitted.monitor.history
-    assert [(row["epoch"], row["step"], row["sparsity"]) for row in history] == [
-        (0, 3, 0.8 * 3 / 8),
-        (1, 7, 0.8 * 7 / 8),
-    ]
+def test_the_history_is_plain_rows_of_the_measured_batches_of_the_last_fit_and_bounded(fitted, monkeypatch):
+    monitor = fitted.monitor
+    history = monitor.history
+    expected = [(0, 3, 0.8 * 3 / 8), (1, 7, 0.8 * 7 / 8)]
+    assert [(row["epoch"], row["step"], row["sparsity"]) for row in history] == expected
     assert json.loads(json.dumps(history)) == history
-    last = fitted.monitor.report.totals()
-    assert {name: value for name, value in history[-1].items() if name not in ("epoch", "step")} == last
+    assert history[-1] == {"epoch": 1, "step": 7} | monitor.report.totals()
     history[0]["epoch"] = 7
-    assert fitted.monitor.history[0]["epoch"] == 0  # a copy
-
-
-def test_the_history_is_that_of_the_last_fit_and_bounded(monkeypatch):
+    assert monitor.history[0]["epoch"] == 0  # a copy
     monkeypatch.setattr(memory, "MAX_EPOCHS", 2)
     monitor, model = ActivationMemoryMonitor(verbose=False, measure_batch=0), Net()
-    trainer(monitor, limit_train_batches=1, max_epochs=3).fit(model)
-    assert [row["epoch"] for row in monitor.history] == [1, 2]
-    trainer(monitor, limit_train_batches=1).fit(model)
-    assert [row["epoch"] for row in monitor.history] == [0]
+    for epochs, last in ((3, [1, 2]), (1, [0])):
+        trainer(monitor, limit_train_batches=1, max_epochs=epochs).fit(model)
+        assert [row["epoch"] for row in monitor.history] == last
 
 
 def test_figures_are_written_on_rank_zero(fitted, tmp_path, monkeypatch):
@@ -134,13 +128,12 @@ def test_figures_are_written_on_rank_zero(fitted, tmp_path, monkeypatch):
 
 def test_a_barebones_fit_logs_nothing_and_says_nothing_of_it():
     """Lightning warns of each attempt to log in such a fit, also of the model's own."""
-    said, model = [], Net()
-    monitor = ActivationMemoryMonitor(verbose=False, log_layers=True)
+    said, monitor = [], ActivationMemoryMonitor(verbose=False, log_layers=True)
     for callbacks in ([], [ActivationPruning(sparsity=0.6, verbose=False), monitor]):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
-            made.fit(model)
+            made.fit(Net())
         said.append(sorted(str(warning.message) for warning in caught))
     assert said[0] == said[1] != []
     assert monitor.report.saved_bytes > 0
@@ -158,24 +151,19 @@ def test_a_model_that_logs_its_own_step_moves_the_totals_alone(log_layers: bool)
     assert [step for step, _ in series(noting.got, "actprune_layers.head.stored_mib")] == expected
 
 
-class Watching(pl.Callback):
-    """Notes our names in the metrics and in the progress bar at the start of each batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[set[str], set[str]]] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        metrics = ({*trainer.callback_metrics}, {*trainer.progress_bar_metrics})
-        self.seen.append(tuple({name for name in names if "actprune" in name} for names in metrics))
-
-
 @pytest.mark.parametrize("verbose", [True, False])
 def test_totals_are_there_as_soon_as_a_step_was_measured(verbose: bool, capsys):
-    watching, monitor = Watching(), ActivationMemoryMonitor(measure_batch=1, verbose=verbose)
-    bar = TQDMProgressBar()
-    trainer(ActivationPruning(verbose=0), monitor, watching, bar, enable_progress_bar=True, max_epochs=2).fit(Net())
+    seen = []
+
+    def note(made: pl.Trainer, *args: Any) -> None:
+        metrics = made.callback_metrics, made.progress_bar_metrics
+        seen.append(tuple({name for name in names if "actprune" in name} for names in metrics))
+
+    ours = ActivationPruning(verbose=0), ActivationMemoryMonitor(measure_batch=1, verbose=verbose)
+    others = LambdaCallback(on_train_batch_start=note), TQDMProgressBar()
+    trainer(*ours, *others, enable_progress_bar=True, max_epochs=2).fit(Net())
     shown = TOTALS, {"actprune/saved_frac"} if verbose else set()
-    assert watching.seen == [(set(), set())] * 2 + [shown] * (2 * BATCHES - 2)
+    assert seen == [(set(), set())] * 2 + [shown] * (2 * BATCHES - 2)
     assert ("Kept for backward" in capsys.readouterr().out) is verbose
 
 
@@ -197,8 +185,3 @@ def test_totals_that_a_rank_lacks_are_not_logged():
             memory._log_totals(ranks, Net(), report, in_bar=False)
     strategy.reduce_boolean_decision = lambda measured, all=True: False
     memory._log_totals(ranks, Net(), None, in_bar=False)  # nobody has measured: nothing to warn of
-
-
-def test_without_lightnings_private_counter_the_step_is_the_trainers():
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace())
-    assert memory._step(SimpleNamespace(fit_loop=loop, global_step=5)) == 4

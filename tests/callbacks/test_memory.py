@@ -6,18 +6,17 @@ import gc
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
-from lightning_actprune.analysis.recorder import unpack_listeners
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.schedules import LinearSchedule
+from tests.support.by_hand import ByHand
 from tests.support.helpers import BATCHES, Net, assert_plain, loader, trainer
 
 NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
@@ -70,13 +69,6 @@ def test_a_pruned_run_saves_what_it_announces_against_the_dense_one(precision: s
     assert [row.fqn for row in report.rows] == [row.fqn for row in dense.rows]
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_sparsity_of_the_measured_step_is_shown(order: int):
-    monitor = ActivationMemoryMonitor(measure_batch=2)
-    trainer(*[ActivationPruning(sparsity=LinearSchedule(end=0.8)), monitor][::order]).fit(Net())
-    assert {row.sparsity for row in monitor.report.rows} == {0.8 * 2 / BATCHES}
-
-
 def test_gradients_of_the_step_before_are_there_in_the_forward():
     model = Net()
     trained = sum(parameter.nbytes for parameter in model.parameters())
@@ -87,9 +79,6 @@ def test_gradients_of_the_step_before_are_there_in_the_forward():
     assert step.moments[step.peak_in()].phase == "forward"
     _, step = fit(model=model, accumulate_grad_batches=4)
     assert {moment.gradient_bytes for moment in step.moments} == {trained}
-
-
-# Which batch is measured.
 
 
 class Counting(ActivationMemoryMonitor):
@@ -103,10 +92,6 @@ class Counting(ActivationMemoryMonitor):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if self._meter is not None:
             self.measured.append((trainer.current_epoch, batch_idx))
-
-    def on_after_backward(self, trainer, pl_module):
-        super().on_after_backward(trainer, pl_module)
-        assert self._meter is None  # counting ends with the forward
 
     def on_train_batch_end(self, *args):
         super().on_train_batch_end(*args)
@@ -157,16 +142,14 @@ class Stream(IterableDataset):
 
 
 class Skipping(Net):
-    """Skips a batch in the training step, before or after its forward, or in the hook of the batch."""
+    """Skips a batch in the training step, or in the hook of the batch."""
 
-    def __init__(self, nothing: int | None = None, hook: int | None = None, forward: bool = True) -> None:
+    def __init__(self, nothing: int | None = None, hook: int | None = None) -> None:
         super().__init__()
-        self.nothing, self.hook, self.forward_first = nothing, hook, forward
+        self.nothing, self.hook = nothing, hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        skips = batch_idx == self.nothing
-        loss = super().training_step(batch, batch_idx) if self.forward_first or not skips else None
-        return None if skips else loss
+        return None if batch_idx == self.nothing else super().training_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == self.hook else None
@@ -178,9 +161,8 @@ class Skipping(Net):
         (2, Net, DataLoader(Stream(), batch_size=4), True),
         (3, Net, DataLoader(Stream(), batch_size=4), False),  # of a loader that turns out to be shorter
         (1, lambda: Skipping(nothing=1), None, True),
-        (1, lambda: Skipping(nothing=1, forward=False), None, True),
-        (3, lambda: Skipping(hook=3), None, False),
         (3, lambda: Skipping(nothing=3), None, False),
+        (3, lambda: Skipping(hook=3), None, False),
     ],
 )
 def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, measured):
@@ -192,9 +174,6 @@ def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measu
     assert [row["sparsity"] for row in monitor.history] == [0.5] * measured
     assert {name for name in made.callback_metrics if "actprune" in name} == (NAMES if measured else set())
     assert_plain(trained)
-    if isinstance(trained, Skipping) and measured:
-        trainer(ActivationPruning(sparsity=0.5), usual := ActivationMemoryMonitor(2)).fit(Skipping(nothing=1))
-        assert monitor.history == usual.history
 
 
 def test_no_training_batches():
@@ -204,28 +183,10 @@ def test_no_training_batches():
     assert_plain(model)
 
 
-class Manual(Net):
-    """Two optimizers by hand, with backward through Lightning or past it."""
-
-    def __init__(self, through_lightning: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.through_lightning = through_lightning
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-            optimizer.zero_grad()
-            self.manual_backward(loss) if self.through_lightning else loss.backward()
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (self.body, self.head)]
-
-
 @pytest.mark.parametrize("through_lightning", [True, False])
 def test_manual_optimization(through_lightning: bool):
-    model = Manual(through_lightning)
+    model = ByHand()
+    model.through_lightning = through_lightning
     monitor, step = fit(ActivationPruning(sparsity=0.5, verbose=False), model=model, max_steps=4)
     assert [row["step"] for row in monitor.history] == [2]  # every optimizer counts as a step
     assert [row.calls for row in monitor.report.rows] == [1 if through_lightning else 2] * 3
@@ -241,75 +202,27 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-class Fetching(Net):
-    """Takes its batches from the loader itself: Lightning cannot see how large they are, and counts them too late."""
-
-    def training_step(self, dataloader_iter) -> Tensor:
-        (x, y), _, _ = next(dataloader_iter)
-        return nn.functional.cross_entropy(self(x), y)
-
-
-@pytest.mark.parametrize("make", [Lbfgs, Fetching])
-def test_a_closure_of_several_forwards_and_a_step_that_fetches_its_batch_are_measured_as_any(make):
+def test_a_closure_of_several_forwards_is_measured_as_any():
     found, usual = monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(1)
-    for monitor, model in zip(monitors, (make(), Net()), strict=True):
+    for monitor, model in zip(monitors, (Lbfgs(), Net()), strict=True):
         trainer(ActivationPruning(verbose=False), monitor, max_epochs=2).fit(model)
     assert [row.calls for row in found.report.rows] == [1] * 3
     assert [row["epoch"] for row in found.history] == [0, 1]
     assert [row["saved_bytes"] for row in found.history] == [row["saved_bytes"] for row in usual.history]
 
 
-# What it leaves alone.
-
-
-def test_hooks_of_the_step_itself_get_what_it_saves():
-    class Offloading(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            with torch.autograd.graph.save_on_cpu():
-                return super().training_step(batch, batch_idx)
-
-    assert fit(ActivationPruning(sparsity=0.6), model=Offloading())[0].report.rows == []
-
-
-@pytest.mark.parametrize("hook", ["forward", "on_after_backward"])
-def test_an_exception_in_the_measured_step_leaves_nothing_behind(hook: str):
-    class Failing(Net):
-        pass
-
-    def fail(self: Net, *args: Any) -> None:
-        getattr(super(Failing, self), hook)(*args)
-        raise RuntimeError("in the step")
-
-    setattr(Failing, hook, fail)
-    monitor, model = ActivationMemoryMonitor(measure_batch=0), Failing()
-    with pytest.raises(RuntimeError, match="in the step"):
-        trainer(ActivationPruning(sparsity=0.6), monitor, num_sanity_val_steps=0).fit(model)
-    assert_plain(model)
-    assert unpack_listeners == []
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    trainer(monitor).fit(Net())
-    assert monitor.report is not None
-
-
-class Count(pl.Callback):
-    """Counts the tensors there are after each epoch."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_epoch_end(self, *args: Any) -> None:
-        gc.collect()
-        self.counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
-
-
 def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmeasured_step():
-    weights, count = [], Count()
-    for callbacks in ([], [ActivationMemoryMonitor(0, verbose=False), count]):
+    weights, counts = [], list[int]()
+
+    def count(*args: Any) -> None:
+        gc.collect()
+        counts.append(sum(isinstance(o, Tensor) for o in gc.get_objects()))
+
+    for callbacks in ([], [ActivationMemoryMonitor(0, verbose=False), LambdaCallback(on_train_epoch_end=count)]):
         torch.manual_seed(0)
         model = Net(lr=0.5)
         pruning = ActivationPruning(sparsity=LinearSchedule(0.5), verbose=False)
         trainer(pruning, *callbacks, max_epochs=4).fit(model, loader(8, 4))
         weights.append([p.clone() for p in model.parameters()])
-    assert count.counts[-1] <= count.counts[1]
+    assert counts[-1] <= counts[1]
     torch.testing.assert_close(*weights, rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, trainer
+from tests.support.helpers import ConfiguredNet, Net, assert_plain, trainer
+from tests.support.marks import only
 from tests.support.ranks import all_traces
 
 EPOCHS = 2
@@ -47,9 +47,8 @@ MADE: dict[str, Callable[[Path], pl.Callback]] = {
 }
 
 
-CHANGE_THE_MODEL = (
-    "EMAWeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BackboneFinetuning", "ModelPruning",
-)  # fmt: skip
+CHANGE_THE_MODEL = "EMAWeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder"
+CHANGE_THE_MODEL += "BackboneFinetuning", "ModelPruning"
 """Or copy it, so that the order might matter."""
 
 
@@ -75,7 +74,7 @@ def logged(made: pl.Trainer) -> tuple[list[str], list[str]]:
     return columns, [row["val_loss"] for row in rows if row["val_loss"]]
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", only(MADE, "ModelCheckpoint", "BatchSizeFinder", "ModelPruning", rest="integration"))
 def test_a_fit_is_the_same_with_ours(name: str, tmp_path: Path):
     places = [{}, {"before": ours(sparsity=0.0)}]
     if name in CHANGE_THE_MODEL:
@@ -97,40 +96,15 @@ def ours(**arguments: Any) -> list[pl.Callback]:
     return [ActivationPruning(**arguments, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: theirs.EMAWeightAveraging(decay=0.9),
-        lambda: theirs.LearningRateFinder(num_training_steps=3, min_lr=1e-4, max_lr=1e-2),
-        lambda: theirs.BatchSizeFinder(steps_per_trial=1, init_val=2, max_trials=2),
-        lambda: theirs.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
-    ],
-)
-def test_others_see_pruned_layers_that_configure_model_makes(other, first: bool, tmp_path, recwarn):
+@pytest.mark.parametrize("name", CHANGE_THE_MODEL[:4])
+def test_others_see_pruned_layers_that_configure_model_makes(name: str, first: bool, tmp_path, recwarn):
     """But for SWA that comes first: it copies the model in ``setup``, which then has no layers yet."""
-    model = Net() if first and other().__class__ is theirs.StochasticWeightAveraging else ConfiguredNet()
-    mine = ours(sparsity=LinearSchedule(end=0.5))
-    callbacks = [other(), *mine] if first else [*mine, other()]
-    trainer(*callbacks, max_epochs=3, default_root_dir=tmp_path).fit(model)
+    model = Net() if first and name == "StochasticWeightAveraging" else ConfiguredNet()
+    other, mine = MADE[name](tmp_path), ours(sparsity=LinearSchedule(end=0.5))
+    trainer(*([other, *mine] if first else [*mine, other]), max_epochs=3, default_root_dir=tmp_path).fit(model)
     assert set(map(tuple, model.seen)) == {("ActivationPrunedLinear",) * 3}
     assert_plain(model)
     assert "configure_model" not in vars(model)
     assert not [w for w in recwarn if "other settings" in str(w.message)]
-
-
-def test_a_checkpoint_on_an_exception_is_one_of_the_dense_model(tmp_path: Path):
-    model, weights = Net(), list[dict[str, Tensor]]()
-    model.watch = lambda net: weights.append(copy.deepcopy(net.state_dict()))
-    saving = theirs.OnExceptionCheckpoint(tmp_path)
-    failing = theirs.LambdaCallback(on_before_backward=lambda *_: len(weights) == 3 and 1 / 0)
-    callbacks = *ours(preset="max"), saving, failing
-    with pytest.raises(ZeroDivisionError):
-        trainer(*callbacks, enable_checkpointing=True).fit(model)
-    assert_plain(model)
-    dense = Net()
-    dense.load_state_dict(torch.load(saving.ckpt_path, weights_only=True)["state_dict"])
-    torch.testing.assert_close(dense.state_dict(), weights[-1], rtol=0, atol=0)
-    resumed = trainer()
-    resumed.fit(dense, ckpt_path=saving.ckpt_path)
-    assert resumed.global_step == len(dense.seen) + 2 == BATCHES

@@ -18,27 +18,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
-from lightning_actprune.schedules import CubicSchedule
 from tests.callbacks.test_loggers import MIB, TOTALS, Noting
 from tests.support.budgets import AGAIN
 from tests.support.budgets import DENSE as DENSE_STACK
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, sparsities, trainer
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, trainer
 from tests.support.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all, strategy_of
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.integration
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
-PRECISIONS = "32-true", "bf16-mixed", "bf16-true"
-MATRIX = {
-    "cpu": [*(("ddp", precision) for precision in (*PRECISIONS, "64-true")), *(("fsdp2", p) for p in PRECISIONS)],
-    "gpu": [
-        *(("ddp", precision) for precision in (*PRECISIONS, "16-mixed")),
-        *(("fsdp", precision) for precision in ("32-true", "16-mixed", "bf16-mixed")),
-        *(("fsdp2", precision) for precision in PRECISIONS),
-        *((stage, precision) for stage in ZERO for precision in ("32-true", "bf16-mixed")),
-    ],
+PRECISIONS = {
+    "cpu": {"ddp": ("32-true", "bf16-mixed"), "fsdp2": ("32-true", "bf16-mixed", "bf16-true")},
+    "gpu": {
+        "ddp": ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
+        "fsdp": ("32-true", "16-mixed", "bf16-mixed"),
+        "fsdp2": ("32-true", "bf16-mixed", "bf16-true"),
+        **dict.fromkeys(ZERO, ("32-true", "bf16-mixed")),
+    },
 }
+MATRIX = {on: [(name, p) for name, each in found.items() for p in each] for on, found in PRECISIONS.items()}
 DENSE, KEEPING, PRUNED = None, {"sparsity": 0.0}, {"sparsity": 0.6}
 MAX = {"preset": "max", "sparsity": 0.5}
 CLIP = {"norm": (0.1, nn.utils.clip_grad_norm_), "value": (0.002, nn.utils.clip_grad_value_)}
@@ -52,8 +51,7 @@ def on(*entries: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize(("accelerator", "strategy", "precision")[: len(entries[0])], marked)
 
 
-def strategies(accelerator: str) -> list[str]:
-    return sorted({strategy for strategy, _ in MATRIX[accelerator]})
+on_all = on(*((accelerator, strategy) for accelerator, found in PRECISIONS.items() for strategy in found))
 
 
 def clipping(strategy: str) -> str:
@@ -73,7 +71,7 @@ def compiled(strategy: str, pruning: Any, compiles: bool) -> Case:
 
 def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     matrix = [entry for entry in MATRIX[accelerator] if entry[0] not in ZERO or DEEPSPEED]
-    found = sorted({strategy for strategy, _ in matrix})
+    found = [strategy for strategy in PRECISIONS[accelerator] if strategy not in ZERO or DEEPSPEED]
     of_all = [
         *(Case(*entry, pruning) for entry in matrix for pruning in (DENSE, KEEPING, PRUNED)),
         *(Case(strategy, "32-true", PRUNED, accumulated(strategy)) for strategy in found if strategy not in ZERO),
@@ -82,9 +80,9 @@ def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     ]
     if accelerator == "gpu":
         return of_all
-    both = [({"preset": "max"}, False), ({"preset": "max"}, True), (None, False), (None, True)]
+    both = [({"preset": "max"}, False), ({"preset": "max"}, True), (None, False)]
     of_all += [compiled(strategy, *each) for strategy in ("ddp", "fsdp2") for each in both]
-    return [*of_all, scheduled, decided_by_energy, measured_alone, with_a_budget]
+    return [*of_all, decided_by_energy, measured_alone, with_a_budget]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +161,7 @@ def by_hand(parts: int, clip: str | None) -> list[dict[str, Tensor]]:
     return gradients
 
 
-@on(*((accelerator, strategy) for accelerator in MATRIX for strategy in strategies(accelerator)))
+@on_all
 def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy):
     """Also over several batches, clipped: were clipping another, the steps behind the first would differ."""
     # With DeepSpeed, Lightning divides the loss by the number of batches, and DeepSpeed once more.
@@ -174,7 +172,7 @@ def test_pruned_gradients_are_the_mean_by_hand(runs, accelerator, strategy):
         torch.testing.assert_close(found, by_hand(parts, clipping(strategy) if parts > 1 else None))
 
 
-@on(*((accelerator, strategy) for accelerator in MATRIX for strategy in strategies(accelerator)))
+@on_all
 def test_a_preset_in_both_processes(runs, accelerator, strategy):
     first, second = seen(runs, accelerator, Case(strategy, "32-true", MAX))
     dense = seen(runs, accelerator, Case(strategy, "32-true", DENSE))
@@ -210,7 +208,8 @@ def test_compiled_models_in_both_processes(runs, strategy):
     assert "body.*" in one.packed
     assert eager.packed == []
     assert list(one.state) == list(eager.state)
-    assert one.left == seen(runs, "cpu", compiled(strategy, None, True))[0].left
+    of_compilers = {"_compiler_ctx", "_compiled_call_impl"}
+    assert all({*traces} - {*dense.left[name]} <= of_compilers for name, traces in one.left.items())
     found, exact = (torch.cat([grad.flatten() for grad in of_run.gradients[1].values()]) for of_run in (one, dense))
     assert torch.cosine_similarity(found, exact, 0) > 0.98
     assert not torch.allclose(found, exact, rtol=1e-3)
@@ -226,21 +225,6 @@ def fit(model: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **opti
     )  # fmt: skip
     made.fit(model)
     return made
-
-
-def scheduled(folder: Path) -> Any:
-    model = RankNet()
-    model.watch = sparsities
-    made = fit(model, folder, ActivationPruning(sparsity=CubicSchedule(end=0.8), verbose=0), ActivationMemoryMonitor(1))
-    assert_plain(model)
-    return model.seen, {n: float(value) for n, value in made.callback_metrics.items() if "actprune" in n}
-
-
-def test_a_schedule_in_both_processes(runs):
-    (first, metrics), second = seen(runs, "cpu", scheduled)
-    assert (first, metrics) == second
-    assert first == [[CubicSchedule(end=0.8)(step / STEPS)] * 3 for step in range(STEPS)]
-    assert 0 < metrics["actprune/saved_mib"] < metrics["actprune/dense_mib"]
 
 
 LIMITS = {"low": 0.1, "high": 0.3}
@@ -308,11 +292,8 @@ class MeasuresAlone(ActivationMemoryMonitor):
 class Longer(Net):
     """On rank one an input three times as long, so that the ranks do not store the same."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.repeat(1, 1 + 2 * self.global_rank, 1))
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self(batch[0].repeat(1, 1 + 2 * self.global_rank, 1)), batch[1])
 
 
 def measured_alone(folder: Path) -> Any:

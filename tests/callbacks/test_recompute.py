@@ -13,48 +13,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Recompute
-from lightning_actprune.config import Config
-from lightning_actprune.convert import convert_layers, new_owner
 from lightning_actprune.operators.recompute import RecomputedModule
 from tests.callbacks.test_first_batch import assert_hooks_gone
-from tests.support.helpers import FEATURES, Net, assert_plain, loader, trainer
+from tests.support.by_hand import ByHand
+from tests.support.helpers import FEATURES, Net, assert_plain, trainer
+from tests.support.stack import Stack
 
 
-class Block(nn.Module):
+class Dropping(Stack):
+    """Residual blocks that drop out; notes the losses."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(FEATURES), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES))
+        self.losses: list[Tensor] = []
+        for block in self.body[1:-1]:
+            block.act = nn.Sequential(nn.GELU(), nn.Dropout(0.1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.mlp(self.norm(x)))
-
-
-class Blocks(Net):
-    """Four residual blocks behind a layer, of sequences that are long enough to be stored in few bits."""
-
-    def make(self) -> None:
-        self.stem, self.blocks = nn.Linear(FEATURES, FEATURES), nn.ModuleList(Block() for _ in range(4))
-        self.head, self.losses = nn.Linear(FEATURES, 4), list[Tensor]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).mean(1)
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.losses.append(loss.detach())
-        return loss
-
-    def train_dataloader(self):
-        return loader(16, 4, tokens=32)
+    def loss(self, batch: Any) -> Tensor:
+        self.losses.append(super().loss(batch))
+        return self.losses[-1]
 
 
-def fit(*callbacks: pl.Callback, **options) -> Blocks:
-    pl.seed_everything(0)
-    model = Blocks()
+def fit(*callbacks: pl.Callback, **options: Any) -> Dropping:
+    model = Dropping()
     trainer(*callbacks, **options).fit(model)
     return model
 
@@ -63,7 +44,7 @@ def test_a_fit_learns_what_the_dense_one_does(caplog):
     caplog.set_level("INFO")
     options = {"max_epochs": 3, "accumulate_grad_batches": 2}
     dense, monitor = fit(**options), ActivationMemoryMonitor()
-    pruning = ActivationPruning("recompute", rules={"blocks.3": None}, verbose=1)
+    pruning = ActivationPruning("recompute", rules={"body.4": None}, verbose=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = fit(pruning, monitor, **options)
@@ -72,31 +53,17 @@ def test_a_fit_learns_what_the_dense_one_does(caplog):
     torch.testing.assert_close(torch.stack(ours.losses), torch.stack(dense.losses), rtol=0.01, atol=0.01)
     assert_plain(ours)
     assert not any(isinstance(module, RecomputedModule) for module in ours.modules())
-    assert [block.fqn for block in pruning.report.recomputed] == [f"blocks.{n}" for n in range(3)]
+    assert [block.fqn for block in pruning.report.recomputed] == [f"body.{n}" for n in (1, 2, 3)]
     assert monitor.report.saved_fraction > 0.5
-    assert "Run again in backward: blocks.* (3 Block, inputs in 8 bits)." in " ".join(caplog.text.split())
+    assert "Run again in backward: body.* (3 Residual, inputs in 8 bits)." in " ".join(caplog.text.split())
 
 
-def test_exact_inputs_make_it_a_checkpoint():
-    rules = {"blocks.*": Recompute(None), "*": None, "type:saved": None}
+def test_exact_inputs_make_it_a_checkpoint_and_a_model_without_blocks_is_an_error():
+    rules = {f"body.{n}": Recompute(None) for n in (1, 2, 3, 4)} | {"*": None, "type:saved": None}
     dense, ours = fit(), fit(ActivationPruning(rules=rules))
     assert torch.equal(torch.stack(ours.losses), torch.stack(dense.losses))
-
-
-def test_a_model_without_blocks_is_an_error():
     with pytest.raises(MisconfigurationException, match="no class of blocks that is repeated"):
         trainer(ActivationPruning("recompute")).fit(Net())
-
-
-def test_blocks_are_converted_again_by_their_owner():
-    model, owner = Blocks(), new_owner("fit")
-    for _ in range(2):
-        report = convert_layers(model, Config("recompute"), owner)
-        assert [block.kind for block in report.recomputed] == ["Block"] * 4
-        assert all(len(type(block).__mro__) == len(Block.__mro__) + 3 for block in model.blocks)
-    report = convert_layers(model, Config("balanced"), owner)
-    assert report.recomputed == []
-    assert [type(block) for block in model.blocks] == [Block] * 4
 
 
 # Pruned layers inside activation checkpoints.
@@ -105,27 +72,15 @@ def test_blocks_are_converted_again_by_their_owner():
 class Checkpointed(Net):
     """``body`` runs in a checkpoint."""
 
-    def __init__(self, reentrant: bool = False, **options: Any) -> None:
+    reentrant = False
+
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.reentrant = reentrant
         self.stem = nn.Linear(FEATURES, FEATURES)
 
     def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.gelu(self.stem(nn.functional.layer_norm(x, (FEATURES,))))
         return self.head(checkpoint(self.body, h, use_reentrant=self.reentrant)).mean(1)
-
-
-class Manual(Checkpointed):
-    """Two backward passes a batch, past Lightning."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(reentrant)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for _ in range(2):
-            nn.functional.cross_entropy(self(batch[0]), batch[1]).backward()
-        self.optimizers().step()
 
 
 def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> list[str]:
@@ -137,17 +92,19 @@ def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "reentrant", "skip_retained"),
+    ("by_hand", "options", "reentrant", "skip_retained"),
     [
-        (Checkpointed, {"max_epochs": 2}, True, True),
-        (Checkpointed, {"accumulate_grad_batches": 3}, False, False),
-        (Checkpointed, {"precision": "bf16-mixed"}, True, False),
-        (Manual, {}, False, True),
-        (Manual, {}, True, False),
+        (False, {"max_epochs": 2}, True, True),
+        (False, {"accumulate_grad_batches": 3}, False, False),
+        (False, {"precision": "bf16-mixed"}, True, False),
+        (True, {}, False, True),
+        (True, {}, True, False),
     ],
 )
-def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_retained: bool):
-    model, callback = make(reentrant), ActivationPruning(sparsity=0.5, skip_retained=skip_retained)
+def test_the_layers_are_named_once(by_hand: bool, options: dict, reentrant: bool, skip_retained: bool):
+    model = type("Manual", (Checkpointed, ByHand), {})() if by_hand else Checkpointed()
+    model.reentrant = reentrant
+    callback = ActivationPruning(sparsity=0.5, skip_retained=skip_retained)
     [text] = warnings_of(model, callback, ActivationMemoryMonitor(0), **options)
     assert text.startswith("2 converted linear layers run only inside an activation checkpoint: body.0, body.2. ")
     assert "HINT" in text
@@ -156,20 +113,16 @@ def test_the_layers_are_named_once(make, options: dict, reentrant: bool, skip_re
     assert len(warnings_of(model, callback, **options)) == 1  # in every fit
 
 
-@pytest.mark.parametrize("skip_retained", [True, False])
-def test_the_remedies_silence_it(skip_retained: bool):
-    callback = ActivationPruning(sparsity=0.6, rules={"body.*": None}, skip_retained=skip_retained)
-    assert warnings_of(Checkpointed(not skip_retained), callback) == []
-    assert warnings_of(Net(), ActivationPruning(sparsity=0.6, skip_retained=skip_retained)) == []
-
-
-def test_each_callback_warns_of_its_own_layers():
+def test_each_callback_warns_of_its_own_layers_and_remedies_silence_it():
     callbacks = [
         ActivationPruning(sparsity=0.6, rules=dict.fromkeys(dense))
         for dense in (["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"])
     ]
     found = warnings_of(Checkpointed(), *callbacks)
     assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
+    for skips in (True, False):
+        callback = ActivationPruning(sparsity=0.6, rules={"body.*": None}, skip_retained=skips)
+        assert warnings_of(Checkpointed(), callback) == warnings_of(Net(), ActivationPruning(sparsity=0.6)) == []
 
 
 @pytest.mark.integration
@@ -183,10 +136,12 @@ def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_retained: 
 
 def test_layers_in_a_checkpoint_are_not_judged_as_retained_in_its_own_backward():
     class Retained(Checkpointed):
+        reentrant = True
+
         def make(self) -> None:
             super().make()
             self.body[1] = nn.ReLU()
 
     callback = ActivationPruning(sparsity=0.5)
-    assert len(warnings_of(Retained(reentrant=True), callback)) == 1
+    assert len(warnings_of(Retained(), callback)) == 1
     assert callback.skipped == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from itertools import groupby
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
-from tests.support.helpers import BATCHES, assert_plain, trainer
+from tests.support.helpers import BATCHES, assert_plain, sparsities, trainer
 from tests.support.marks import only
 
 SIZE = 4
@@ -77,17 +75,14 @@ def _files_in_a_temporary_folder(tmp_path, monkeypatch):
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "max": {"preset": "max"},
     "max that drops": {"preset": "max", "sparsity": 0.5},
-    "balanced": {"preset": "balanced"},
-    "paper": {"sparsity": 0.6},
     "judged, values as they are": {"rules": {"type:linear": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}},
     "up": {"rules": {"type:linear": Keep(4, LinearSchedule(end=0.6), max_dropped_energy=0.2), "*": None}},
     "down": {"sparsity": LinearSchedule(start=0.8, end=0.1)},
 }
 
 
-@pytest.mark.parametrize("name", only(SETTINGS, "max that drops", "judged, values as they are", "up", "down"))
+@pytest.mark.parametrize("name", only(SETTINGS, "max that drops", "up", rest="integration"))
 def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: str):
     model, pruning = Judged(batch_size=SIZE // 2), ActivationPruning(**SETTINGS[name], verbose=False)
     fitted(pruning, BatchSizeFinder(steps_per_trial=2, init_val=SIZE // 2), model=model)
@@ -123,12 +118,10 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, recwarn, c
     assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
-class Copied(Judged):
-    """Is pickled in every step, in trials too, as a loader with processes of its own may do."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert "on_train_start" not in vars(pickle.loads(pickle.dumps(self)))
-        return super().training_step(batch, batch_idx)
+def sparsities_of_a_copy(model: Judged) -> list[float]:
+    twin = pickle.loads(pickle.dumps(model))
+    assert "on_train_start" not in vars(twin)
+    return sparsities(twin)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -137,7 +130,8 @@ def test_a_resumed_fit_with_a_tuner_goes_on_with_what_was_found(tmp_path, recwar
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     first = judged()
     fitted(first, save, enable_checkpointing=True)
-    resumed, pruning = Copied(), judged()
+    resumed, pruning = Judged(), judged()
+    resumed.watch = sparsities_of_a_copy  # in trials too
     with torch.no_grad():
         resumed.body[0].weight.zero_()  # nothing would be found now
         if before:
@@ -166,50 +160,3 @@ def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
         model.seen.clear()
         trainer(pruning, **QUICK).fit(model)
         assert model.seen == [expected] + [[0.0, 0.5]] * (BATCHES - 1)
-
-
-def test_a_trial_after_which_no_layer_is_left_is_an_error():
-    model = Judged()
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="No layer is left to convert"):
-        trainer(ActivationPruning(sparsity=0.5, rules={"body.*": None}), LearningRateFinder(num_training_steps=2)).fit(
-            model
-        )
-    assert_clean(model)
-
-
-class Twice(Judged):
-    """Has two optimizers, which Lightning's learning rate finder refuses before its trial starts to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [super().configure_optimizers(), super().configure_optimizers()]
-
-
-def test_a_trial_that_fails_before_it_starts_leaves_a_plain_model():
-    model = Twice()
-    made = trainer(ActivationPruning(sparsity=0.5), LearningRateFinder(num_training_steps=2), **QUICK)
-    with pytest.raises(MisconfigurationException, match="single optimizer"):
-        made.fit(model)
-    assert_clean(model)
-    assert not {"on_train_start", "on_exception"} & vars(made.strategy).keys()
-
-
-def test_hooks_that_others_have_put_on_the_module_stay():
-    calls, model = [], Judged()
-
-    def setup(trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
-        original = module.on_train_start
-        module.on_train_start = functools.wraps(original)(lambda: calls.append(original()))
-
-    wrapping = pl.Callback()
-    wrapping.setup = setup
-    trainer(judged(), wrapping, LearningRateFinder(num_training_steps=3), **QUICK).fit(model)
-    assert len(calls) == 2  # in the trial and in the fit
-    assert_plain(model)
-    model.seen.clear()
-    trainer(**QUICK).fit(model)
-    assert len(calls) == 3
-    assert model.seen == [[]] * BATCHES  # no layer is pruned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,20 +11,16 @@ from lightning_actprune.analysis import caching_allocator
 from lightning_actprune.callbacks import budget as module
 from lightning_actprune.config import Config
 
-
-@pytest.fixture(autouse=True)
-def _small_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let cuBLAS take next to nothing beside these small models."""
-    monkeypatch.setattr(caching_allocator, "WORKSPACE", 512)
-
-
 _known: dict[Any, Any] = {}
 """Simulated steps by all that they depend on."""
 
 
-@pytest.fixture(autouse=True)
-def _no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fits of equal models with equal batches share what a simulation finds, which takes longer than all else."""
+@pytest.fixture(autouse=True, scope="module")
+def no_patches() -> Iterator[Callable[[], None]]:
+    """Share what simulations of equal models with equal batches find, and let cuBLAS take next to nothing beside them.
+
+    Simulations take longer than all else. What is returned lets a test do without.
+    """
     original = module._Simulated.__call__
 
     def call(self: Any, config: Config | None) -> Any:
@@ -37,4 +34,7 @@ def _no_step_is_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             _known[key] = original(self, config)
         return _known[key]
 
-    monkeypatch.setattr(module._Simulated, "__call__", call)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(caching_allocator, "WORKSPACE", 512)
+        patches.setattr(module._Simulated, "__call__", call)
+        yield patches.undo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +48,18 @@ class OnDevice(Stack):
 FIRST = 8 * MIB
 
 
+def off_by_the_first(allocator: Allocator | None, number: int | None) -> int:
+    """What is predicted and what the first step took beyond that."""
+    return FIRST if number is None else allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
+
+
 def test_predictions_are_corrected_by_what_was_measured(monkeypatch):
     uncorrected = []
 
     def measure(allocator: Allocator | None, number: int | None) -> int:
-        if number is None:
-            return FIRST
-        uncorrected.append(allocator.fit(12 * MIB).number)
-        return allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
+        if number is not None:
+            uncorrected.append(allocator.fit(12 * MIB).number)
+        return off_by_the_first(allocator, number)
 
     pruning, numbers = measured_fit(monkeypatch, measure, 12 * MIB)
     allocator, off = pruning._budget._allocator, FIRST - pruning._budget._allocator.step(0).peak_bytes
@@ -65,22 +68,17 @@ def test_predictions_are_corrected_by_what_was_measured(monkeypatch):
     assert numbers[-1] < uncorrected[0]
 
 
+@pytest.mark.integration
 def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_taken(monkeypatch):
     def measure(allocator: Allocator | None, number: int | None) -> int:
-        if number is None:
-            return FIRST
-        if number not in seen:
+        if number not in (None, *seen):
             seen.append(number)
-        predicted = allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
-        return predicted + (2, 3, 3)[seen.index(number)] * MIB
+        above = 0 if number is None else (2, 3, 3)[seen.index(number)] * MIB
+        return off_by_the_first(allocator, number) + above
 
     seen: list[int] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="predicted a step peak .* and 14 MiB were measured. HINT"):
         pruning, numbers = measured_fit(monkeypatch, measure, 12 * MIB)
-    said = [str(w.message) for w in caught if "predicted a step peak" in str(w.message)]
-    assert said
-    assert "and 14 MiB were measured. HINT" in said[0]
     # Of the two steps after each change the first is probed, and the second measured.
     first, second, third = dict.fromkeys(numbers[1:])
     assert numbers == [None, first, first, second, second] + [third] * (2 * STEPS - 5)
@@ -88,26 +86,12 @@ def test_a_step_that_takes_more_than_predicted_warns_and_what_fits_by_it_is_take
     assert measure(pruning._budget._allocator, third) == pruning.allocation.peak_bytes <= 12 * MIB
 
 
+@pytest.mark.integration
 def test_a_step_that_is_above_whatever_setting_ends_with_the_fewest_bytes(monkeypatch):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="no setting takes less, and a step takes 40 MiB, where 12 MiB are allowed"):
         _, numbers = measured_fit(monkeypatch, lambda _, number: FIRST if number is None else 40 * MIB, 12 * MIB)
-    said = [str(w.message) for w in caught]
-    assert any("and 40 MiB were measured" in text for text in said)
-    assert any("no setting takes less, and a step takes 40 MiB, where 12 MiB are allowed" in text for text in said)
     assert numbers[1] > DEPTH
     assert numbers[3:] == [DEPTH] * (2 * STEPS - 3)  # all in few bits
-
-
-@pytest.mark.parametrize(("peak", "number"), [(9, 1), (7, 1), (6, 0)])
-def test_a_correction_takes_what_takes_less_or_nothing_else(peak: int, number: int):
-    own, found = ActivationPruning(memory_budget=0.5)._budget, SimpleNamespace(number=1, step=step_of(7))
-    own._allocator = SimpleNamespace(last_within=lambda limit: 0, step=lambda number: step_of(peak))
-    assert own._below(found, 5.0) == number
-
-
-def step_of(peak: int) -> Any:
-    return SimpleNamespace(peak_bytes=peak)
 
 
 def test_an_error_of_rank_zero_is_one_of_all_ranks():
@@ -132,19 +116,12 @@ def test_an_error_of_rank_zero_is_one_of_all_ranks():
 @pytest.mark.parametrize("budget", [1.0, "12MiB"])
 def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch, budget: float | str):
     """Less what lies idle between tensors; the setting of the fewest bytes is taken even if that is above it."""
-
-    def measure(allocator: Allocator | None, number: int | None) -> int:
-        if number is None:
-            return FIRST
-        return allocator.step(number).peak_bytes + FIRST - allocator.step(0).peak_bytes
-
     taken = []
     for share in (1.0, 0.12, 0.02):
-        told = (
-            nullcontext() if share > 0.1 else pytest.warns(UserWarning, match="finds no setting that takes at most 85%")
-        )
+        least = pytest.warns(UserWarning, match="finds no setting that takes at most 85%")
+        told = nullcontext() if share > 0.1 else least
         with monkeypatch.context() as context, told:
-            pruning, numbers = measured_fit(context, measure, budget, share)
+            pruning, numbers = measured_fit(context, off_by_the_first, budget, share)
         assert len(set(numbers[1:])) == 1
         taken.append((numbers[-1], pruning.allocation.peak_bytes))
     (all_of_it, _), (some, peak), (least, _) = taken
