@@ -16,8 +16,6 @@ SHAPE = (4, 20, 64)
 DENSE = 4 * 80 * 64
 STORED = 80 * 2 * (32 + 2)
 """Bytes of an activation of that shape in fp32, and in eight bits in blocks of 32."""
-WIDTH = 16
-"""Of the tensors of which it is asked what they are."""
 
 
 class Product(nn.Module):
@@ -93,17 +91,3 @@ def packed(saving: SavedTensorCompression) -> int:
 
 def top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def asked(question: Callable[[Tensor], Any], run: Callable[[], Any]) -> list[tuple[int, Any]]:
-    """Return the storage address of everything that ``run`` saves and has a history, with the answer to a question."""
-    answers = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is not None:
-            answers.append((tensor.untyped_storage().data_ptr(), question(tensor)))
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return answers
