@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections import OrderedDict
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -41,10 +40,3 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
         module.__spec__, module.Conv1D = ModuleSpec(name, None), Conv1D
         monkeypatch.setitem(sys.modules, name, module)
     return Conv1D
-
-
-def block(conv1d: type[nn.Module], width: int = 65) -> nn.Sequential:
-    """Return the MLP of a block: ``norm``, ``c_fc``, ``act``, ``c_proj``; its biases are not zero."""
-    fc, proj = conv1d(97, width), conv1d(width, 97)
-    nn.init.normal_(fc.bias), nn.init.normal_(proj.bias)
-    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(width), c_fc=fc, act=nn.GELU(approximate="tanh"), c_proj=proj))

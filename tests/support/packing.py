@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_actprune.codec import blocks
-from lightning_actprune.codec.blocks import BlockGeometry, ceil_div, stored_view
+from lightning_actprune.codec.blocks import BlockGeometry, stored_view
 from lightning_actprune.codec.formats import PLANES
 from lightning_actprune.codec.packed import Packed, pack
 from lightning_actprune.kernels.pack import PackLaunch, QuantizeLaunch, pack_launch
@@ -102,12 +102,6 @@ def nearly_integers(*shape: int, device: torch.device) -> Tensor:
 def tied_integers(*shape: int, device: torch.device | str) -> Tensor:
     """Return bf16 integers from -4 to 4: sums of squares are exact in any order, and hundreds of blocks tie on each."""
     return torch.randint(-4, 5, shape, device=device, dtype=torch.int8).to(torch.bfloat16)
-
-
-def expected_mask(x: Tensor, block_size: int, keep: int) -> Tensor:
-    """Return which blocks of ``x [S, T, L]`` a stable sort keeps: ``[S * T, NB]``."""
-    keys = blocks.block_keys(blocks.split_blocks(x, block_size))
-    return blocks.keep_mask(keys.flatten(1), keep).view(-1, ceil_div(x.shape[2], block_size))
 
 
 def on_kernels(names: str, small: list[object], large: list[object]) -> pytest.MarkDecorator:
