@@ -86,7 +86,8 @@ def test_kernels_do_what_plain_torch_does(kernel_device, cut, mode, bits, dtype)
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_what_is_not_finite_stays_in_its_set(kernel_device, groups):
-    x = torch.randn(3, 8, 4, 5, device=kernel_device)
+    x = torch.randn(4, 8, 4, 4, device=kernel_device)
+    # The sum of 64 fives and its 64th are exact, in any order.
     x[1, 3, 2, 2], x[2, 6, 0, 0], x[:, 7] = float("nan"), float("inf"), 5.0
     setting = ChannelSetting(groups, 1e-5, 32, 4)
     compare(lambda x: operators.channel_norm(x, None, None, setting, x.dtype), (x,))
