@@ -160,7 +160,7 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kind:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("backend", ["aot_eager", planned])
+@pytest.mark.parametrize("backend", only(["aot_eager", planned], planned))
 def test_a_block_that_reads_a_cast_of_its_input_keeps_it_packed(backend: Backend):
     torch.manual_seed(0)
     model, x = Net(*(Mixed() for _ in range(3))), torch.randn(8, 32, WIDTH)

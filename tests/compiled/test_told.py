@@ -13,6 +13,7 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.told import Report, Rows, listen, listening
 from tests.compiled.support import Block, Marked, mark, run
 from tests.support.compilers import uncached
+from tests.support.marks import only
 
 ROWS = [
     Row("blocks.*.fc1", ("aten.mm", "aten.add"), (4, 8, 64), torch.bfloat16, 4096, 1100, "packed", 4),
@@ -74,7 +75,7 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("build", [Block, dropping])
+@pytest.mark.parametrize("build", only([Block, dropping], dropping))
 def test_code_that_is_there_tells_the_next_training(build):
     torch.manual_seed(0)
     torch._dynamo.reset()
