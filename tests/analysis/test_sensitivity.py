@@ -120,7 +120,6 @@ def test_pruned_models_are_measured_as_they_would_be_dense(kind):
         ({"loss": lambda x: 1.0}, TypeError),
         ({"loss": lambda x: x.sum()}, ValueError),
     ],
-    ids=str,
 )
 def test_errors_name_the_argument(options, error):
     model = mlp()
