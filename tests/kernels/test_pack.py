@@ -48,7 +48,7 @@ KINDS = {
     "few values": lambda shape: torch.randint(0, 4, shape).float(),
     "all equal": lambda shape: torch.full(shape, 2.5),
     "all zero": torch.zeros,
-    "one large": lambda shape: torch.eye(shape[1])[-1].mul(3).repeat(shape[0], 1),
+    "one large": lambda shape: torch.zeros(shape).index_fill(1, torch.tensor([shape[1] - 1]), 3.0),
     "neighbours": lambda shape: 1.0 + torch.randint(0, 3, shape) * 2.0**-23,
     "infinite": lambda shape: torch.rand(shape).where(torch.arange(shape[1]) % 3 > 0, torch.inf),
 }
