@@ -206,8 +206,9 @@ def test_a_cuda_graph_replays_the_step(case: Case):
 
 
 @force_backend(None)  # kernels do not take fp64
-def test_fp64(case: Case, device: torch.device):
-    """What is stored as it is, or exactly in a bit, may be fp64; codes of few bits are refused, not rounded."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fp64(case: Case, device: torch.device, autocast: bool):
+    """What is stored as it is, or exactly in a bit, may be fp64, which autocast leaves alone; few bits are refused."""
     keep = Keep(sparsity=0.5) if case.drops else case.keep
     dense = case.dense(device).double()
     ours, x = case.compressed(dense, keep), case.input(device).detach().double().requires_grad_()
@@ -217,8 +218,9 @@ def test_fp64(case: Case, device: torch.device):
         with torch.no_grad():
             same(run(ours, x), run(dense, x), False)
         return
-    same(run(ours, x), run(dense, x), False)
-    found, right = gradients(ours, x), gradients(dense, x)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        same(run(ours, x), run(dense, x), False)
+        found, right = gradients(ours, x), gradients(dense, x)
     for name in right:
         assert found[name].dtype == torch.float64
         assert relative_error(found[name], right[name]) < 1e-14 or not case.is_exact(name)
