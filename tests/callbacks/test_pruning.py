@@ -153,7 +153,7 @@ def test_quantized_values_and_double_precision_do_not_go_together():
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "16-mixed", "64-true"])
 def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
     """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
     found = []
