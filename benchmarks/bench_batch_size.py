@@ -49,7 +49,7 @@ class Search:
             self.training = None
 
     def fits(self, size: int) -> bool:
-        """Return whether a fit completes; no size is tried twice."""
+        """Fit once and return True if it completes; no size is tried twice."""
         if size not in self.peaks:
             self.peaks[size] = self.fit(size)
         return self.peaks[size] is not None
@@ -97,7 +97,7 @@ class Search:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Return whether Lightning takes an error for that, or cuBLAS names it so."""
+    """Return True for out-of-memory errors that Lightning recognises, and for those of cuBLAS."""
     return is_oom_error(error) or "STATUS_ALLOC_FAILED" in str(error)
 
 

@@ -6,8 +6,8 @@
     python benchmarks/bench_step.py --table gpus --devices 1 2 --methods dense max recompute
 
 README.md has the commands of all tables, the methods, and the figures and how they are measured. Every case runs in a
-fresh process. Its fit warms up and then measures in turns; with ``--together``, so many cases of a model warm up side
-by side and then take turns, so that a drift of the machine meets all alike.
+fresh process. Its fit warms up and then measures in turns; with ``--together N``, N cases of a model warm up side
+by side and then take turns, so that a drift of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WAITING = 0.6
 
 
 def keep_of(options: Sequence[str]) -> Keep:
-    """Return what the options of an operator in a setting say."""
+    """Parse the options of one operator in a setting."""
     given: dict[str, Any] = {}
     for option in options:
         if option in ("swap", "unbiased"):
@@ -160,7 +160,7 @@ class Case(NamedTuple):
     accelerator: str = "gpu"
 
     def head(self) -> Record:
-        """Return what a record says of the case."""
+        """Return the fields that identify this case in a record."""
         head = describe(self.model, self.batches) | {"precision": self.precision, "method": self.method}
         head |= {"mode": self.mode, "strategy": self.strategy, "devices": self.devices}
         return head | ({"allocator": os.environ[ALLOCATOR]} if ALLOCATOR in os.environ else {})

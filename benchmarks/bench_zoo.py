@@ -271,7 +271,7 @@ def measure(name: str) -> Record:
 
 
 def compare(training: Training, preset: Any, dense: Step) -> Record:
-    """Return what a record says of one preset."""
+    """Return the fields of a record for one preset."""
     with training.converted(Config(preset)) as layers:
         step = training.step()
     return {

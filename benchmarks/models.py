@@ -35,7 +35,7 @@ class Workload(NamedTuple):
 
 
 def describe(name: str, batches: float = 1) -> Record:
-    """Return what a record says of its model and batch."""
+    """Return the fields that identify model and batch in a record."""
     source, batch = WORKLOADS[name][:2]
     return {"model": name, "source": source, "version": version_of(source), "batch": int(batches * batch)}
 

@@ -40,9 +40,9 @@ from lightning_actprune.report import ConversionReport
 OFF = 0.05
 """Share of the predicted peak by which a measured one may be off without a warning."""
 FILLED = 0.85
-"""Share of torch's memory that tensors may fill. At the largest batch that fits they fill 63 to 98 %
-(``benchmarks/results/batch_size.json``), and gaps between them the rest. A model with
-few large tensors leaves more gaps."""
+"""Share of torch's memory that tensors may fill. At the largest batch that fits, they fill 63 to 98 %
+(``benchmarks/results/batch_size.json``), and gaps between them take the rest. A model with few large tensors leaves
+more gaps."""
 _MIB = 2**20
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -33,9 +33,6 @@ from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
-
-if TYPE_CHECKING:
-    pass
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""
