@@ -336,10 +336,11 @@ def _planned_blocks(model: nn.Module, config: Config, owner: str) -> dict[nn.Mod
 
 def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
     """Let modules run again in backward as planned."""
-    for module, row in planned.items():
-        if row.recompute is not None:
-            module._recompute = RecomputeState(row.recompute, owner)  # type: ignore[assignment]
-            module.__class__ = recomputed_class(type(module))
+    chosen = [(module, row) for module, row in planned.items() if row.recompute is not None]
+    for number, (module, row) in enumerate(chosen):
+        assert row.recompute is not None
+        module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, number // 2, {})  # type: ignore[assignment]
+        module.__class__ = recomputed_class(type(module))
 
 
 def _recompute_refusal(model: nn.Module, module: nn.Module) -> str | None:

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,7 @@ from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
 from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
 from lightning_actprune.operators.convolution import Convolution
-from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
+from lightning_actprune.operators.hooks import ForwardHook, dropped_by_checkpoint, eager_modules, is_recomputation
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.operators.registry import ROOT, operator_of
 from lightning_actprune.operators.retainers import Retainers
@@ -464,7 +464,7 @@ class EnergyProbe(CallWatcher):
         return keep_blocks(self._model, report, self.spread)
 
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
-        if layer.owner is None or backward_runs():
+        if layer.owner is None or is_recomputation():
             return
         sparsity = max(layer.highest_sparsity, self._sparsity)
         if sparsity == 0 or not weight.requires_grad:
@@ -526,10 +526,60 @@ class RecomputationProbe(CallWatcher):
         found = self._again - self._kept - {layer for module in own for layer in module.modules()}
         return [fqns[0] for fqns, layer in input_layers(self._model) if layer in found]
 
+    @property
+    def idle(self) -> list[str]:
+        """Names of the layers that no call has let keep anything so far: they are frozen, or were not called."""
+        called, eager = self._again | self._kept, eager_modules(self._model)
+        return [
+            fqns[0]
+            for fqns, layer in input_layers(self._model)
+            # Nobody would see a trained layer in a compiled module being called.
+            if layer in self._layers and layer not in called and (layer in eager or not is_trained(layer))
+        ]
+
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return
-        if backward_runs():
+        if is_recomputation():
             self._again.add(layer)
         elif not dropped_by_checkpoint(top_saved_tensors_hooks(False)):
             self._kept.add(layer)
+
+
+class IdleLayers:
+    """Find out when dense layers that kept nothing so far begin to keep their inputs.
+
+    A frozen layer does when its weight is trained, a trained one when it is called. It uses plain forward hooks on the
+    trained ones.
+
+    Args:
+        model: The module that holds the layers.
+        names: Their names.
+    """
+
+    def __init__(self, model: nn.Module, names: Container[str]) -> None:
+        idle = [layer for fqns, layer in input_layers(model) if fqns[0] in names]
+        self._frozen = [layer for layer in idle if not is_trained(layer)]
+        self._called = False
+        trained = [layer for layer in idle if is_trained(layer)]
+        self._handles = [layer.register_forward_pre_hook(ForwardHook(self._see)) for layer in trained]
+        self.watches = bool(trained)
+        """Whether a call of a layer counts, which need not happen on each rank."""
+
+    def awake(self) -> bool:
+        """Return whether one of them keeps its input from now on."""
+        return self._called or any(map(is_trained, self._frozen))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _see(self, *call: Any) -> None:
+        self._called |= torch.is_grad_enabled() and not is_recomputation()
+
+
+def is_trained(layer: nn.Module) -> bool:
+    """Return whether a weight of ``layer`` needs a gradient."""
+    return any(parameter.requires_grad and parameter.dim() > 1 for parameter in layer.parameters())

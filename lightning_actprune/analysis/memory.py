@@ -32,7 +32,7 @@ from lightning_actprune.analysis.recorder import (
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.codec.private import COMPILED, FOR_FAKES, refusal
 from lightning_actprune.operators.base import Converted
-from lightning_actprune.operators.hooks import backward_runs, caller, runs_again
+from lightning_actprune.operators.hooks import caller, is_recomputation, runs_again
 
 
 @dataclass
@@ -237,7 +237,7 @@ class SavedTensorMeter(SavedTensorRecorder):
 
 def _dense_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DenseForward | None:
     """Return the forward of the dense module, ``None`` if nothing is kept or it cannot run without values."""
-    if backward_runs() or not (torch.is_grad_enabled() and hooks_are_innermost()):
+    if is_recomputation() or not (torch.is_grad_enabled() and hooks_are_innermost()):
         return None
     try:
         return DenseForward(module, args, kwargs)

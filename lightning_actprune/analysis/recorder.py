@@ -52,7 +52,7 @@ from lightning_actprune.codec.private import (
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
-from lightning_actprune.operators.hooks import ForwardHook, backward_runs, eager_modules
+from lightning_actprune.operators.hooks import ForwardHook, eager_modules, is_recomputation
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
 from lightning_actprune.operators.saved import packing, unpack_saved
 
@@ -376,7 +376,7 @@ unpack_listeners: list[Callable[[Any], None]] = []
 
 @unseen_by_compilers
 def _pack(outer: _Hooks | None, tensor: Tensor) -> Tensor | _HandedOn:
-    again = backward_runs()
+    again = is_recomputation()
     recorders = () if again else tuple(_open.recorders)
     kept: Tensor | _HandedOn
     if outer is not None:
@@ -525,7 +525,7 @@ class SavedTensorRecorder:
 
     def _enter(self, module: nn.Module, call: LayerCall | None) -> None:
         self.ran = True
-        call = None if backward_runs() else call
+        call = None if is_recomputation() else call
         # Sharded parameters are gathered into new storages just before the forward.
         self._add_parameters(module.parameters(recurse=False))
         self._running.append((module, call))

@@ -88,7 +88,7 @@ from lightning_actprune.operators.convolution import (
     windows_of,
     without_gaps,
 )
-from lightning_actprune.operators.hooks import ForwardHook, backward_runs
+from lightning_actprune.operators.hooks import ForwardHook, is_recomputation
 from lightning_actprune.operators.linear import weight_grad_of
 from lightning_actprune.operators.registry import layers, operator_of, weights_of
 from lightning_actprune.report import LayerReport
@@ -530,7 +530,7 @@ class SensitivityProbe:
             measured.reason = reason
             return
         pending = measured.pending.setdefault(key, Pending())
-        pending.calls += not backward_runs()  # a checkpoint's second forward is the same call again
+        pending.calls += not is_recomputation()  # a checkpoint's second forward is the same call again
         if not y.requires_grad:
             measured.unmeasured = measured.unmeasured or _unrecorded()
             return

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_actprune import config
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
 from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
@@ -216,6 +217,13 @@ def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]
             f"Activation pruning: {counted(len(decision.retained), _noun(decision.retained))} {does} dense, "
             f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
             f"{left} {'is' if left == 1 else 'are'} converted. {_with_reasons(decision.retained)}."
+        )
+    if decision.idle:
+        one = len(decision.idle) == 1
+        names = config.shortened([layer.fqn for layer in decision.idle])
+        yield (
+            f"Activation pruning: {counted(len(decision.idle), _noun(decision.idle))} {'stays' if one else 'stay'} "
+            f"dense until {'it keeps' if one else 'they keep'} something for backward (frozen, or not called): {names}."
         )
     if decision.spread:
         layers = [layer for layer in report.layers if layer.fqn in decision.spread]

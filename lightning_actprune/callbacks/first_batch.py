@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.analysis.first_batch import (
     EnergyProbe,
+    IdleLayers,
     RecomputationProbe,
     RetentionProbe,
     keep_blocks,
@@ -36,10 +37,12 @@ class Decision(NamedTuple):
     Args:
         retained: Layers turned dense, since something else keeps their input.
         spread: Share of the energy that was to be dropped, by the name of the layers that drop nothing for it.
+        idle: Layers that are dense for now, since they have kept nothing yet.
     """
 
     retained: list[LayerReport]
     spread: dict[str, float]
+    idle: Sequence[LayerReport] = ()
 
 
 class Decisions:
@@ -54,6 +57,10 @@ class Decisions:
         """Of the layers that were turned dense, what keeps their input; ``None`` if none was judged."""
         self.saved = Decided()
         """How what operations save is kept that no layer is known for, which first forwards decide."""
+        self.idle: list[str] = []
+        """Names of the layers that kept nothing yet: they are dense, and among ``retained``, until they do."""
+        self.woken = False
+        """Whether some of these keep something now, and are not judged yet."""
         self._judged: frozenset[str] = frozenset()
         self._tried: weakref.ref[nn.Module] | None = None
 
@@ -65,6 +72,14 @@ class Decisions:
     def forget(self) -> None:
         """Forget all."""
         self.spread, self.retained, self._judged, self._tried = None, None, frozenset(), None
+        self.idle, self.woken = [], False
+
+    def wake(self) -> None:
+        """Forget what was decided of layers that kept nothing."""
+        self.woken = True
+        self.retained = {name: reason for name, reason in (self.retained or {}).items() if name not in self.idle}
+        self._judged -= set(self.idle)
+        self.idle = []
 
     def end_with_the_fit(self) -> None:
         """Let what was decided hold for this fit only."""
@@ -76,7 +91,9 @@ class Decisions:
     def add(self, decision: Decision) -> None:
         """Take note of what was decided of the layers."""
         self.spread = (self.spread or {}) | decision.spread
-        self.retained = (self.retained or {}) | {layer.fqn: layer.reason or "" for layer in decision.retained}
+        dense = (*decision.retained, *decision.idle)
+        self.retained = (self.retained or {}) | {layer.fqn: layer.reason or "" for layer in dense}
+        self.idle, self.woken = [layer.fqn for layer in decision.idle], False
         self._judged |= set(self.layers)
 
     def add_trial_of(self, model: nn.Module) -> None:
@@ -94,7 +111,12 @@ class Decisions:
         self._change(model, report)
 
     def restore(
-        self, model: nn.Module, report: ConversionReport, spread: dict[str, float], retained: dict[str, str] | None
+        self,
+        model: nn.Module,
+        report: ConversionReport,
+        spread: dict[str, float],
+        retained: dict[str, str] | None,
+        idle: list[str],
     ) -> Decision:
         """Go on with what was decided before a checkpoint, and return it.
 
@@ -103,13 +125,17 @@ class Decisions:
             report: The conversion.
             spread: As it was.
             retained: As it was; ``None`` if that is not known, so that a batch is still to show it.
+            idle: As it was.
         """
-        self.spread, self.retained = spread, retained
+        self.spread, self.retained, self.idle = spread, retained, idle
         if retained is not None:
             self._judged = frozenset(self.layers)
         found = self._change(model, report)
-        check_left(report)
-        return Decision(found, spread)
+        if not idle:
+            check_left(report)
+        return Decision(
+            [row for row in found if row.fqn not in idle], spread, [row for row in found if row.fqn in idle]
+        )
 
     def _change(self, model: nn.Module, report: ConversionReport) -> list[LayerReport]:
         found = leave_dense(model, report, self.retained or {})
@@ -141,6 +167,7 @@ class FirstBatchProbe:
         self._retention: RetentionProbe | None = None
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
+        self._idle: IdleLayers | None = None
 
     @property
     def judges_energy(self) -> bool:
@@ -158,11 +185,30 @@ class FirstBatchProbe:
         packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
         self._asked = packs and not self.decisions.complete
         judged = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
-        self._asks_energy = judged and sparsity > 0 and self.decisions.spread is None
+        self._asks_energy = judged and sparsity > 0 and (self.decisions.spread is None or self.decisions.woken)
+
+    def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
+        """Return whether layers that kept nothing so far do from now on; they are to be converted and judged then."""
+        if not self.decisions.idle:
+            return False
+        if self._idle is None:
+            self._idle = IdleLayers(model, self.decisions.idle)
+        awake = self._idle.awake()
+        if self._idle.watches:
+            awake = trainer.strategy.reduce_boolean_decision(awake, all=False)
+        if awake:
+            self._end_watch()
+            self.decisions.wake()
+        return awake
+
+    def _end_watch(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
 
     def batch_starts(self, model: nn.Module, batch: Any) -> None:
         """Open the probes unless all is decided."""
-        self.stop()  # of a batch that was skipped
+        self._close_probes()  # of a batch that was skipped
         missing = refusal("Finding out in the first batch which layers are better left dense", RetentionProbe.needs)
         if self._asked and missing is not None:
             rank_zero_warn(f"{missing} All stay converted.")
@@ -206,30 +252,41 @@ class FirstBatchProbe:
             return None
         if retention is not None:
             retention.check_alive()
-        self.stop()
+        self._close_probes()
         if not (retention or recomputations).ran:
             return None
         self._asked = False
+        first = self.decisions.retained is None
+        idle = dict.fromkeys(recomputations.idle, _IDLE) if retention is not None else {}
         retained = [] if retention is None else retention.apply(report)
+        asleep = leave_dense(model, report, idle)
         spread: dict[str, float] = {}
         if energy is not None:
             energy.add_up(partial(sum_over_ranks, trainer))
             converted = {layer.fqn for layer in report.converted}
             spread = {name: share for name, share in energy.spread.items() if name in converted}
             keep_blocks(model, report, spread)
-        check_left(report)
+        if first and not asleep:
+            check_left(report)
         recomputed = set(recomputations.recomputed)
         _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
-        decision = Decision(retained, spread)
+        decision = Decision(retained, spread, asleep)
         self.decisions.add(decision)
         return decision
 
     def stop(self) -> None:
-        """Close the probes, whatever happened in the step."""
+        """Close the probes, and watch no layers any more, whatever happened in the step."""
+        self._end_watch()
+        self._close_probes()
+
+    def _close_probes(self) -> None:
         for probe in (self._retention, self._energy, self._recomputations):
             if probe is not None:
                 probe.close()
         self._retention = self._energy = self._recomputations = None
+
+
+_IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
 
 
 def sum_over_ranks(trainer: pl.Trainer, values: Tensor) -> Tensor:

@@ -251,6 +251,8 @@ class ActivationPruning(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._probe.wakes(trainer, pl_module):
+            self._convert_and_ask(trainer, pl_module)
         self._progress.follow(trainer)
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module)
@@ -294,6 +296,7 @@ class ActivationPruning(pl.Callback):
             "skip_retained": self.skip_retained,
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
+            "idle": self._decisions.idle,
             "saved": self._decisions.saved.state_dict(),
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
         }
@@ -307,13 +310,17 @@ class ActivationPruning(pl.Callback):
         """Go on with a setting that fits the budget."""
         assert self._budget is not None
         self._decisions.forget()  # of layers that were in blocks run again, nothing is known
-        self._convert(pl_module)
-        self._progress.start(trainer)
-        self._probe.ask(self._report, self._progress.highest)
+        self._convert_and_ask(trainer, pl_module)
         if self.verbose:
             show(trainer, self._budget.describe(found))
         if in_detail(self.verbose) and self._report.layers:
             show(trainer, conversion_table(self._report, self._progress.last))
+
+    def _convert_and_ask(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Convert anew in the middle of a fit, and let the next batch show what is not known of the layers."""
+        self._convert(pl_module)
+        self._progress.start(trainer)
+        self._probe.ask(self._report, self._progress.highest)
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
         config = self._config if self._budget is None else self._budget.config(pl_module)
@@ -382,7 +389,7 @@ class ActivationPruning(pl.Callback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        found = "spread", "retained", "saved", "memory_budget"
+        found = "spread", "retained", "idle", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in found}
         chosen = () if self._budget is None else ("layers",)  # which a budget chooses
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in chosen})
@@ -397,7 +404,8 @@ class ActivationPruning(pl.Callback):
         self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
         if not decided:
             return None
-        restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))
+        known = then["spread"], then.get("retained"), then.get("idle", [])
+        restored = self._decisions.restore(pl_module, self._report, *known)
         self._find_layers(pl_module)
         return restored
 

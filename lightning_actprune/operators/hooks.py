@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_actprune.codec.private import COMPILED, current_graph_task_id
+from lightning_actprune.codec.private import COMPILED, current_graph_task_id, top_saved_tensors_hooks
 from lightning_actprune.operators.base import Converted
 
 
@@ -94,8 +94,27 @@ def eager_modules(module: nn.Module, *, running_again: bool = True) -> set[nn.Mo
 
 
 def backward_runs() -> bool:
-    """Return whether this thread is in a backward pass: a forward in there is run again for it, and kept no longer."""
+    """Return whether this thread is in a backward pass."""
     return current_graph_task_id() != -1
+
+
+def is_recomputation() -> bool:
+    """Return whether a checkpoint is running a forward again, in backward, and keeps nothing of it any longer.
+
+    Any other forward in backward, such as one that a hook runs to accumulate gradients by chunks, keeps what it saves
+    until its own backward.
+    """
+    return backward_runs() and (dropped_by_checkpoint(top_saved_tensors_hooks(False)) or _is_in_checkpoint())
+
+
+def _is_in_checkpoint() -> bool:
+    """Return whether this is called from the backward of a reentrant checkpoint, which has no saved-tensor hooks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "backward" and "checkpoint" in frame.f_globals.get("__name__", ""):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] | None) -> bool:

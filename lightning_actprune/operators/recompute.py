@@ -23,14 +23,11 @@ and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps 
 and autograd sees to it that nobody writes to it before backward. What is quantized may be written to: by the block
 itself or by whoever comes later. A tensor that several blocks get, as the output of an encoder, is stored once.
 
-Buffers that the first run has changed, such as running statistics, are as they were after the second one: they move
-once a step, by what the exact input says. So are the generators of Python and NumPy, from which the second run draws
-what the first one did. Whether a module draws from these is looked for in its first, second, fourth, ... run and in
-every 128th one; generators of a module's own are not known.
+``operators.second_run`` sees to it that the second run computes what the first did, or raises an error that names the
+module. One run of each module keeps its inputs exactly, in a copy, so that both can be compared.
 
 The second run has to save as many tensors of the same shapes as the first. A block whose shapes depend on values that
-are computed from ``x``, as those of experts on a router, may not: torch then raises an error, and ``bits=None`` is the
-cure, with which the second run is the first one over again.
+are computed from ``x``, as those of experts on a router, may not: that is such an error, and ``bits=None`` is the cure.
 
 A compiler that traces a module sees torch's checkpoint around the dense one, and its inputs marked: these are packed by
 the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are.
@@ -38,15 +35,10 @@ the pass over the compiler's graph (``compiled.recompute``). Where no pass runs,
 
 from __future__ import annotations
 
-import pickle
 import pkgutil
-import random
-import sys
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +49,13 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.packed import pack
-from lightning_actprune.codec.private import tree_map_only
+from lightning_actprune.codec.private import are_functorch_transforms_active, tree_map_only
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
+from lightning_actprune.operators.second_run import FirstRun, Habits, NamedError
 
 MIN_VALUES = 2**10
 """Tensors of fewer values stay as they are."""
@@ -76,11 +69,17 @@ class RecomputeState(NamedTuple):
         keep: What a rule says.
         owner: Who converted the module.
         mark: What a compiler is told of the inputs, nothing while empty.
+        name: Of the module in the model.
+        turn: How many of its runs come before the one that is compared with its second run.
+        habits: What its runs have shown, by training mode.
     """
 
     keep: Recompute
     owner: str
-    mark: str = ""
+    mark: str
+    name: str
+    turn: int
+    habits: dict[bool, Habits]
 
 
 class RecomputedModule(Converted):
@@ -99,11 +98,11 @@ class RecomputedModule(Converted):
         if "_recompute" not in self.__dict__:  # reverted, and this method is held by somebody
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or are_functorch_transforms_active():  # these allow no hooks
             return dense(*args, **kwargs)
         if is_compiling():
             return checkpointed(dense, self._recompute.mark, args, kwargs)
-        return recomputed(self, dense, self.recompute, args, kwargs)  # type: ignore[arg-type]
+        return recomputed(self, dense, args, kwargs)
 
     def extra_repr(self) -> str:
         """Show what the dense module prints, and that it runs again."""
@@ -134,7 +133,7 @@ class _Stored(NamedTuple):
     def read(self, values: Tensor) -> Tensor:
         """Return the tensor."""
         if self.layout is None:
-            return values.to(self.dtype)
+            return values.to(self.dtype, copy=True)  # the module may write to it
         dense = unpack_region(values, self.layout, self.bits, self.dtype)
         # No view of it, which could not be written to.
         place = dense.untyped_storage(), dense.storage_offset()
@@ -161,9 +160,12 @@ def checkpointed(forward: Callable[..., Any], mark: str, args: tuple[Any, ...], 
 
 
 def recomputed(
-    module: nn.Module, forward: Callable[..., Any], keep: Recompute, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: RecomputedModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
+    keep, _, _, name, turn, habits = module._recompute
+    args, kwargs = _without_caches(name, args, kwargs)
+    first = FirstRun(module, name, habits, 0 if keep.bits is None else turn)  # type: ignore[arg-type]
     places: dict[int, _Place] = {}
     kept: list[Tensor] = []
     stored: list[_Stored | None] = []
@@ -171,7 +173,7 @@ def recomputed(
     def store(leaf: Tensor) -> _Place:
         if id(leaf) not in places:
             places[id(leaf)] = _Place(len(kept))
-            how, values = _store(leaf, keep)
+            how, values = _store(leaf, keep, exactly=first.compares)
             kept.append(values)
             stored.append(how)
         return places[id(leaf)]
@@ -179,22 +181,49 @@ def recomputed(
     given = _mapped(Tensor, store, args, kwargs)
     exact = [(args, kwargs)]
     del args, kwargs
-    written: list[_Buffer] = []
-    drawn: list[_Generators] = []
 
     def run(*values: Tensor) -> Any:
         if exact:
             own, by_name = exact.pop()
-            with _noting_buffers(module, written), _noting_generators(module, drawn):
+            with first.noted():
                 return forward(*own, **by_name)
-        read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
-        own, by_name = _mapped(_Place, lambda place: read[place.number], *given)
-        if not written and not drawn:
-            return forward(*own, **by_name)
-        with _left_as_they_are(written), _as_before(drawn):
+
+        def again() -> Any:
+            read = [_as_result(value, how) for value, how in zip(values, stored, strict=True)]
+            own, by_name = _mapped(_Place, lambda place: read[place.number], *given)
             return forward(*own, **by_name)
 
+        return first.run_again(again)
+
     return checkpoint(run, *kept, use_reentrant=False)
+
+
+def _without_caches(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return arguments without the caches of keys and values of transformers, as its own checkpoints do."""
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return args, kwargs
+    if any(cache.get_seq_length() > 0 for cache in caches):
+        raise NamedError(
+            f"Module {name!r} reads keys and values from a cache, to which it adds its own: it cannot run again in "
+            "backward. HINT: let it run once, by a rule of `None` or a preset other than 'recompute'; prefix tuning "
+            "needs that."
+        )
+    warnings.warn(
+        "Modules that run again in backward cannot fill a cache of keys and values: it stays empty. HINT: say "
+        "`use_cache=False` in the configuration of the model.",
+        stacklevel=2,
+    )
+    left = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+    return tuple(None if _is_cache(value) else value for value in args), left | (
+        {"use_cache": False} if kwargs.get("use_cache") else {}
+    )
+
+
+def _is_cache(value: Any) -> bool:
+    return any(cls.__module__ == "transformers.cache_utils" and cls.__name__ == "Cache" for cls in type(value).__mro__)
 
 
 def _mapped(
@@ -212,122 +241,6 @@ def _mapped(
 
 
 _SIMPLE = {bool, int, float, str}
-_Buffer = tuple[dict[str, Tensor | None], str]
-"""The buffers of a module, and the name of one."""
-
-
-@contextmanager
-def _noting_buffers(module: nn.Module, written: list[_Buffer]) -> Iterator[None]:
-    """Note which buffers are new, are other ones or are written to; of running statistics, torch does not count it."""
-    modules = [module]
-    for inner in modules:  # which grows; torch's own walk takes ten times as long
-        modules += [child for child in inner._modules.values() if child is not None]
-    before = {
-        (id(inner._buffers), name): (buffer, _version(buffer))
-        for inner in modules
-        if inner._buffers
-        for name, buffer in inner._buffers.items()
-    }
-    yield
-    for inner in modules:
-        if not inner._buffers:
-            continue
-        counted = not (inner.training and getattr(inner, "track_running_stats", False))
-        for name, buffer in inner._buffers.items():
-            known, version = before.get((id(inner._buffers), name), (None, None))
-            uncounted = not counted and name in ("running_mean", "running_var")
-            if buffer is not None and (uncounted or known is not buffer or version != buffer._version):
-                written.append((inner._buffers, name))
-
-
-def _version(buffer: Tensor | None) -> int | None:
-    return None if buffer is None else buffer._version
-
-
-@contextmanager
-def _left_as_they_are(written: list[_Buffer]) -> Iterator[None]:
-    """Leave buffers the objects with the values that they are now: running statistics move once a step."""
-    before = [(buffers, name, buffers[name]) for buffers, name in written if name in buffers]
-    values = [None if buffer is None else buffer.clone() for _, _, buffer in before]
-    try:
-        yield
-    finally:  # torch ends the second run with an exception
-        with torch.no_grad():
-            for (buffers, name, buffer), value in zip(before, values, strict=True):
-                buffers[name] = buffer
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-
-
-_Generators = tuple[Any, Any]
-"""The states of the random generators of Python and of NumPy."""
-
-
-class _Drawing:
-    """Whether a module draws from these, as far as runs have shown that were looked at.
-
-    Looking takes as long as some launches. It is done in the first, second, fourth, ... run and in every 128th one.
-    """
-
-    def __init__(self) -> None:
-        self.draws, self.runs = False, 0
-
-    def looks(self) -> bool:
-        """Count a run, and return whether it is looked at."""
-        self.runs += 1
-        return self.draws or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
-
-
-EVERY = 128
-_drawing: weakref.WeakKeyDictionary[nn.Module, dict[bool, _Drawing]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def _noting_generators(module: nn.Module, drawn: list[_Generators]) -> Iterator[None]:
-    """Note the states before a run that draws from generators which torch does not know."""
-    known = _drawing.setdefault(module, {}).setdefault(module.training, _Drawing())
-    if not known.looks():
-        yield
-        return
-    before = _states()
-    yield
-    if not known.draws and pickle.dumps(before) != pickle.dumps(_states()):
-        known.draws = True
-        if known.runs > 1:
-            warnings.warn(
-                f"{type(module).__name__} draws random numbers from a generator of Python or NumPy in its run "
-                f"{known.runs}, and did not in those before that were looked at. Where it did in between, its second "
-                "run in backward drew others, and gradients were off. HINT: draw in torch, or keep it from running "
-                "again by a rule of `None`.",
-                stacklevel=2,
-            )
-    if known.draws:
-        drawn.append(before)
-
-
-@contextmanager
-def _as_before(drawn: list[_Generators]) -> Iterator[None]:
-    """Let a run draw the numbers that it has drawn before."""
-    now = _states() if drawn else None
-    for states in drawn:
-        _set_states(states)
-    try:
-        yield
-    finally:
-        if now is not None:
-            _set_states(now)
-
-
-def _states() -> _Generators:
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else numpy.get_state()
-
-
-def _set_states(states: _Generators) -> None:
-    own, other = states
-    random.setstate(own)
-    if other is not None:
-        sys.modules["numpy.random"].set_state(other)
 
 
 class _Place:
@@ -347,11 +260,13 @@ def _as_result(values: Tensor, stored: _Stored | None) -> Tensor:
     return read
 
 
-def _store(x: Tensor, keep: Recompute) -> tuple[_Stored | None, Tensor]:
-    """Return how ``x`` is stored, ``None`` as it is, and what is stored of it."""
+def _store(x: Tensor, keep: Recompute, exactly: bool) -> tuple[_Stored | None, Tensor]:
+    """Return how ``x`` is stored, ``None`` as it is, and what is stored of it: a copy of its own if ``exactly``."""
     known = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
     if keep.bits is None or not known or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
+    if exactly:
+        return _Stored(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
     if keep.bits == HALF:
         if x.dtype != torch.float32:
             return None, x

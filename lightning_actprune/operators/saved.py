@@ -47,6 +47,7 @@ they do with all hooks.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -77,10 +78,10 @@ from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
     add_hooks,
-    backward_runs,
     caller,
     dropped_by_checkpoint,
     eager_modules,
+    is_recomputation,
     runs_again,
 )
 from lightning_actprune.operators.readers import (
@@ -214,11 +215,11 @@ class OpenHooks:
         self._context.__enter__()
         open_hooks(self)
 
-    def close(self, outputs: Any = None) -> None:
+    def close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         """Take the hooks off the stack, and keep what waits."""
         close_hooks(self)
         self._context.__exit__(None, None, None)
-        self.operations.returned(outputs, 0)
+        finish(self.operations)
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -238,6 +239,14 @@ class _Scope(threading.local):
 def _has_children(module: nn.Module) -> bool:
     """Return whether there are any: their own truth is their length, which is 0 or, of a compiled one, an error."""
     return next(module.children(), None) is not None
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Return the values of the attributes that torch does not know of."""
+    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _nowhere(fqn: str) -> bool:
@@ -389,13 +398,17 @@ class SavedTensorCompression:
         running = self._scope.running
         if running and running[-1] is module:
             running.pop()
-            if not running:
-                self._close(output)
+            if output is None and sys.exc_info()[0] is not None:  # it raised
+                if not running:
+                    self._close()
+            elif not running:
+                left = lambda: (args, *map(_attributes, module.modules()))  # noqa: E731
+                self._close(lambda operations: operations.returned(output, 0, left))
             elif self._scope.hooks is not None:
                 self._scope.hooks.operations.returned(output, len(running))
 
     def _open(self, outermost: str) -> OpenHooks | None:
-        if not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or backward_runs():
+        if not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or is_recomputation():
             return None
         outer = top_saved_tensors_hooks(False)
         if dropped_by_checkpoint(outer):
@@ -405,12 +418,12 @@ class SavedTensorCompression:
         operations = Operations(self._decide, outermost not in self.decided.settled, checked)
         return OpenHooks((partial(self._pack, outer, operations), unpack_saved), operations, outer)
 
-    def _close(self, outputs: Any = None) -> None:
+    def _close(self, finish: Callable[[Operations], None] = Operations.interrupted) -> None:
         scope = self._scope
         scope.running.clear()
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
-            hooks.close(outputs)
+            hooks.close(finish)
             settled = self.decided.settled
             (settled.discard if hooks.operations.undecided else settled.add)(scope.outermost)
 
@@ -529,7 +542,7 @@ class SavedTensorCompression:
         """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""
         if tensor.is_nested or tensor.layout != torch.strided:  # of which nothing else may be asked
             return True
-        if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or backward_runs():
+        if is_weight(tensor, self._weight_shapes) or not in_plain_eager_mode(tensor) or is_recomputation():
             return True
         running = self._scope.running
         return not (self._left_alone.isdisjoint(running) and self._left_alone_itself.isdisjoint(running[-1:]))

@@ -241,23 +241,23 @@ class Operations:
         users = [nodes.get(number) for address in fewer for number in self._users[address]]
         return any(node is None or node.name() not in PRODUCTS for node in users)
 
-    def returned(self, outputs: Any, depth: int) -> None:
+    def returned(self, outputs: Any, depth: int, left: Callable[[], Any] = tuple) -> None:
         """Keep what waits and whose operation is found behind the outputs of a module.
 
         Args:
             outputs: What the module returned.
             depth: How many modules run still; with none, all that waits is kept.
+            left: Returns where else modules may have left outputs, such as their attributes; asked with none running.
         """
         inside = [stay for stay in self._waiting if stay.depth > depth and stay.view.settle is not None]
         # What the graph holds has these hooks, and so this object: a tensor that stayed here would keep its own graph.
         self._waiting = [stay for stay in self._waiting if stay.depth <= depth]
         if not inside:
             return
-        if outputs is None and not depth:  # it raised, or was interrupted: the next forward decides
-            for stay in inside:
-                self._leave_as_it_is(stay)
-            return
-        nodes = nodes_since(outputs, min(stay.saving.number for stay in inside))
+        first = min(stay.saving.number for stay in inside)
+        nodes = nodes_since(outputs, first)
+        if not depth and any(stay.saving.number not in nodes for stay in inside):
+            nodes |= nodes_since(left(), first)
         for stay in inside:
             node = nodes.get(stay.saving.number)
             if node is None and depth:
@@ -267,6 +267,13 @@ class Operations:
             stay.view.settle = None
             with _on_stream(stay.tensor, stay.stream):
                 self._store(stay, nodes, self)
+
+    def interrupted(self) -> None:
+        """Keep all that waits as it is: the next forward decides."""
+        waiting, self._waiting = self._waiting, []
+        for stay in waiting:
+            if stay.view.settle is not None:
+                self._leave_as_it_is(stay)
 
     def _leave_as_it_is(self, stay: Waiting) -> None:
         """Keep what is read before its module returns."""

@@ -1,0 +1,454 @@
+"""What makes the second run of a module compute what its first run did, and what finds out that it does not.
+
+A module that runs again in backward (``operators.recompute``) has to compute the same twice. ``FirstRun`` notes what
+the first run began with, and puts it back around the second run:
+
+- buffers, with the values that they had before the first run, also if the module writes to them and reads them
+  afterwards (codebooks, counters, running statistics). The second run gets copies, so the module's own buffers move
+  once a step;
+- parameters that somebody exchanged for the first run (``torch.func.functional_call``), and ``training`` flags;
+- the choice of attention kernels (``torch.nn.attention.sdpa_kernel``);
+- the generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
+
+Somebody may write to a parameter, or to a buffer that the module only reads, between both runs. Then the second run
+raises an error, as autograd does for the dense module.
+
+A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
+writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
+that they save for backward must be equal, bit for bit. Of each tensor 64 sums stand for its values, so the comparison
+keeps no tensor. Where values differ, the module runs a third time: the difference of two runs from the same state is
+what kernels without a fixed order of summation account for, and three times that is allowed. Exact inputs take memory,
+so the modules that quantize them take turns, two in a step.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import inf
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
+
+from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
+
+SUMS = 64
+"""Sums that stand for the values of a tensor."""
+EVERY = 128
+"""Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
+_CURES = (
+    "HINT: let the module run once, by a rule of `None` for it. If its inputs decide shapes or branches, "
+    "`Recompute(bits=None)` keeps them exactly. A cache of keys and values has to be off (`use_cache=False`)."
+)
+
+
+class Habits:
+    """What runs of a module have shown of it, in one training mode; a copy or a pickle of it has seen nothing.
+
+    Looking at everything takes as long as some launches. It is done in the first, second, fourth, ... run and in every
+    128th one.
+    """
+
+    def __init__(self) -> None:
+        self.runs, self.modules = 0, 0
+        self.draws, self.compared = False, False
+        self.writes: set[tuple[int, str]] = set()
+        """Numbers of modules in it, and names of their buffers."""
+
+    def looks(self, modules: int) -> bool:
+        """Count a run of a module that has so many inside, and return whether it is looked at in full."""
+        self.runs += 1
+        changed, self.modules = modules != self.modules, modules
+        return changed or self.runs % EVERY == 0 or self.runs & (self.runs - 1) == 0
+
+    def __reduce__(self) -> tuple[type[Habits], tuple[()]]:
+        return Habits, ()
+
+
+class _Buffer(NamedTuple):
+    """A buffer before the first run.
+
+    Args:
+        tensor: The buffer itself.
+        version: How often it was written to.
+        values: A copy, if one was made.
+    """
+
+    tensor: Tensor | None
+    version: int
+    values: Tensor | None
+
+
+class _Parameter(NamedTuple):
+    """A parameter after the first run."""
+
+    tensor: Tensor
+    version: int
+
+
+class FirstRun:
+    """The first run of a module, and what its second run needs to compute the same.
+
+    Args:
+        module: The module.
+        name: Its name in the model, for errors.
+        habits: What its runs have shown before, by training mode.
+        turn: How many runs come before the one that is compared.
+    """
+
+    def __init__(self, module: nn.Module, name: str, habits: dict[bool, Habits], turn: int) -> None:
+        self._who = f"{name!r} ({type(module).__name__.removeprefix('Recomputed')})"
+        self._modules = [module]
+        for inner in self._modules:  # the list grows; torch's own walk takes ten times as long
+            self._modules += [child for child in inner._modules.values() if child is not None]
+        self._habits = habits.setdefault(module.training, Habits())
+        self._looks = self._habits.looks(len(self._modules))
+        self.compares = not self._habits.compared and self._habits.runs > turn and _may_look_at_values()
+        """Whether the second run is compared with this one, for which both must have the exact inputs."""
+        self._training = [inner.training for inner in self._modules]
+        self._buffers: list[tuple[nn.Module, dict[str, _Buffer]]] = []
+        self._parameters: list[tuple[nn.Module, str, _Parameter]] = []
+        self._attention = _attention_kernels()
+        self._generators: tuple[Any, Any] | None = None
+        self._sums: list[Tensor | None] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Run the module for the first time in here."""
+        generators = _generators() if self._looks or self._habits.draws else None
+        self._note_buffers()
+        pack, unpack = _hooks_of_checkpoint()
+        with torch.autograd.graph.saved_tensors_hooks(
+            self._summing(pack, self._sums) if self.compares else pack, self._naming(unpack)
+        ):
+            yield
+        self._find_written_buffers()
+        self._note_generators(generators)
+        self._parameters = [
+            (inner, name, _Parameter(parameter, parameter._version))
+            for inner in self._modules
+            for name, parameter in inner._parameters.items()
+            if parameter is not None and type(parameter) in _PLAIN
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the module again in here."""
+        with ExitStack() as stack:
+            stack.callback(self._restore_training())
+            stack.callback(self._exchange_parameters())
+            stack.callback(self._exchange_buffers())
+            if self._generators is not None:
+                stack.callback(_set_generators, _generators())
+                _set_generators(self._generators)
+            if self._attention != _attention_kernels():
+                stack.enter_context(sdpa_kernel(list(self._attention)))
+            yield
+
+    def run_again(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` does: the second run, from the state of the first.
+
+        Raises:
+            RuntimeError: If the second run fails or does not compute the same; it names the module.
+        """
+        with self.restored():
+            try:
+                return self._compared(run) if self.compares else run()
+            except Exception as error:
+                self._name(error)
+                raise
+
+    # === Comparison of both runs ==========================================================================
+
+    def _compared(self, run: Callable[[], Any]) -> Any:
+        """Return what ``run`` does, which keeps tensors for backward, and compare these with those of the first run."""
+        state, sums = _TorchGenerators(), list[Tensor | None]()
+        pack, unpack = _hooks_of_checkpoint()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._summing(pack, sums), unpack):
+                return run()
+        finally:  # torch ends the second run with an exception
+            self._compare(sums, run, state)
+
+    def _compare(self, second: list[Tensor | None], run: Callable[[], Any], state: _TorchGenerators) -> None:
+        first, self.compares = self._sums, False
+        if len(second) < len(first):  # torch raises an error, or the second run has
+            return
+        differing = [n for n, sums in enumerate(first) if not _are_equal(sums, second[n])]
+        if differing:
+            third = list[Tensor | None]()
+            with (
+                self.restored(),
+                state.again(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(self._summing(_drop, third), _cannot_unpack),
+            ):
+                run()
+            if any(_distance(first[n], second[n]) > 3 * _distance(second[n], third[n]) for n in differing):
+                self._refuse(
+                    "computes something else when it runs again in backward: it depends on what this run, or another "
+                    "module, has changed since (a cache, an attribute, a counter)"
+                )
+        self._habits.compared = True
+        self._sums = []
+
+    def _summing(self, pack: Callable[[Tensor], Any], sums: list[Tensor | None]) -> Callable[[Tensor], Any]:
+        """Return a hook that notes sums of each saved tensor before ``pack``."""
+
+        def noting(tensor: Tensor) -> Any:
+            sums.append(_sums_of(tensor))
+            return pack(tensor)
+
+        # Others tell by its module that torch's checkpoint keeps nothing of what is saved.
+        noting.__module__ = pack.__module__
+        return noting
+
+    # === Errors ===========================================================================================
+
+    def _naming(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the hook ``unpack``, whose errors name the module."""
+
+        def naming(holder: Any) -> Any:
+            try:
+                return unpack(holder)
+            except Exception as error:
+                self._name(error)
+                raise
+
+        return naming
+
+    def _name(self, error: Exception) -> None:
+        """Raise an error that names the module in place of ``error``, where torch does not need ``error`` itself."""
+        if isinstance(error, CheckpointError):
+            self._refuse(f"does not save the same tensors when it runs again in backward ({_first_line(error)})", error)
+        ends = type(error).__module__ == CheckpointError.__module__  # torch ends the second run with an exception
+        if not ends and not isinstance(error, (NamedError, torch.OutOfMemoryError)):
+            self._refuse(f"fails when it runs again in backward: {error}", error)
+
+    def _refuse(self, reason: str, error: BaseException | None = None) -> NoReturn:
+        raise NamedError(f"Module {self._who} {reason}. {_CURES}") from error
+
+    # === Parameters and flags =============================================================================
+
+    def _restore_training(self) -> Callable[[], None]:
+        changed = [
+            (inner, inner.training)
+            for inner, training in zip(self._modules, self._training, strict=True)
+            if inner.training != training
+        ]
+        for inner, training in changed:
+            inner.training = not training
+
+        def undo() -> None:
+            for inner, training in changed:
+                inner.training = training
+
+        return undo
+
+    def _exchange_parameters(self) -> Callable[[], None]:
+        """Have the module compute with the parameters of its first run; return how to undo that."""
+        exchanged = []
+        for inner, name, (parameter, version) in self._parameters:
+            now = inner._parameters.get(name)
+            if parameter._version != version:
+                raise NamedError(
+                    f"Parameter {name!r} of {type(inner).__name__} in module {self._who}, which runs again in "
+                    "backward, has been modified by an inplace operation since its forward. HINT: call backward before "
+                    "the optimizer steps, or whatever else writes to weights."
+                )
+            if now is not parameter and type(now) in _PLAIN:
+                exchanged.append((inner, name, now))
+                inner._parameters[name] = parameter  # type: ignore[assignment]
+
+        def undo() -> None:
+            for inner, name, now in exchanged:
+                inner._parameters[name] = now
+
+        return undo
+
+    # === Buffers ==========================================================================================
+
+    def _note_buffers(self) -> None:
+        """Note the buffers before the first run, with copies of all, or of those to which the module writes."""
+        for number, inner in enumerate(self._modules):
+            before = {}
+            for name, buffer in inner._buffers.items():
+                copies = type(buffer) is Tensor and (self._looks or (number, name) in self._habits.writes)
+                values = buffer.detach().clone() if copies and buffer is not None else None
+                before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
+            self._buffers.append((inner, before))
+
+    def _find_written_buffers(self) -> None:
+        """Keep copies of the buffers that the first run has written to, and of no others."""
+        for number, (inner, before) in enumerate(self._buffers):
+            for name, (buffer, version, values) in before.items():
+                if buffer is None or not (buffer._version != version or _is_uncounted(inner, name)):
+                    before[name] = _Buffer(buffer, version, None)
+                elif values is None:
+                    self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
+                else:
+                    self._habits.writes.add((number, name))
+        self._buffers = [(inner, before) for inner, before in self._buffers if before or inner._buffers]
+
+    def _exchange_buffers(self) -> Callable[[], None]:
+        """Have the module begin with the buffers of its first run; return how to undo that."""
+        exchanged = []
+        for inner, before in self._buffers:
+            buffers = {}
+            for name, (buffer, version, values) in before.items():
+                if values is None and buffer is not None and buffer._version != version:
+                    raise NamedError(
+                        f"Buffer {name!r} of {type(inner).__name__} in module {self._who}, which runs again in "
+                        "backward, has been modified by an inplace operation since its forward. HINT: write to it "
+                        "after backward."
+                    )
+                buffers[name] = buffer if values is None else values.clone()
+            if buffers.keys() != inner._buffers.keys() or any(
+                buffers[name] is not now for name, now in inner._buffers.items()
+            ):
+                exchanged.append((inner, dict(inner._buffers)))
+                inner._buffers.clear()
+                inner._buffers.update(buffers)
+
+        def undo() -> None:
+            for inner, now in exchanged:
+                inner._buffers.clear()
+                inner._buffers.update(now)
+
+        return undo
+
+    # === Generators of Python and NumPy ===================================================================
+
+    def _note_generators(self, before: tuple[Any, Any] | None) -> None:
+        """Keep the states before the first run if it has drawn numbers."""
+        habits = self._habits
+        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(_generators()):
+            habits.draws = True
+            if habits.runs > 1:
+                warnings.warn(
+                    f"Module {self._who} draws random numbers from a generator of Python or NumPy in its run "
+                    f"{habits.runs}, and did not in those before that were looked at. Where it did in between, its "
+                    "second run in backward drew others, and gradients were off. HINT: draw in torch, or keep it from "
+                    "running again by a rule of `None`.",
+                    stacklevel=2,
+                )
+        if habits.draws:
+            self._generators = before
+
+
+class NamedError(RuntimeError):
+    """The second run of a module cannot be its first one over again; the text names the module."""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].removeprefix("torch.utils.checkpoint: ").rstrip(".")
+
+
+def _drop(tensor: Tensor) -> None:
+    """Keep nothing of a saved tensor."""
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and bool(one.eq(other).logical_or(one.isnan()).all()))
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the largest difference, infinity where one of both is missing."""
+    return inf if one is None or other is None else float((one - other).abs().nan_to_num(inf).max())
+
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of parameters that autograd knows by themselves; a strategy exchanges others as it likes."""
+
+
+def _is_uncounted(module: nn.Module, name: str) -> bool:
+    """Return whether kernels write to a buffer that torch does not count: running statistics."""
+    tracked = module.training and getattr(module, "track_running_stats", False)
+    return bool(tracked and name in ("running_mean", "running_var"))
+
+
+def _may_look_at_values() -> bool:
+    """Return whether there are values: not in a simulation, nor where a CUDA graph is made, and nobody may wait."""
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return not captured and len_torch_dispatch_stack() == 0
+
+
+def _hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    hooks = top_saved_tensors_hooks(False)
+    assert hooks is not None  # torch's checkpoint has put them there
+    return hooks
+
+
+def _cannot_unpack(nothing: Any) -> NoReturn:
+    raise AssertionError("Nobody takes the backward of a third run.")
+
+
+def _sums_of(tensor: Tensor) -> Tensor | None:
+    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, in fp64; ``None`` of what has none."""
+    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.is_floating_point() and values.itemsize == 1:
+        values = values.view(torch.uint8)
+    values = values.reshape(-1)
+    whole = values.numel() // SUMS * SUMS
+    sums = values[:whole].view(-1, SUMS).sum(0, dtype=torch.float64)
+    sums[: values.numel() - whole] += values[whole:]
+    return sums
+
+
+def _attention_kernels() -> tuple[SDPBackend, ...]:
+    """Return the kernels that attention may choose from."""
+    cuda: Any = torch.backends.cuda
+    allowed = (
+        (SDPBackend.FLASH_ATTENTION, cuda.flash_sdp_enabled()),
+        (SDPBackend.EFFICIENT_ATTENTION, cuda.mem_efficient_sdp_enabled()),
+        (SDPBackend.MATH, cuda.math_sdp_enabled()),
+        (SDPBackend.CUDNN_ATTENTION, cuda.cudnn_sdp_enabled()),
+    )
+    return tuple(kernel for kernel, enabled in allowed if enabled)
+
+
+class _TorchGenerators:
+    """The states of torch's generators, on the CPU and the current GPU."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from these states in here, and go on from those of now afterwards."""
+        now = _TorchGenerators()
+        self._set()
+        try:
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(self._gpu)
+
+
+def _generators() -> tuple[Any, Any]:
+    """Return the states of the random generators of Python and of NumPy."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _set_generators(states: tuple[Any, Any]) -> None:
+    own, other = states
+    random.setstate(own)
+    if other is not None:
+        sys.modules["numpy.random"].set_state(other)
