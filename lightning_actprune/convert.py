@@ -574,8 +574,8 @@ class _Attached(dict[str, SavedTensorCompression]):
     def __deepcopy__(self, memo: Any) -> _Attached:
         return _Attached()
 
-    def __reduce__(self) -> tuple[type[_Attached], tuple[()]]:
-        return _Attached, ()
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        return dict, ()  # no class of this package
 
 
 def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
@@ -585,7 +585,7 @@ def _attach_saved(model: nn.Module, config: Config, owner: str) -> None:
     if keep is None or keep.bits is None:
         return
     scale, loss_inside = config.keep_of_all("scale"), hasattr(model, "training_step")
-    attached = model.__dict__.setdefault(_SAVED, _Attached())
+    attached = model.__dict__[_SAVED] = _Attached(model.__dict__.get(_SAVED, {}))
     attached[owner] = SavedTensorCompression(
         model,
         keep,

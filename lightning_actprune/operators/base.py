@@ -6,16 +6,20 @@ attribute, its ``LayerState``, so that reverting leaves nothing and no buffer or
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from multiprocessing.context import get_spawning_popen
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from lightning_actprune.codec.blocks import AnyScope, Blocks, sparsity_parts
 from lightning_actprune.codec.private import any_global_hook, is_exporting
@@ -122,12 +126,45 @@ Traced = Literal["marked", "dense", "own"]
 
 
 class Converted:
-    """Mixin of every class that ``convert`` gives to modules; it comes first among their bases."""
+    """Mixin of every class that ``convert`` gives to modules; it comes first among their bases.
+
+    A copy of a converted module is converted, as is one that a spawned process gets. Any other pickle of it, such as a
+    checkpoint, holds the dense module, and needs nothing of this package.
+    """
 
     dense_class: ClassVar[type[nn.Module]]
     """What the module is otherwise."""
     runs_again: ClassVar[bool] = False
     """Whether it runs again in backward."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = vars(self).get("_state")
+        built = isinstance(state, LayerState) and state.owner is None  # as a class of this package, by the user
+        if built or get_spawning_popen() is not None:
+            return super().__reduce_ex__(protocol)
+        dense = torch_class(dense_class(type(self)))  # type: ignore[arg-type]
+        module = dense.__new__(dense)
+        module.__dict__.update({name: value for name, value in vars(self).items() if name not in _OF_CONVERSION})
+        make, arguments, *state = cast(tuple[Any, ...], module.__reduce_ex__(max(protocol, 2)))
+        # A pickler compares the class that `__newobj__` makes with that of the object that it was given.
+        return object.__new__ if make is copyreg.__newobj__ else make, arguments, *state  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if hasattr(super(), "__deepcopy__"):
+            return super().__deepcopy__(memo)  # type: ignore[misc]
+        make, arguments, state, *_ = cast(tuple[Any, ...], super().__reduce_ex__(4))
+        copied = memo[id(self)] = make(*copy.deepcopy(arguments, memo))
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+
+_OF_CONVERSION = frozenset(("_state", "_recompute"))
+"""Attributes that ``convert`` gives to modules."""
 
 
 class CompressedLayer(Converted):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -36,8 +37,11 @@ class ForwardHook:
         if self._method is not None and not torch.compiler.is_compiling():
             self._method(*args)
 
-    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
-        return ForwardHook, ()
+    def __deepcopy__(self, memo: Any) -> ForwardHook:
+        return ForwardHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, does nothing, and is not of this package
 
     @property
     def idle(self) -> bool:
@@ -66,11 +70,17 @@ def _number(handle: RemovableHandle, hooks: dict[int, Any], *options: dict[int, 
     handle.id = number
 
 
+def _does_nothing(hook: Any) -> bool:
+    """Return whether a hook is a copied or an unpickled ``ForwardHook``."""
+    pickled = getattr(hook, "__func__", None) is nullcontext.__exit__
+    return pickled or (isinstance(hook, ForwardHook) and hook.idle)
+
+
 def drop_idle_hooks(module: nn.Module) -> None:
     """Take the hooks off a copied module that do nothing there."""
     for kind in ("_forward_hooks", "_forward_pre_hooks"):
         hooks = getattr(module, kind)
-        for key in [key for key, hook in hooks.items() if isinstance(hook, ForwardHook) and hook.idle]:
+        for key in [key for key, hook in hooks.items() if _does_nothing(hook)]:
             for options in (hooks, getattr(module, f"{kind}_with_kwargs"), module._forward_hooks_always_called):
                 options.pop(key, None)
 
