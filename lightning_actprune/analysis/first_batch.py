@@ -151,7 +151,7 @@ class RetentionProbe(SavedTensorRecorder):
 
     def __exit__(self, *exc_info: Any) -> None:
         self.check_alive()
-        self.close()
+        super().__exit__(*exc_info)
 
     @property
     def retained(self) -> list[LayerReport]:

@@ -52,7 +52,7 @@ from lightning_actprune.codec.private import (
 from lightning_actprune.operators.attention import Projection, watchers
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
-from lightning_actprune.operators.hooks import ForwardHook, eager_modules, is_recomputation
+from lightning_actprune.operators.hooks import ForwardHook, eager_modules, explain, is_recomputation
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
 from lightning_actprune.operators.saved import packing, unpack_saved
 
@@ -446,7 +446,8 @@ class SavedTensorRecorder:
             raise
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        explain(error)
         self.close()
 
     def close(self) -> None:

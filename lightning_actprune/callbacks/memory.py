@@ -232,6 +232,7 @@ class ActivationMemoryMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        explain(exception)
         if self._fit.end(trainer):
             self._stop()
 

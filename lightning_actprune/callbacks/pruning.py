@@ -40,6 +40,7 @@ from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
 from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.operators.hooks import explain
 from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import SparsitySchedule
@@ -281,6 +282,7 @@ class ActivationPruning(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        explain(exception)
         if self._fit.end(trainer):  # Lightning calls no `teardown` after an exception
             self._release(pl_module)
             self._decisions.end_with_the_fit()

@@ -132,6 +132,17 @@ def dropped_by_checkpoint(hooks: tuple[Callable[..., Any], Callable[..., Any]] |
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
+def explain(error: BaseException | None) -> None:
+    """Add to the error by which ``torch.func`` refuses saved-tensor hooks which settings open none."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "saved tensor hooks" in text and "HINT" not in text:
+        error.args = (
+            f"{text} HINT: lightning_actprune has set such hooks. `skip_retained=False` with "
+            "`rules={'type:saved': None}` sets none, without ActivationMemoryMonitor; a module that runs again in "
+            "backward and calls torch.func needs a rule of `None`.",
+        )
+
+
 _PACKAGE = __name__.partition(".")[0] + "."
 _RUNNING_AGAIN = "torch.utils.checkpoint", COMPILED
 

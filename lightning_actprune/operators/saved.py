@@ -81,6 +81,7 @@ from lightning_actprune.operators.hooks import (
     caller,
     dropped_by_checkpoint,
     eager_modules,
+    explain,
     is_recomputation,
     runs_again,
 )
@@ -399,6 +400,7 @@ class SavedTensorCompression:
         if running and running[-1] is module:
             running.pop()
             if output is None and sys.exc_info()[0] is not None:  # it raised
+                explain(sys.exc_info()[1])
                 if not running:
                     self._close()
             elif not running:

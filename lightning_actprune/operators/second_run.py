@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
+from lightning_actprune.operators.hooks import explain
 
 SUMS = 64
 """Sums that stand for the values of a tensor."""
@@ -128,7 +129,11 @@ class FirstRun:
         with torch.autograd.graph.saved_tensors_hooks(
             self._summing(pack, self._sums) if self.compares else pack, self._naming(unpack)
         ):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                explain(error)
+                raise
         self._find_written_buffers()
         self._note_generators(generators)
         self._parameters = [
