@@ -104,7 +104,7 @@ FAULTS = [
     Fault("relu_zero", "the mask of a fused ReLU is inverted for 0", "kernels/channel_norm.py",
           "higher = (y.to(y_ptr.dtype.element_ty).to(tl.float32) <= 0.0) == 0",
           "higher = (y.to(y_ptr.dtype.element_ty).to(tl.float32) < 0.0) == 0",
-          "kernels/test_channel_norm.py operators/test_channel_norm.py kernels contract"),
+          "kernels/test_channel_norm.py operators/test_norm.py kernels contract"),
     # === Operators ===================================================================================================
     Fault("block_size_ignored", "the block size of a call is ignored", "operators/linear.py",
           "Blocks(keep.block_size, scope, keep.stored_bits, selection)",
@@ -121,7 +121,7 @@ FAULTS = [
     Fault("group_size", "means of a group are over all channels", "operators/channel_norm.py",
           "/ max(size * length, 1)",
           "/ max(channels * length, 1)",
-          "operators/test_channel_norm.py kernels/test_channel_norm.py contract operators"),
+          "operators/test_norm.py kernels/test_channel_norm.py contract operators"),
     Fault("dropout_scale", "dropout scales gradients by the other probability", "operators/dropout.py",
           "StoredMask(1 / (1 - p))",
           "StoredMask(1 / p)",
