@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.config import Keep
-from tests.support.cases import CASES, FUNCTIONS, Case, copies
+from tests.support.cases import CASES, FUNCTIONS, Case, variants
 from tests.support.measured import bound, exact_gradients, grad_of, gradients, kept_bytes, relative_error, run, same
 
 
@@ -230,16 +230,17 @@ def test_fp64(case: Case, device: torch.device, autocast: bool):
 
 
 @pytest.mark.foreign
-def test_classes_that_are_copies_of_another():
+def test_variants_of_classes():
+    """Copies of a class, and other arguments."""
     tested = 0
-    for case in copies():
+    for case in variants():
         try:
             dense, ours = case.pair(Keep(bits=8))
         except (pytest.skip.Exception, ModuleNotFoundError):  # another version of transformers
             continue
-        x = case.input()
         assert type(ours.layer) is not type(dense.layer)
-        same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
-        check_gradients(case, gradients(ours, x), exact_gradients(case, dense, x), Keep(bits=8))
+        for x in (case.input(), LAYOUTS["channels-last"](case.input().detach()).requires_grad_()):
+            same(run(ours, x), run(copy.deepcopy(dense), x), case.rounds)
+            check_gradients(case, gradients(ours, x), exact_gradients(case, dense, x), Keep(bits=8))
         tested += 1
-    assert tested > 10
+    assert tested > 15

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from lightning_actprune.functional import gated
 from lightning_actprune.operators.activation import ACTIVATIONS, StoredDerivative
 from lightning_actprune.operators.gated import gated_halves
 from tests.support.activations import inputs, stored_of
+from tests.support.cases import CASES
 from tests.support.compressed import compressed
 from tests.support.gates import largest_error, oracle
 from tests.support.oracle import relative_error
@@ -167,70 +167,22 @@ def test_what_is_refused():
             gated(*given, "relu")
 
 
-def _net(a: Tensor, u: Tensor | None) -> Tensor:
-    return gated(a * 2, u, "silu") * 3
-
-
-@pytest.mark.parametrize(("joint", "transposed"), [(False, True), (True, False)])
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_one_compiled_graph(joint, transposed):
+def test_one_compiled_graph_of_two_tensors():
     torch._dynamo.reset()
-    compiled = torch.compile(_net, fullgraph=True, backend="aot_eager", dynamic=False)
-    leaves = [(x.detach().t() if transposed else x.detach()).requires_grad_() for x in pair(12, 40)][: 2 - joint]
-    z, expected = (net(*(*leaves, None)[:2]) for net in (compiled, _net))
+    net = lambda a, u: gated(a * 2, u, "silu") * 3  # noqa: E731
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=False)
+    leaves = [x.detach().t().requires_grad_() for x in pair(12, 40)]
+    z, expected = (call(*leaves) for call in (compiled, net))
     assert torch.equal(z, expected)
     grad = torch.randn(z.shape)
     assert all(map(torch.equal, gradients(z, *leaves, grad=grad), gradients(expected, *leaves, grad=grad)))
 
 
-WIDTH, HIDDEN = 64, 96
-
-
-def mlp(name: str, **options) -> nn.Module:
-    """Return an MLP of timm or transformers with weights that are not small."""
-    torch.manual_seed(1)
-    if name == "LlamaMLP":
-        config = importlib.import_module("transformers").LlamaConfig
-        made = importlib.import_module("transformers.models.llama.modeling_llama").LlamaMLP(
-            config(hidden_size=WIDTH, intermediate_size=HIDDEN, **options)
-        )
-    else:
-        hidden = HIDDEN * (1 if name == "SwiGLU" else 2)
-        made = getattr(importlib.import_module("timm.layers.mlp"), name)(WIDTH, hidden, **options)
-    for parameter in made.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=WIDTH**-0.5)
-    return made
-
-
-MADE = {
-    "gemma": lambda: mlp("LlamaMLP", hidden_act="gelu_pytorch_tanh"),
-    "timm-glu-norm": lambda: mlp("GluMlp", norm_layer=nn.LayerNorm, act_layer=nn.GELU),
-    "timm-packed": lambda: mlp("SwiGLUPacked", gate_last=False),
-    "timm-swiglu": lambda: mlp("SwiGLU", norm_layer=nn.LayerNorm),
-    "timm-images": lambda: mlp("GluMlp", use_conv=True),
-}
-
-
-@pytest.mark.foreign
-@pytest.mark.parametrize("name", MADE)
-def test_output_and_gradients_are_those_of_the_dense_module(name):
-    dense, shape = MADE[name](), (2, WIDTH, 5, 6) if name == "timm-images" else (4, 10, WIDTH)
-    module = compressed(dense, "activation", bits=8)
-    for memory in (torch.contiguous_format, torch.channels_last)[: len(shape) - 2]:
-        x = torch.randn(shape).contiguous(memory_format=memory).requires_grad_()
-        ours, right = module(x), dense(x)
-        assert relative_error(ours, right) < 1e-6
-        grad = torch.randn_like(right)
-        found, exact = (gradients(y, x, *m.parameters(), grad=grad) for m, y in ((module, ours), (dense, right)))
-        for mine, expected in zip(found, exact, strict=True):
-            assert relative_error(mine, expected) < 0.015
-
-
 @pytest.mark.foreign
 def test_parts_of_an_mlp_may_be_frozen_hooked_and_replaced():
-    dense, x, seen = mlp("LlamaMLP"), torch.randn(4, 10, WIDTH), []
+    dense, x, seen = CASES["llama-mlp"].dense().layer, torch.randn(4, 10, 72), []
     for frozen in ("gate_proj", "up_proj"):
         dense.requires_grad_(True)
         getattr(dense, frozen).requires_grad_(False)

@@ -13,7 +13,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,9 +289,9 @@ class Config(SimpleNamespace):
         return False
 
 
-def config() -> Config:
+def config(function: str = "silu") -> Config:
     ones = dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "logits_scaling", "pretraining_tp"), 1)
-    return Config(hidden_size=72, intermediate_size=40, hidden_act="silu", hidden_activation="silu", **ones)
+    return Config(hidden_size=72, intermediate_size=40, hidden_act=function, hidden_activation=function, **ones)
 
 
 def gated(make: Callable[[], nn.Module], *covers: Key, out: str = "down_proj") -> Case:
@@ -393,14 +393,28 @@ COPIES = {
     "phi3-mlp": "dia.DiaMLP glm.GlmMLP",
 }
 """Classes of transformers whose forward is that of a class with a case."""
+GATED = {
+    "GluMlp": [
+        (72, 80, None, nn.GELU, nn.LayerNorm),
+        (72, 80, None, nn.SiLU, None, True, 0.0, False, False),  # the gate first
+        (72, 80, None, nn.Sigmoid, None, True, 0.0, True),  # of images
+    ],
+    "SwiGLU": [(72, 40, None, nn.SiLU, nn.LayerNorm)],
+}
+"""Other arguments of timm's classes."""
 
 
-def copies() -> Iterator[Case]:
-    """Yield a case for each of these classes."""
+def variants() -> Iterator[Case]:
+    """Yield cases of these classes, of whose modules no more than the values is tested."""
     for original, names in COPIES.items():
         build, argument = (rows_norm, 72) if original == "llama-norm" else (gated, config())
         for model, _, name in (copied.partition(".") for copied in names.split()):
             yield foreign(build, f"transformers.models.{model}.modeling_{model}", name, argument)
+    yield foreign(gated, "transformers.models.llama.modeling_llama", "LlamaMLP", config("gelu_pytorch_tanh"))
+    for name, calls in GATED.items():
+        for arguments in calls:
+            case = foreign(gated, "timm.layers.mlp", name, *arguments, out="fc2")
+            yield replace(case, shape=(2, 72, 5, 6)) if arguments[-1] is True else case
 
 
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}
