@@ -210,23 +210,6 @@ def test_each_of_several_scopes_decides_in_its_own_first_forward():
     assert saving.left == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_forward_that_ends_in_an_error_decides_nothing(error: type[BaseException]):
-    def run(x: Tensor, gamma: Tensor) -> Tensor:
-        y = x * gamma
-        if fails:
-            raise fails.pop()
-        return y
-
-    model, fails = Runs(run, (64,)), [error]
-    with SavedTensorCompression(model, min_values=256) as saving:
-        with pytest.raises(error):
-            model(activation())
-        model(activation())
-        assert [(row.fqn, row.count) for row in saving.rows] == [("(root)", 1)]
-    assert saving.left == []
-
-
 def test_what_was_decided_before_a_checkpoint_is_not_decided_again():
     """Nor what is there for the first time: that is left as it is once, as in the training that was not stopped."""
     model, x = nn.Sequential(scales(), scales()), activation()
