@@ -278,8 +278,6 @@ class Circumstances:
     trained: bool
     frozen: frozenset[str]  # parameters that need no gradient, and "input"
     shared: int  # how many layers read the input, or 0 for one layer that is called twice
-    hook: str  # in HOOKS
-    recorded: bool
     keep: Keep
     seed: int
 
@@ -307,28 +305,6 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Watcher:
-    """A hook on a layer that counts its calls and changes nothing, or hands on a copy."""
-
-    calls = 0
-
-    def __call__(self, *arguments: Any) -> None:
-        self.calls += 1
-
-    def copied(self, module: nn.Module, *arguments: Any) -> Any:
-        self.calls += 1
-        return arguments[-1] * 1.0 if isinstance(arguments[-1], Tensor) else tuple(x * 1.0 for x in arguments[0])
-
-
-HOOKS: dict[str, Callable[[nn.Module, Watcher], Any]] = {
-    "none": lambda layer, watcher: None,
-    "forward": lambda layer, watcher: layer.register_forward_hook(watcher.copied),
-    "before": lambda layer, watcher: layer.register_forward_pre_hook(watcher.copied),
-    "backward": lambda layer, watcher: layer.register_full_backward_hook(watcher),
-    "before backward": lambda layer, watcher: layer.register_full_backward_pre_hook(watcher),
-}
-
-
 @st.composite
 def circumstances(draw: st.DrawFn) -> Circumstances:
     bits = draw(st.sampled_from([None, 2, 3, 4, 8]))
@@ -342,8 +318,6 @@ def circumstances(draw: st.DrawFn) -> Circumstances:
         trained=draw(st.sampled_from([True, True, False])),
         frozen=frozenset(draw(st.lists(st.sampled_from(["input", "weight", "bias"]), max_size=2))),
         shared=draw(st.sampled_from([1, 1, 2, 0])),
-        hook=draw(st.sampled_from(["none", *HOOKS])),
-        recorded=draw(st.sampled_from([True] * 9 + [False])),
         keep=Keep(bits=bits, sparsity=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6, 0.95])), block_size=block),
         seed=draw(st.integers(0, 999)),
     )
