@@ -228,7 +228,7 @@ def test_other_tensors_are_packed(read):
     assert oracle.relative_error(grad, expected) < 0.15  # 4 bits: 0.09 of normal values
 
 
-def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own():
+def test_a_layer_that_asks_for_as_many_bits_drops_blocks_or_computes_in_fp16_packs_its_own():
     for there, asked, packs in (
         (2, {"bits": 3}, True),
         (3, {"bits": 3}, True),
@@ -239,12 +239,8 @@ def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own():
         (4, {"bits": None, "sparsity": 0.5}, True),
     ):
         assert own_pack(linear(**asked)(norm_of(bits=there)(activation()))) is packs, (there, asked)
-
-
-def test_what_computes_in_fp16_packs_its_own():
-    """Values of the input that y makes small, or products before these are scaled, may be too large for fp16."""
-    y = norm_of(dtype=torch.float16)(activation().half())
-    assert own_pack(linear(dtype=torch.float16)(y))
+    # Values of the input that y makes small, or products before these are scaled, may be too large for fp16.
+    assert own_pack(linear(dtype=torch.float16)(norm_of(dtype=torch.float16)(activation().half())))
     y = norm_of()(activation())
     with torch.autocast("cpu", torch.float16):
         assert own_pack(linear()(y))

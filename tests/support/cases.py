@@ -256,7 +256,7 @@ NORMS = {
     "rms-norm-plain": rows_norm(lambda: nn.RMSNorm(72, elementwise_affine=False), nn.RMSNorm),
     "batch-norm-1d": channel_norm(lambda: nn.BatchNorm1d(24), nn.BatchNorm1d, shape=(10, 24)),
     "batch-norm-2d": channel_norm(lambda: nn.BatchNorm2d(24), nn.BatchNorm2d),
-    "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
+    "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24, momentum=None), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
     "group-norm": channel_norm(lambda: nn.GroupNorm(4, 24), nn.GroupNorm, sets=16),
     "affine": Case(
         (Affine,), lambda: Affine(72), FEATURES, "affine",
