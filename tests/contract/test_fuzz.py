@@ -33,7 +33,7 @@ from lightning_actprune.codec.dispatch import force_backend, forced_backend
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
-from tests.support import convolutions, oracle
+from tests.support.cases import cut_features, cut_memory
 
 PLACES = [
     pytest.param("reference", 100, marks=pytest.mark.integration, id="few"),
@@ -190,9 +190,7 @@ def gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> Named:
 def linear(draw: st.DrawFn) -> Drawn:
     width, out, bias = draw(WIDTHS), draw(st.sampled_from([1, 3, 16, 40])), draw(st.booleans())
     shape = *draw(st.lists(SIZES, max_size=3)), width
-    samples = lambda x, keep: oracle.pruned(oracle.as_samples(x), keep.block_size, keep.sparsity).view(x.shape)  # noqa: E731
-    cut = lambda x, keep: samples(x, keep) if x.numel() else x  # noqa: E731
-    return Drawn(lambda: nn.Linear(width, out, bias), shape, "linear", of_products, cut=cut)
+    return Drawn(lambda: nn.Linear(width, out, bias), shape, "linear", of_products, cut=cut_features)
 
 
 @st.composite
@@ -207,8 +205,7 @@ def convolution(draw: st.DrawFn) -> Drawn:
     kernel = draw(st.sampled_from([1, 2, 3]))
     shape = draw(SIZES), channels, *[draw(st.sampled_from([1, 4, 5, 8])) for _ in range(dims)]
     make = lambda: (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](channels, out, kernel, **options)  # noqa: E731
-    cut = lambda x, keep: convolutions.pruned(x, False, keep.block_size, keep.sparsity) if x.numel() else x  # noqa: E731
-    return Drawn(make, shape, "convolution", of_products, cut=cut)
+    return Drawn(make, shape, "convolution", of_products, cut=cut_memory)
 
 
 ACTIVATIONS: dict[str, tuple[Callable[..., nn.Module], float]] = {
@@ -511,7 +508,7 @@ def check_values(
     cut, as_it_is = keep.sparsity > 0, given.layout in ("dense", "offset")
     if cut and as_it_is and "weight" in expected:
         read = exact.to(torch.bfloat16).double() if given.autocast and given.dtype != torch.float64 else exact
-        expected["weight"] = gradients(layer, drawn.cut(read, keep), grad)["weight"]
+        expected["weight"] = gradients(layer, drawn.cut(read, keep) if x.numel() else read, grad)["weight"]
     for name, actual in found.gradients.items():
         kind = name.rpartition(".")[2]
         if actual is None or (cut and kind == "weight" and not as_it_is):

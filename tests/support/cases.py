@@ -27,7 +27,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.scale import Affine
-from tests.support import convolutions, oracle
+from tests.support import oracle
 
 BLOCK = 32
 Key = type[nn.Module] | tuple[str, str]
@@ -158,13 +158,14 @@ class Case:
         return self.exact == ("*",) or name in self.exact
 
 
-def _cut_features(x: Tensor, keep: Keep) -> Tensor:
+def cut_features(x: Tensor, keep: Keep) -> Tensor:
     """Drop blocks along the features; all those of a sample compete."""
     return oracle.pruned(oracle.as_samples(x.detach()), keep.block_size, keep.sparsity).view(x.shape)
 
 
-def _cut_memory(x: Tensor, keep: Keep) -> Tensor:
-    return convolutions.pruned(x, False, keep.block_size, keep.sparsity)
+def cut_memory(x: Tensor, keep: Keep) -> Tensor:
+    """Drop blocks of each sample as it lies in memory."""
+    return oracle.pruned(x.detach().flatten(1).unsqueeze(1), keep.block_size, keep.sparsity).view(x.shape)
 
 
 FEATURES = (3, 5, 72)
@@ -177,7 +178,7 @@ EXACT = "input", "layer.bias"
 LINEAR = {
     "linear": Case(
         (nn.Linear,), lambda: nn.Linear(72, 40), FEATURES, "linear",
-        lambda keep, dense: packed(3, 15, keep), EXACT, wide=True, dropped=_cut_features,
+        lambda keep, dense: packed(3, 15, keep), EXACT, wide=True, dropped=cut_features,
     ),
     "attention": Case(
         (nn.MultiheadAttention, RoutedMultiheadAttention, NonDynamicallyQuantizableLinear),
@@ -187,15 +188,15 @@ LINEAR = {
     ),
     "conv1d": Case(
         (nn.Conv1d,), lambda: nn.Conv1d(12, 7, 3, padding=1), (3, 12, 20), "convolution",
-        lambda keep, dense: packed(3, 8, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(3, 8, keep), EXACT, wide=True, dropped=cut_memory,
     ),
     "conv2d": Case(
         (nn.Conv2d,), lambda: nn.Conv2d(24, 7, 3, stride=2), PIXELS, "convolution",
-        lambda keep, dense: packed(4, 12, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(4, 12, keep), EXACT, wide=True, dropped=cut_memory,
     ),
     "conv3d": Case(
         (nn.Conv3d,), lambda: nn.Conv3d(8, 6, (2, 3, 3)), (2, 8, 3, 4, 5), "convolution",
-        lambda keep, dense: packed(2, 15, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(2, 15, keep), EXACT, wide=True, dropped=cut_memory,
     ),
 }  # fmt: skip
 
@@ -324,7 +325,7 @@ def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
 
 def conv1d(make: Callable[[], nn.Module], *covers: Key) -> Case:
     announced: Announced = lambda keep, dense: packed(3, 15, keep)  # noqa: E731
-    return Case(covers, make, FEATURES, "linear", announced, EXACT, wide=True, dropped=_cut_features)
+    return Case(covers, make, FEATURES, "linear", announced, EXACT, wide=True, dropped=cut_features)
 
 
 def scale(operator: str, make: Callable[[], nn.Module], *covers: Key, names: tuple[str, ...] = ()) -> Case:
