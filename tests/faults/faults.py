@@ -125,7 +125,7 @@ FAULTS = [
     Fault("dropout_scale", "dropout scales gradients by the other probability", "operators/dropout.py",
           "StoredMask(1 / (1 - p))",
           "StoredMask(1 / p)",
-          "operators/test_dropout.py contract operators"),
+          "operators/test_activation.py contract operators"),
     Fault("gated_swapped", "the derivatives of gate and factor are swapped", "operators/gated.py",
           "for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed",
           "for factor, needed in ((p, stored.for_u), (q, stored.for_a)) if needed",

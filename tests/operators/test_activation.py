@@ -131,3 +131,42 @@ def test_what_is_refused():
         x.sum().backward()
     with pytest.raises(TypeError, match="complex64"):
         activation(source.detach().to(torch.complex64).requires_grad_(), "tanh")
+
+
+def test_gradients_of_dropout_are_scaled_as_its_output_and_zero_where_that_is(device):
+    x = torch.rand(7, 64, device=device).add(0.5).requires_grad_()
+    for size in (1.0, torch.inf):
+        y, grad = compressed(nn.Dropout(0.3), "activation", bits=4)(x), torch.full_like(x, size)
+        torch.testing.assert_close(gradient(x, y, grad), torch.where(y == 0, 0, grad * (y / x).detach()))
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_dropout_draws_anew_at_each_replay():
+    layer, x = compressed(nn.Dropout(0.5), "activation", bits=4), torch.ones(1000, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(layer(x).sum(), x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(grad, y.detach())
+        seen.append(grad.clone())
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.integration
+def test_compiled_dropout_is_the_compilers():
+    """One graph, and the mask of backward is that of forward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(compressed(nn.Dropout(0.5), "activation", bits=4), fullgraph=True, backend="aot_eager")
+    x = torch.randn(200, requires_grad=True)
+    y = compiled(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad * x.detach(), y.detach(), rtol=1e-6, atol=0)
+    assert 0 < (y == 0).sum() < 200

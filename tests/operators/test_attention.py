@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators import attention
-from lightning_actprune.operators.base import CompressedLayer
 from tests.support import oracle
 from tests.support.attention import BLOCK, HEADS, SPARSITY, Case, E, Inputs, L, N, S
 from tests.support.compressed import compressed
@@ -226,16 +225,6 @@ def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool)
         found = pruned(x, **call)
         torch.manual_seed(1)
         assert torch.equal(found, dense(x, **call))
-
-
-def test_encoder_and_decoder():
-    dense = nn.Transformer(E, HEADS, 1, 2, 96, dropout=0.2, batch_first=True)
-    pruned = pruned_copy(dense)
-    names = [name for name, m in pruned.named_modules() if isinstance(m, CompressedLayer)]
-    assert {"decoder.layers.1.self_attn", "decoder.layers.1.multihead_attn.out_proj"} <= set(names)
-    source, target = torch.randn(N, L, E), torch.randn(N, 4, E)
-    torch.testing.assert_close(run(pruned, (source, target)), run(dense, (source, target)))
-    assert_only_projections_differ(pruned, dense)
 
 
 def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):

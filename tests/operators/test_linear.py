@@ -190,20 +190,6 @@ def test_autocast_packs_the_cast_input(device):
     assert oracle.relative_error(layer.weight.grad, exact) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_several_gradients_at_once_equal_them_one_by_one(device):
-    """Vectorised jacobians: ``vmap`` hands the backward tensors without memory of their own."""
-    layer = compressed(nn.Linear(32, 24, device=device), sparsity=0.5, block_size=16)
-    plain = torch.randn(3, 40, 32, device=device)
-    for x in (plain.requires_grad_(), plain.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()):
-        y, inputs = layer(x), (x, *layer.parameters())
-        grads = torch.randn(2, *y.shape, device=device)
-        together = torch.autograd.grad(y, inputs, grads, is_grads_batched=True, retain_graph=True)
-        for i in range(2):
-            alone = torch.autograd.grad(y, inputs, grads[i], retain_graph=True)
-            for a, b in zip(together, alone, strict=True):
-                assert oracle.relative_error(a[i], b) < 1e-6
-
-
 def test_layers_with_one_weight_add_up():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
     model[1].weight = model[0].weight

@@ -26,7 +26,6 @@ from tests.support.compression import (
     Runs,
     activation,
     attention,
-    bound,
     gradients,
     made,
     packed,
@@ -34,6 +33,7 @@ from tests.support.compression import (
     typical,
 )
 from tests.support.marks import in_turn
+from tests.support.oracle import half_a_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
 
@@ -64,7 +64,7 @@ def in_blocks(values: Tensor, x: Tensor) -> Tensor:
 def test_backward_reads_values_within_half_a_step(lay_out: str, dtype: torch.dtype, bits: int, device: torch.device):
     x = LAYOUTS[lay_out](activation(dtype=dtype, device=device))
     blocks = in_blocks(x, x)
-    most = bound(blocks, bits)
+    most = half_a_step(blocks, bits)
     rounding = torch.finfo(dtype).eps * (blocks.abs() + most)
     error = in_blocks(read_back(x, bits), x) - blocks
     assert (error.abs() <= most + rounding).all()

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.activations import ORACLES
+from tests.support.oracle import half_a_step
 
 
 def oracle(name: str, a: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,12 +21,10 @@ def oracle(name: str, a: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def largest_error(factor: Tensor, block_size: int, bits: int) -> Tensor:
     """Return by what each value that is read of ``factor [..., L]`` (fp64) may be off: half a step of its block.
 
-    A step is rounded up to three bits of mantissa; fp32 maths adds a few units in the last place.
+    The maths of fp32 adds a few units in the last place.
     """
     length = factor.shape[-1]
     blocks = F.pad(factor, (0, -length % block_size)).unflatten(-1, (-1, block_size))
-    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    steps = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / (2**bits - 1)
-    largest = torch.maximum(low.abs(), high.abs())
-    bound = (0.5 * 1.125 * (1 + 1e-5) * steps + 2**-20 * largest + 1e-12).expand_as(blocks)
-    return bound.flatten(-2)[..., :length]
+    rounding = 2**-20 * blocks.abs().amax(-1, keepdim=True) + 1e-12
+    bound = half_a_step(blocks, bits) * (1 + 8e-6) + rounding
+    return bound.expand_as(blocks).flatten(-2)[..., :length]

@@ -52,6 +52,13 @@ def integers(*shape: int, dtype: torch.dtype = torch.float32, device: torch.devi
     return torch.randint(-4, 5, shape).to(dtype).to(device)
 
 
+def half_a_step(blocks: Tensor, bits: int) -> Tensor:
+    """Return how far values of ``blocks [..., b]`` may be off: half a scale, which is rounded up by less than 1/8."""
+    low, high = (limit(blocks.double(), -1, keepdim=True) for limit in (torch.amin, torch.amax))
+    need = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / (2**bits - 1) * (1 + 2**-19)
+    return need * 9 / 8 / 2
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return ``|actual - expected| / |expected|`` in fp64, and NaN if anything is not finite."""
     actual, expected = actual.double().cpu(), expected.double().cpu()
