@@ -30,6 +30,11 @@ LINEAR = {
     "linear whole rows": (partial(nn.Linear, 33, 7), (3, 5, 33), 1000, "token"),
     "linear 1d": (partial(nn.Linear, 20, 5), (20,), 8, "sample"),
 }
+# A contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D], as in ResMLP's token mixing.
+LINEAR |= {
+    f"turned {block} {scope}": (partial(nn.Linear, 20, 9), (3, 33, 20), block, scope)
+    for block, scope in itertools.product((11, 8, 1), ("sample", "token"))
+}
 CONVOLUTIONS = {
     "3x3": (partial(nn.Conv2d, 16, 8, 3, padding=1), (3, 16, 9, 6), 8, "sample"),
     "strided": (partial(nn.Conv2d, 8, 6, 3, stride=2, padding=(1, 0)), (2, 8, 9, 8), 8, "sample"),
@@ -63,13 +68,15 @@ def weight_gradient(dense: nn.Module, x: Tensor, grad_y: Tensor) -> Tensor:
     return torch.autograd.grad(layer(x.detach()), layer.weight, grad_y.to(x.dtype))[0]
 
 
-def samples_of(name: str, x: Tensor, last: bool) -> Tensor:
-    """Return the values in the order of memory, ``[S, T, L]``, of which samples compete."""
-    scope = CASES[name][3]
-    if name in LINEAR:
-        return oracle.as_samples(x.detach(), scope)
+def samples_of(name: str, x: Tensor, last: bool) -> tuple[Tensor, bool]:
+    """Return the values ``[S, T, L]`` whose blocks compete in each sample, and whether the second dimension is last."""
+    _, _, block_size, scope = CASES[name]
+    if name in LINEAR:  # rows are those that blocks fill up better
+        count = lambda x: math.prod(x.shape[:-1]) * math.ceil(x.shape[-1] / block_size)  # noqa: E731
+        last = last and count(x.mT) < count(x)
+        return oracle.as_samples((x.mT if last else x).detach(), scope), last
     x = x.detach().movedim(1, -1) if last else x.detach()
-    return x.reshape(-1 if scope == "token" else len(x), 1, x.shape[-1] if scope == "token" else x[0].numel())
+    return x.reshape(-1 if scope == "token" else len(x), 1, x.shape[-1] if scope == "token" else x[0].numel()), last
 
 
 def in_shape_of(x: Tensor, samples: Tensor, last: bool) -> Tensor:
@@ -83,7 +90,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     ("name", "last", "dtype"),
     [
-        *in_turn(LINEAR, (False,), DTYPES),
+        *((name, "turned" in name, dtype) for name, dtype in in_turn(LINEAR, DTYPES)),
         *in_turn(CONVOLUTIONS, (False, True), DTYPES[:1]),
         ("tokens", False, DTYPES[0]),
         *(("linear", False, dtype) for dtype in DTYPES[1:]),
@@ -108,9 +115,9 @@ def test_only_the_weight_gradient_is_approximate_and_within_twice_torchs_own_err
     bias = grads_of(copy.deepcopy(dense).double(), x.detach().double().requires_grad_(), grad.double())[2]
     assert oracle.relative_error(db, bias) <= 2 * oracle.relative_error(exact[2], bias) + 4 * eps
     # Torch's own gradient for the pruned input has the same products, and may have another order of summation.
-    samples = samples_of(name, x, last)
+    samples, turned = samples_of(name, x, last)
     block = min(block_size, samples.shape[2])
-    hat = oracle.laid_out(in_shape_of(x, oracle.pruned(samples, block, SPARSITY), last), last)
+    hat = oracle.laid_out(in_shape_of(x, oracle.pruned(samples, block, SPARSITY), turned), last)
     expected = weight_gradient(dense, hat.double(), grad)
     torchs = oracle.relative_error(weight_gradient(dense, hat, grad), expected)
     assert oracle.relative_error(dw, expected) <= 2 * torchs + 4 * eps
@@ -130,7 +137,7 @@ def test_the_weight_gradient_of_a_convolution_is_that_of_the_stored_input(device
     dense, x = make(device=device), oracle.laid_out(torch.randn(shape, device=device), last).requires_grad_()
     how = {"sparsity": sparsity, "bits": bits, "selection": selection, "block_size": block_size}
     grad = torch.randn_like(dense(x))
-    hat = in_shape_of(x, as_kept(samples_of("3x3", x, last), block_size, sparsity, bits, selection), last)
+    hat = in_shape_of(x, as_kept(samples_of("3x3", x, last)[0], block_size, sparsity, bits, selection), last)
     found = grads_of(compressed(dense, "convolution", **how), x, grad)[1]
     assert oracle.relative_error(found, weight_gradient(dense, hat.double(), grad)) < 1e-5
 
@@ -144,7 +151,7 @@ def test_what_reads_one_tensor_packs_it_once(device):
         outputs = [layer(x) for layer in model]
     weights = {p.data_ptr() for p in model.parameters()}
     assert len({t.data_ptr() for t in saved if t.data_ptr() not in weights}) == 6  # two packs: one for the convolutions
-    hat = in_shape_of(x, oracle.pruned(samples_of("3x3", x, True), 8, SPARSITY), True).double()
+    hat = in_shape_of(x, oracle.pruned(samples_of("3x3", x, True)[0], 8, SPARSITY), True).double()
     for y, layer, dense in zip(outputs[:2], model, layers, strict=False):
         (grad,) = torch.autograd.grad(y.sum(), layer.weight)
         assert oracle.relative_error(grad, weight_gradient(dense, hat, torch.ones_like(y))) < 1e-5
@@ -158,24 +165,6 @@ def test_what_torch_keeps_otherwise_is_skipped():
     assert [layer.fqn for layer in report.converted] == ["3"]
     assert [layer.fqn for layer in report.skipped] == ["0", "1", "2"]
     assert [type(m) for m in model][:3] == [nn.Conv2d, nn.Conv1d, nn.ConvTranspose2d]
-
-
-@pytest.mark.parametrize("scope", ["sample", "token"])
-@pytest.mark.parametrize(
-    ("block_size", "along"),
-    [(11, "tokens"), (8, "features"), (1, "features")],  # 20 rows of 33 against 33 of 22; 20 of 40, 33 of 24; a tie
-)
-def test_transposed_view_is_pruned_along_what_blocks_fill_up_better(device, block_size, along, scope):
-    """A contiguous [B, D, T] tensor enters a linear layer over D as [B, T, D], as in ResMLP's token mixing."""
-    x = oracle.integers(3, 20, 33, device=device).transpose(1, 2).requires_grad_()
-    layer = compressed(nn.Linear(20, 9, device=device), sparsity=0.5, block_size=block_size, scope=scope)
-    grad = torch.randn(3, 33, 9, device=device)
-    dx, dw, _ = grads_of(layer, x, grad)
-    rows = x.detach() if along == "features" else x.detach().transpose(1, 2)
-    hat = oracle.pruned(oracle.as_samples(rows, scope), block_size, 0.5).reshape(rows.shape)
-    hat = hat if along == "features" else hat.transpose(1, 2)
-    assert oracle.relative_error(dw, torch.einsum("bto,btd->od", grad.double(), hat.double())) < 1e-6
-    assert oracle.relative_error(dx, grad.double() @ layer.weight.detach().double()) < 1e-6
 
 
 def test_autocast_packs_the_cast_input(device):
