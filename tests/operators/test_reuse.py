@@ -17,6 +17,7 @@ from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
+from tests.support.saving import nodes_of
 
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 SAMPLES, TOKENS, LENGTH, OUTPUTS = 3, 10, 72, 24
@@ -167,22 +168,14 @@ def test_frozen_parameters():
     assert kept_bytes(layer, x) == 0
 
 
-def held(out: Tensor) -> list[int]:
-    """Return the addresses of the compressed tensors that the graph of ``out`` holds, each for every node."""
-    nodes, found = [out.grad_fn], []
-    for node in nodes:
-        found += [t.data_ptr() for t in getattr(node, "saved_tensors", ()) if t is not None and t.dtype == torch.uint8]
-        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
-    return found
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_projections_of_attention(batch_first):
     norm, dense = norm_of(bits=4), nn.MultiheadAttention(LENGTH, 4, batch_first=batch_first)
     attention, x = compressed(dense, bits=2), activation()
     y = norm(x)
     out, _ = attention(y, y, y, need_weights=False)
-    found = held(out)
+    saved = [t for node in nodes_of(out) for t in getattr(node, "saved_tensors", ()) if t is not None]
+    found = [t.data_ptr() for t in saved if t.dtype == torch.uint8]
     assert found.count(kept_values(y).data_ptr()) == 2  # of the norm and of the in-projection
     assert len(set(found)) == 2  # and what the output projection keeps
     g = torch.randn_like(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,3 +36,11 @@ def bytes_saved(
     own = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters(), *model.buffers())}
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, *also())}
     return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
+
+
+def nodes_of(y: Tensor) -> list[Any]:
+    """Return the nodes of the graph of ``y``, that of ``y`` first."""
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
+    return nodes
