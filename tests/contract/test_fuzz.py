@@ -33,7 +33,9 @@ from lightning_actprune.codec.dispatch import force_backend, forced_backend
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
+from tests.support import measured
 from tests.support.cases import cut_features, cut_memory
+from tests.support.measured import grad_of
 
 PLACES = [
     pytest.param("reference", 100, marks=pytest.mark.integration, id="few"),
@@ -177,10 +179,9 @@ def to_weight(layer: nn.Module, terms: Tensor) -> Tensor:
 
 def gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> Named:
     """Return the gradients by name, ``"input"`` among them."""
-    wanted = {"input": x.detach().clone().requires_grad_()} | dict(layer.requires_grad_().named_parameters())
     with torch.enable_grad():
-        found = torch.autograd.grad(layer(wanted["input"] * 1.0), list(wanted.values()), grad)
-    return dict(zip(wanted, found, strict=True))
+        leaf = x.detach().requires_grad_()
+        return measured.gradients(layer.requires_grad_(), leaf, lambda x: layer(x * 1.0), grad)
 
 
 # Layers.
@@ -415,10 +416,6 @@ class Outcome:
                 assert (first is None) == (second is None)
                 if first is not None and not first.is_cuda:
                     torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-
-
-def grad_of(y: Tensor) -> Tensor:
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64).to(y)
 
 
 def check(drawn: Drawn, given: Circumstances, device: str) -> None:
