@@ -129,7 +129,7 @@ FAULTS = [
     Fault("gated_swapped", "the derivatives of gate and factor are swapped", "operators/gated.py",
           "for factor, needed in ((q, stored.for_a), (p, stored.for_u)) if needed",
           "for factor, needed in ((p, stored.for_u), (q, stored.for_a)) if needed",
-          "operators/test_gated.py kernels/test_gated.py contract operators"),
+          "operators/test_activation.py kernels/test_gated.py contract operators"),
     Fault("cache_of_linear", "a cache hit for another key: that of a linear layer", "operators/convolution.py",
           'key = None if key is None else (*key, "convolution")',
           "key = None if key is None else key",
