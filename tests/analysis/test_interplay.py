@@ -22,7 +22,7 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support import oracle
 from tests.support.allocated import growth
-from tests.support.oracle import laid_out
+from tests.support.convolutions import laid_out
 from tests.support.packing import packed
 from tests.support.recorded import recorded_step
 

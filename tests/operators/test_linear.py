@@ -16,6 +16,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support import oracle
 from tests.support.compressed import as_kept, compressed
+from tests.support.convolutions import laid_out
 from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 from tests.support.saving import saved_tensors
@@ -55,7 +56,7 @@ CASES = LINEAR | CONVOLUTIONS
 
 def leaf(*shape: int, last: bool = False, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
     """Return small integers: sums of squares are exact in every type, so that the kept blocks are the oracle's."""
-    return oracle.laid_out(oracle.integers(*shape, dtype=dtype, device=device), last).requires_grad_()
+    return laid_out(oracle.integers(*shape, dtype=dtype, device=device), last).requires_grad_()
 
 
 def grads_of(layer: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +118,7 @@ def test_only_the_weight_gradient_is_approximate_and_within_twice_torchs_own_err
     # Torch's own gradient for the pruned input has the same products, and may have another order of summation.
     samples, turned = samples_of(name, x, last)
     block = min(block_size, samples.shape[2])
-    hat = oracle.laid_out(in_shape_of(x, oracle.pruned(samples, block, SPARSITY), turned), last)
+    hat = laid_out(in_shape_of(x, oracle.pruned(samples, block, SPARSITY), turned), last)
     expected = weight_gradient(dense, hat.double(), grad)
     torchs = oracle.relative_error(weight_gradient(dense, hat, grad), expected)
     assert oracle.relative_error(dw, expected) <= 2 * torchs + 4 * eps
@@ -134,7 +135,7 @@ def test_only_the_weight_gradient_is_approximate_and_within_twice_torchs_own_err
 )
 def test_the_weight_gradient_of_a_convolution_is_that_of_the_stored_input(device, sparsity, bits, selection, last):
     make, shape, block_size, _ = CASES["3x3"]
-    dense, x = make(device=device), oracle.laid_out(torch.randn(shape, device=device), last).requires_grad_()
+    dense, x = make(device=device), laid_out(torch.randn(shape, device=device), last).requires_grad_()
     how = {"sparsity": sparsity, "bits": bits, "selection": selection, "block_size": block_size}
     grad = torch.randn_like(dense(x))
     hat = in_shape_of(x, as_kept(samples_of("3x3", x, last)[0], block_size, sparsity, bits, selection), last)

@@ -42,11 +42,6 @@ def as_samples(x: Tensor, scope: str = "sample") -> Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def laid_out(x: Tensor, last: bool) -> Tensor:
-    """Return ``x`` with its channels last in memory, or with the innermost dimension last."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x.contiguous()
-
-
 def integers(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
     """Return small integers: sums of squares are exact in every dtype, and ties are frequent."""
     return torch.randint(-4, 5, shape).to(dtype).to(device)
