@@ -96,20 +96,25 @@ CASES = [
     *((name, "rows") for name in ("layer", "layer-plain", "layer-unshifted", "rms", "affine")),
     *((name, "turned") for name in ("affine", "affine-unshifted", "layer-plain")),
     ("layer", "flat"),
+    ("affine", "flat"),
 ]
 
 
 @pytest.mark.parametrize(("case", "autocast"), [*in_turn(CASES, (False, True)), (CASES[0], True)], ids=str)
-def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, case, autocast):
+def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps_and_all_else_as_ever(device, case, autocast):
     made, read = case
     norm, x = norm_of(made, device=device), activation(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         y = norm(x)
-        layer = linear(READS[read](y).shape[-1], device=device)
-        z = layer(READS[read](y))
-        assert reuses(z, y)
+        seen = READS[read](y)
+        layer = linear(seen.shape[-1], device=device)
+        z, alone = layer(seen), layer(seen.clone())
+    assert reuses(z, y)
+    assert not reuses(alone, y)
+    wanted, g = (x, layer.bias, *norm.parameters()), torch.randn_like(z)
+    results = [[out, *torch.autograd.grad(out, wanted, g, retain_graph=True)] for out in (z, alone)]
+    assert all(map(torch.equal, *results))
     known, weight, bias = as_known(y, norm)
-    g = torch.randn_like(z)
     z.backward(g, retain_graph=True)
     grad_y = g.double().flatten(0, -2).t()
 
@@ -125,22 +130,6 @@ def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, case
     assert ((found - expected).abs() <= bound).all()
     most = unit * float(grad_y.abs().sum(1).max())
     torch.testing.assert_close(layer.bias.grad.double(), grad_y.sum(1), rtol=0, atol=most)
-
-
-@pytest.mark.parametrize(("read", "autocast"), [*in_turn(READS, (False, True)), ("rows", True)])
-def test_nothing_but_the_weight_gradient_depends_on_who_keeps_the_input(device, read, autocast):
-    norm, x = norm_of("affine", device=device), activation(device)
-    layer = linear(TOKENS if read == "turned" else LENGTH, device=device)
-    results = []
-    for own in (False, True):
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            y = norm(x)
-            seen = READS[read](y)
-            z = layer(seen.clone() if own else seen)
-        assert reuses(z, y) is not own
-        wanted = x, layer.bias, *norm.parameters()
-        results.append([z, *torch.autograd.grad(z, wanted, torch.ones_like(z))])
-    assert all(map(torch.equal, *results))
 
 
 def test_several_layers_read_what_one_keeps():
