@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.config import Keep
 from tests.support.cases import Case
 from tests.support.measured import grad_of, gradients, kept_bytes, run, same
-from tests.support.saving import saved_tensors
+from tests.support.saving import saved_tensors, storage_bytes
 
 
 def test_as_many_bytes_as_announced(case: Case, device: torch.device):
@@ -165,10 +165,8 @@ def test_the_allocator_grows_by_what_is_kept(case: Case):
     model.zero_grad(set_to_none=True)
     with saved_tensors() as saved:
         y = run(model, given)
-    own = {t.untyped_storage().data_ptr() for t in (given, *model.parameters(), *model.buffers())}
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, y)}
-    expected = sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)
-    del saved, kept, y
+    expected = storage_bytes((*saved, y), but=(given, *model.parameters(), *model.buffers()))
+    del saved, y
     requested = []
     for call in (lambda: None, lambda: run(model, given)):
         y = call()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.config import Keep
 from tests.support.cases import Case, Holder
-from tests.support.saving import saved_tensors
+from tests.support.saving import saved_tensors, storage_bytes
 
 ROUNDING = 2e-5
 """Relative error of sums in fp32, and of statistics of some dozens of values."""
@@ -22,9 +22,7 @@ def kept_bytes(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | N
     given = x * 1.0
     with saved_tensors() as saved:
         (model if call is None else call)(given)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(size for pointer, size in storages.items() if pointer not in own)
+    return storage_bytes(saved, but=(*model.parameters(), *model.buffers()))
 
 
 def run(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

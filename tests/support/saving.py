@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,8 +33,13 @@ def bytes_saved(
     """Return the bytes of the distinct storages that a forward saves, and ``also``, beside parameters and inputs."""
     with saved_tensors() as saved, context or nullcontext():
         model(*inputs)
-    own = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters(), *model.buffers())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, *also())}
+    return storage_bytes((*saved, *also()), but=(*inputs, *model.parameters(), *model.buffers()))
+
+
+def storage_bytes(tensors: Iterable[Tensor], but: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of ``tensors``, without those of others."""
+    own = {t.untyped_storage().data_ptr() for t in but}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
 
 
