@@ -54,7 +54,7 @@ def half_a_step(blocks: Tensor, bits: int) -> Tensor:
     return need * 9 / 8 / 2
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ``|actual - expected| / |expected|`` in fp64, and NaN if anything is not finite."""
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-300) -> float:
+    """Return ``|actual - expected| / |expected|`` in fp64, at least over ``least``; NaN if anything is not finite."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp(min=least))
