@@ -20,13 +20,11 @@ from lightning_actprune.operators.activation import (
     multiply,
 )
 from lightning_actprune.operators.gated import gated_halves
-from tests.support import gates
-from tests.support.activations import BITS, EXACT, ORACLES, SMOOTH, inputs, oracle, stored_of
+from tests.support.activations import BITS, EXACT, ORACLES, SMOOTH, gated_oracle, inputs, oracle, stored_of
 from tests.support.cases import CASES
 from tests.support.compressed import compressed
-from tests.support.gates import largest_error
 from tests.support.marks import in_turn
-from tests.support.oracle import relative_error
+from tests.support.oracle import largest_error, relative_error
 from tests.support.saving import saved_tensors
 
 LENGTH = 100
@@ -193,7 +191,7 @@ def pair(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device |
 
 def check(a: Tensor, u: Tensor, name: str, bits: int, block_size: int = 32) -> None:
     z = gated(a, u, name, *stored_of(name).parameters, bits=bits, block_size=block_size)
-    right, *factors = gates.oracle(name, a, u)
+    right, *factors = gated_oracle(name, a, u)
     eps = torch.finfo(z.dtype).eps
     # A unit in the last place, and in fp32 the few of the function; 1 + erf and log cancel.
     maths = 2**-20 * (a.abs() + 1).detach().double().cpu() * u.abs().detach().double().cpu()
@@ -304,7 +302,7 @@ def test_what_is_not_finite_makes_its_block_nan(device):
         with torch.no_grad():
             leaves[place][1, 33] = value
         z = gated(*leaves, name)
-        right, *factors = gates.oracle(name, *leaves)
+        right, *factors = gated_oracle(name, *leaves)
         assert torch.equal(z.cpu().isfinite(), right.isfinite())
         for found, factor in zip(gradients(z, *leaves, grad=torch.zeros_like(z)), factors, strict=True):
             expected = torch.zeros(2, 70, dtype=torch.bool)

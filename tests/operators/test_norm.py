@@ -23,7 +23,6 @@ from lightning_actprune.operators.registry import compressed_class, operator_of
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
-from tests.support.gates import largest_error
 from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
 from tests.support.workload import launches
@@ -137,7 +136,8 @@ def test_output_is_exact_and_gradients_are_those_of_what_is_stored(device, kind,
         for found, expected in zip(statistics[:2], (mean, rstd), strict=True):
             torch.testing.assert_close(found.double().cpu(), expected.flatten(), rtol=4 * FP32, atol=8 * FP32)
     near, blocks = read(values, kind, bits), in_memory(hat, kind)
-    assert (in_memory(near - hat, kind).abs() <= largest_error(blocks, min(block_size, blocks.shape[1]), bits)).all()
+    most = oracle.largest_error(blocks, min(block_size, blocks.shape[1]), bits)
+    assert (in_memory(near - hat, kind).abs() <= most).all()
     grad_y = torch.randn_like(y)
     found = torch.autograd.grad(y, (x, weight, bias), grad_y)
     expected = gradients(grad_y, near, rstd, w, sets)
