@@ -60,6 +60,9 @@ def test_the_output_is_exact_and_an_error_at_most_half_a_step_and_uniform(device
     y, (right, derivative) = call(), oracle(name, x)
     torch.testing.assert_close(y.detach().double().cpu(), right, rtol=1e-5, atol=1e-5)
     error = gradients(y, x)[0].double().cpu() - derivative
+    with torch.autocast(device.type, torch.bfloat16):
+        low = x.detach().bfloat16().requires_grad_()
+        assert activation(low, name, *stored.parameters).dtype == ORACLES[name](low).dtype
     if stored.exact():
         assert error.abs().max() <= 1e-7
         return
