@@ -36,9 +36,6 @@ from tests.support.compression import (
 from tests.support.marks import in_turn
 from tests.support.oracle import half_a_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
-
-
 BLOCK = 32
 BITS = [8, 4, 3, 2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

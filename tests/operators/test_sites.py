@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compression import Runs, activation, gradients
 
-pytestmark = pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl:FutureWarning")
-
 
 def through(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a function of a linear layer's output, moved away from zero."""
