@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.compilers import planned, uncached
 from tests.support.marks import only
 
 HALF = sparsity_parts(0.5)
+SQUARES = [(4, 3, size, size) for size in (16, 24, 32)]
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
@@ -88,6 +90,8 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
     assert any(not torch.equal(found.grads[name], grad) for name, grad in dense.grads.items())
     check_bytes(found, x)
     assert nbytes(found.kept) < 0.5 * nbytes(dense.kept)
+    copies = [[t for t in of.kept if t.numel() == x.numel() and t.dtype == torch.bfloat16] for of in (dense, found)]
+    assert [len(of_batch) for of_batch in copies] == [autocast, 0]
 
 
 class Gelus(nn.Module):
@@ -201,15 +205,6 @@ def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_t
     assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
 
 
-@pytest.mark.integration
-def test_no_copy_of_the_batch_is_kept_that_autocast_made():
-    model, x = convolutions()
-    dense, found = pair(model, x, autocast=True)
-    copies = [[t for t in step.kept if t.numel() == x.numel() and t.dtype == torch.bfloat16] for step in (dense, found)]
-    assert [len(of) for of in copies] == [1, 0]
-    assert worst_cosine(found, dense) > 0.98
-
-
 @pytest.mark.nightly
 def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
     """Its share is of what is saved without it, so of packed values; gradients are those from packed values."""
@@ -271,19 +266,6 @@ def test_a_weight_gradient_is_that_of_the_packed_bytes_and_dropped_blocks_those_
     grad = F.linear(F.softsign(x), layer.weight, layer.bias).detach() * 2 / (64 * 96)
     expected = grad.flatten(0, -2).t() @ read.flatten(0, -2)
     torch.testing.assert_close(found.grads["1.weight"], expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.integration
-def test_tokens_may_be_a_symbol_too():
-    model, x = mlp()
-    x = x.view(4, 16, 32)
-    torch._dynamo.reset()
-    with CompiledPacking() as packing:
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
-        found = run(compiled, model, x, packing.rows, False)
-    fresh = step(model, x)
-    assert [row.how for row in found.rows] == [row.how for row in fresh.rows]
-    assert nbytes(found.kept) == recounted(fresh.rows) + nbytes([t for t in fresh.kept if t.dtype != torch.uint8])
 
 
 class Turned(nn.Module):
@@ -498,21 +480,29 @@ def test_a_cast_to_whole_numbers_passes_no_values_on():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("backend", "last"), only([("aot_eager", False), (planned, True)], (planned, True)))
-def test_height_and_width_may_be_symbols(backend, last):
-    model, x = convolutions(32)
-    form = torch.channels_last if last else torch.contiguous_format
+@pytest.mark.parametrize(
+    ("make", "backend", "shapes", "packs"),
+    [
+        (mlp, "aot_eager", [(4, count, 32) for count in (16, 24, 32)], True),
+        (partial(convolutions, 32), planned, SQUARES, True),
+        # Where channels do not lie side by side no dimension makes rows of blocks.
+        pytest.param(partial(convolutions, 32), "aot_eager", SQUARES, False, marks=pytest.mark.nightly),
+    ],
+)
+def test_tokens_height_and_width_may_be_symbols(make, backend, shapes, packs):
+    model, _ = make()
+    form = torch.channels_last if packs and shapes is SQUARES else torch.contiguous_format
     model.to(memory_format=form)
     torch._dynamo.reset()
     with CompiledPacking(), uncached():
         compiled = torch.compile(model, backend=backend, fullgraph=True)
-        for size in (16, 24, 32):
-            x = torch.randn(4, 3, size, size).contiguous(memory_format=form)
+        for shape in shapes:
+            x = torch.randn(shape).contiguous(memory_format=form)
             found = run(compiled, model, x, [], False)
     dense = step(model, x, packs=False, backend=backend)
     assert worst_cosine(found, dense) > 0.98
     kept, of_dense = (nbytes([t for t in of.kept if t.dtype != torch.int64]) for of in (found, dense))
-    assert last == (kept < 0.5 * of_dense)  # otherwise no dimension makes rows of blocks
+    assert packs == (kept < 0.5 * of_dense)
 
 
 def test_a_graph_without_marks_is_left_alone():
