@@ -19,6 +19,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from tests.support.checkpointing import WAYS
+from tests.support.convolutions import laid_out
 from tests.support.marks import cover, in_turn
 from tests.support.packing import packed
 from tests.support.retention import converted
@@ -271,6 +272,17 @@ def test_attention_is_judged_by_the_input_of_its_projections():
     names = [layer.fqn for layer in report.converted]
     assert probe.shares[names[0]] == pytest.approx(0.5)
     assert names[0] in probe.apply(report)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_convolutions_are_judged_by_blocks_in_the_order_of_memory(last: bool):
+    model, x = nn.Sequential(nn.Conv2d(32, 8, 3)), torch.ones(2, 32, 8, 8)
+    convert(model, rules={"type:convolution": Keep(bits=4, sparsity=0.5)})
+    x[:, :, :4] = 0  # half of the rows, whichever way blocks run
+    for images, share in ((x, 0.0), (torch.ones_like(x), 0.5)):
+        with EnergyProbe(model, 0.2) as probe:
+            model(laid_out(images, last)).sum()
+        assert probe.shares == {"0": share}
 
 
 def test_each_layer_has_a_limit_of_its_own():

@@ -343,19 +343,12 @@ class Stack(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.fixture
-def compiled_model() -> nn.Sequential:
-    """A converted model whose third layer is behind a ReLU."""
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
+def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(wrapped: bool):
     torch._dynamo.reset()
     counters.clear()
     model = Stack(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    model.report = convert(model, sparsity=0.5)
-    return model
-
-
-@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
-def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(compiled_model, wrapped: bool):
-    model, x, counter = compiled_model, torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
+    report, x, counter = convert(model, sparsity=0.5), torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
     if wrapped:
         call = torch.compile(model, backend=counter, fullgraph=True)
     else:
@@ -368,7 +361,7 @@ def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_chan
         call(x * 2).sum().backward()
     call(x * 2).sum().backward()
     assert counter.frame_count == 1  # nothing of the probe is left
-    assert {layer.fqn: layer.reason for layer in probe.apply(model.report)} == {"2": BY + "'1' (relu)"}
+    assert {layer.fqn: layer.reason for layer in probe.apply(report)} == {"2": BY + "'1' (relu)"}
     assert pruned_layers(model) == ["0", "4"]
     for _ in range(2):
         call(x * 2).sum().backward()

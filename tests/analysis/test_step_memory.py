@@ -288,19 +288,9 @@ def test_pictures_show_the_bytes_they_are_given(tmp_path):
 WIDE = 256
 
 
-class Mlp(nn.Module):
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.GELU(), nn.Linear(4 * WIDE, WIDE))
-            for _ in range(6)
-        )
-        self.head = nn.Linear(WIDE, outputs)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def mlp(outputs: int) -> nn.Module:
+    layers = nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.GELU(), nn.Linear(4 * WIDE, WIDE)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers), nn.Linear(WIDE, outputs))
 
 
 def autocast_loss(model, x):
@@ -332,7 +322,7 @@ def slack(step):
 )
 def test_peak_and_parts(sparsity: float | None, outputs: int, shape: tuple[int, int], phase: str | None):
     torch.manual_seed(0)
-    model, x = Mlp(outputs).cuda(), torch.randn(*shape, WIDE, device="cuda")
+    model, x = mlp(outputs).cuda(), torch.randn(*shape, WIDE, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     if sparsity is not None:
         report = convert(model, sparsity=sparsity)

@@ -296,19 +296,28 @@ def behind_affine() -> nn.Module:
     return nn.Sequential(nn.Softsign(), *layers)
 
 
+def behind_norm() -> nn.Module:
+    """Return a norm that needs no input in backward, which is not kept for the layer behind it either."""
+    return nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("make", "shape", "rows"),
+    ("make", "shape", "rows", "batches"),
     [
-        (behind_affine, (16, 32, 64), [("packed", 4, 16 * 32 * 64 // 32 * 18), ("again", 0, 0)]),
-        (Turned, (4, 3, 16, 16), [("packed", 4, 4 * 64 * 16 // 32 * 18), ("again", 0, 0)]),
-        (Cut, (8, 16, 64), [("packed", 8, 8 * 16 * 196 // 32 * 34)]),  # copied, since it makes no rows where it lies
+        (behind_affine, (16, 32, 64), [("packed", 4, 16 * 32 * 64 // 32 * 18), ("again", 0, 0)], 0),
+        (Turned, (4, 3, 16, 16), [("packed", 4, 4 * 64 * 16 // 32 * 18), ("again", 0, 0)], 1),
+        (Cut, (8, 16, 64), [("packed", 8, 8 * 16 * 196 // 32 * 34)], 1),  # copied, since it makes no rows where it lies
+        (behind_norm, (4, 16, 64), [("packed", 2, 4 * 16 * 64 // 32 * 10)], 0),
     ],
 )
-def test_how_little_is_kept(make, shape, rows):
-    dense, found = pair(make(), torch.randn(shape))
-    assert worst_cosine(found, dense) > 0.98
+def test_how_little_is_kept(make, shape, rows, batches: int):
+    x = torch.randn(shape)
+    dense, found = pair(make(), x)
+    assert worst_cosine(found, dense) > (0.98 if make is not behind_norm else 0.9)
     assert [(row.how, row.bits, row.stored_bytes) for row in found.rows if make is not Cut or row.bits == 8] == rows
+    held = [t.numel() for t in found.kept if t.is_floating_point() and t.numel() >= MODEL.min_values]
+    assert held == [x.numel()] * batches
 
 
 class Scheduled(nn.Module):
@@ -437,15 +446,6 @@ def test_what_a_norm_makes_of_an_input_without_gradient_is_made_again_exactly(au
     torch.testing.assert_close(found.grads["1.weight"], dense.grads["1.weight"], rtol=1e-4, atol=1e-6)
     assert all(t.dtype == torch.uint8 or t.numel() < 1024 or t is x or t.shape == x.shape for t in found.kept)
     assert sum(t.shape == x.shape and t.is_floating_point() for t in found.kept) == 1  # the batch
-
-
-@pytest.mark.integration
-def test_an_input_that_backward_does_not_read_is_not_kept_to_make_something_again():
-    """Who has made it may hold it no longer, as where a frozen part of the model is compiled by itself."""
-    model = nn.Sequential(nn.LayerNorm(64, elementwise_affine=False), Marked(nn.Linear(64, 64), mark("linear", 2)))
-    found = step(model, torch.randn(4, 16, 64))
-    assert [(row.how, row.bits) for row in found.rows if row.readers == ("aten.mm",)] == [("packed", 2)]
-    assert not [t for t in found.kept if t.is_floating_point() and t.numel() >= 1024]
 
 
 class Cast(torch.autograd.Function):
