@@ -14,12 +14,15 @@ from torch._inductor.utils import run_and_get_code
 from lightning_actprune.codec import packed, private
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.signs import signs
 from tests.compiled.support import Marked, mark
 from tests.support.compilers import uncached
+from tests.support.marks import only
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}
 OPERATORS = torch.ops.actprune.quantize.default, torch.ops.actprune.dequantize.default
 UNPACKS = r"= (?:actprune_Dequantize_|torch\.ops\.actprune\.dequantize)"
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 SHAPES = [(32, 24, 96), (64, 9, 64), (8, 7, 64), (96, 5, 192)]
 """Block size, rows and length. Blocks of 8 values are no whole words in two or three bits, long ones many in eight."""
 
@@ -111,7 +114,7 @@ def values(rows: int, length: int, device: str) -> Tensor:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@each_device
 @pytest.mark.parametrize("bits", [3, 8])
 def test_values_that_kernels_take_apart_are_those_that_are_unpacked(bits, device, monkeypatch):
     stored = [packed.quantize(values(rows, length, device), block, bits) for block, rows, length in SHAPES]
@@ -136,3 +139,45 @@ def test_rows_are_whole_blocks_and_blocks_few_whole_words():
     may = {(96, 32, 3), (96, 16, 2), (96, 8, 8), (128, 64, 4)}
     may_not = {(100, 32, 3), (96, 16, 3), (33, 3, 8), (128, 64, 8)}
     assert {case for case in may | may_not if fused.may_be_fused(*case)} == may
+
+
+# Signs, a bit each.
+
+COUNTS = [0, 1, 7, 8, 64, 1000, 1003]
+
+
+def oracle(x: Tensor) -> list[int]:
+    """Return the bytes, value by value."""
+    values, size = x.tolist(), -(-x.numel() // 8)
+    bits = [not value <= 0 for value in values] + [False] * (8 * size - len(values))
+    return [sum(bits[byte + place * size] << place for place in range(8)) for byte in range(size)]
+
+
+def numbers(count: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(device, dtype)
+    for at, value in enumerate([0.0, torch.nan, -0.0, torch.inf, -torch.inf]):
+        x[at : at + 1] = value
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_bit_says_whether_a_value_is_not_below_or_equal_to_zero(dtype):
+    for count in COUNTS:
+        x = numbers(count, dtype)
+        assert signs(x).tolist() == oracle(x)
+
+
+@pytest.mark.integration
+@each_device
+@pytest.mark.parametrize("dynamic", only([False, True], True))
+def test_inductor_writes_the_same_bytes(dynamic, device):
+    """Also of values that are computed on the way, each once."""
+    inputs = [numbers(count, torch.float32, device) for count in COUNTS[1:]]
+
+    def joined(*inputs: Tensor) -> list[Tensor]:
+        return [torch.ops.actprune.signs(x.sin()) for x in inputs]
+
+    found, code = result_and_code(joined, *inputs, dynamic=dynamic)
+    assert "= torch.ops.actprune" not in code
+    for one, x in zip(found, inputs, strict=True):
+        assert one.tolist() == signs(x.sin()).tolist()
