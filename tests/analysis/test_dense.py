@@ -169,7 +169,7 @@ def test_what_cannot_run_without_values_counts_uncompressed():
     assert 0 < reports[0].dense_bytes - reports[1].dense_bytes < 4 * 2 * 16 * 5 * 5  # it keeps some, dense its input
 
 
-def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
+def test_measuring_changes_neither_the_module_nor_randomness_nor_autocast():
     model, x = case("residual")
     model.insert(4, nn.Dropout(0.5))
     hooked: list[nn.Module] = []
@@ -179,8 +179,13 @@ def test_a_measured_forward_changes_neither_the_module_nor_its_randomness():
     found = []
     for module, context in ((model, nullcontext()), (twin, SavedTensorMeter(twin, x))):
         torch.manual_seed(3)
-        with context as meter:
-            found.append((module(x), torch.get_rng_state(), *module.buffers()))
+        with torch.autocast("cpu", torch.float16), context as meter:
+            y = module(x)
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert not torch.is_autocast_enabled("cpu")
+        grads = torch.autograd.grad(y.float().square().sum(), list(module.parameters()))
+        found.append((y, torch.get_rng_state(), *module.buffers(), *grads))
     assert meter.report().saved_bytes > 0
     assert all(map(torch.equal, *found))
     assert len(hooked) == 2  # once in each real forward
@@ -331,16 +336,3 @@ def test_random_models(seed: int):
     model = Random(draw)
     dense = tuple(f"layers.{number}" for number in range(4) if draw.random() < 0.3 and number < len(model.layers))
     check(model, torch.randn(3, 8, E), (bf16, nullcontext)[seed % 2], dense=dense)
-
-
-def test_measuring_does_not_change_autocast():
-    model, x = Base(), torch.randn(3, 8, E)
-    convert(model, sparsity=0.6)
-    with torch.autocast("cpu", torch.float16), SavedTensorMeter(model, x):
-        model(x)
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-    with bf16(), SavedTensorMeter(model, x) as meter:
-        model(x)
-    assert not torch.is_autocast_enabled("cpu")
-    assert meter.report().saved_bytes > 4 * 96 * E

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
@@ -59,6 +61,25 @@ def gradients(model: nn.Module, x: Tensor, *contexts: Any) -> list[Tensor]:
         loss = model(x).square().sum()
     loss.backward()
     return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("recorder", [SavedTensorMeter, RetentionProbe])
+def test_no_recorder_keeps_anything_alive(recorder: Any):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(4, 64)
+    convert(model, sparsity=0.5)
+    with recorder(model, x):
+        y = model[0](x).sigmoid()  # whose backward keeps the result itself
+        h = nn.functional.gelu(y)
+        out = model[1](h)
+        references, storage = [weakref.ref(of) for of in (x, y)], StorageWeakRef(h.untyped_storage())
+        gc.disable()
+        try:
+            del h
+            assert storage.expired()
+            del x, y, out
+            assert [reference() for reference in references] == [None, None]  # without a cycle
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
