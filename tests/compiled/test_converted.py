@@ -16,8 +16,7 @@ from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert, unmark_layers
-from tests.compiled.support import Result, run, step
-from tests.support.compilers import planned
+from tests.compiled.support import Result, planned, run, step
 from tests.support.marks import only
 
 Backend = str | Callable[..., Any]
@@ -240,7 +239,6 @@ def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
         pytest.param(("mixed",) * 3, planned, True, marks=pytest.mark.integration),
         pytest.param(("mixed",) * 3, "aot_eager", True, marks=pytest.mark.nightly),
     ],
-    ids=str,
 )
 def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kinds, backend: Backend, autocast: bool):
     model, x = made(*kinds)

@@ -15,8 +15,7 @@ from lightning_actprune.codec import packed, private
 from lightning_actprune.compiled import calls, fused
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.signs import signs
-from tests.compiled.support import Marked, mark
-from tests.support.compilers import uncached
+from tests.compiled.support import Marked, mark, uncached
 from tests.support.marks import only
 
 KINDS = {"Quantize": "", "Dequantize": ", torch.float32"}

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.compilers import planned, uncached
+from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, planned, step, uncached, worst_cosine
 from tests.support.marks import only
 
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
