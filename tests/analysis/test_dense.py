@@ -19,6 +19,7 @@ from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import PRESETS, Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
+from tests.support.convolutions import laid_out
 from tests.support.marks import cover
 from tests.support.saving import bytes_saved
 
@@ -83,6 +84,7 @@ def case(name: str) -> tuple[nn.Module, Tensor]:
         "transformer": (nn.Sequential(nn.Linear(64, 64), Transformer(), Transformer(), nn.Linear(64, 8)), rows),
         "checkpointed": (nn.Sequential(nn.Linear(64, 64), Transformer(again=True), nn.Linear(64, 8)), rows),
         "residual": (nn.Sequential(*pooled, Residual(), Residual(), nn.Flatten(), nn.Linear(400, 8)), images),
+        "channels last": (nn.Sequential(*pooled, Residual(), nn.Flatten(), nn.Linear(400, 8)), laid_out(images, True)),
         "recurrent": (Recurrent(), rows),
         "encoder": (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu"), rows)
     }  # fmt: skip
@@ -103,7 +105,7 @@ def measured(model: nn.Module, x: Tensor, autocast: bool) -> MemoryReport:
 @pytest.mark.parametrize(
     ("name", "preset", "autocast"),
     cover(
-        ["transformer", "checkpointed", "residual", "recurrent", "encoder"],
+        ["transformer", "checkpointed", "residual", "channels last", "recurrent", "encoder"],
         [name for name in PRESETS if name != "recompute"],  # which needs blocks
         [False, True],
     )

@@ -311,19 +311,11 @@ def slack(step):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("sparsity", "outputs", "shape", "phase"),
-    [
-        (None, 8192, (16, 196), "backward"),  # a wide head makes the gradient of its output the peak
-        (0.6, 8192, (16, 196), "backward"),
-        (0.6, 16, (16, 196), None),
-        (None, 16, (1, 8), "optimizer"),  # with little kept for backward, temporary tensors of the optimizer are it
-    ],
-)
-def test_peak_and_parts(sparsity: float | None, outputs: int, shape: tuple[int, int], phase: str | None):
+@pytest.mark.parametrize(("sparsity", "outputs"), [(None, 8192), (0.6, 16), (0.6, 8192)])
+def test_peak_and_parts(sparsity: float | None, outputs: int):
     torch.manual_seed(0)
-    model, x = mlp(outputs).cuda(), torch.randn(*shape, WIDE, device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    model, x = mlp(outputs).cuda(), torch.randn(16, 196, WIDE, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
     if sparsity is not None:
         report = convert(model, sparsity=sparsity)
         with RetentionProbe(model, x) as probe:
@@ -349,10 +341,21 @@ def test_peak_and_parts(sparsity: float | None, outputs: int, shape: tuple[int, 
     assert abs(last.used_bytes - first.used_bytes - (end - start)) <= slack(step)
     assert step.activation_bytes[-1] == 0
     assert None not in map(step.peak_in, PHASES)
-    peak = step.peak_in()
-    assert phase in (None, step.moments[peak].phase)
-    if phase == "optimizer":  # which fewer activations do not move, and that of backward only so far
-        assert step.parts(peak)["other"] > 0
-        assert step.peak_without(1.0) == step.peak_bytes
-    else:
-        assert step.peak_without(1.0) < step.peak_without(0.5) < step.peak_bytes
+    # A wide head makes the gradient of its output the peak, which fewer activations move only so far.
+    if outputs == 8192:
+        assert step.moments[step.peak_in()].phase == "backward"
+    assert step.peak_without(1.0) < step.peak_without(0.5) < step.peak_bytes
+
+
+@pytest.mark.gpu
+def test_the_peak_of_the_optimizer_step():
+    """With little kept for backward the temporary tensors of a foreach optimizer are the peak."""
+    model, x = mlp(16).cuda(), torch.randn(1, 8, WIDE, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        plain_step(model, x, optimizer)
+    step = recorded_step(model, x, optimizer, autocast_loss)
+    index = step.peak_in()
+    assert step.moments[index].phase == "optimizer"
+    assert step.parts(index)["other"] > 0
+    assert step.peak_without(1.0) == step.peak_bytes
