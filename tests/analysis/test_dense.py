@@ -318,7 +318,8 @@ def check(
     ],
 )
 def test_saved_is_what_the_dense_model_keeps_more(make, context, dense):
-    for x in (torch.randn(3, 8, E), torch.randn(3, 8, E, requires_grad=True), torch.randn(6, 8, E)[::2]):
+    leaves = torch.randn(3, 8, E, requires_grad=True), torch.randn(6, 8, E)[::2].requires_grad_()
+    for x in (torch.randn(3, 8, E), *leaves):
         report = check(make(), x, context, dense)
         if make is not Masked:
             assert all(row.stored_bytes == row.accounted_bytes for row in report.rows if row.fqn not in dense)

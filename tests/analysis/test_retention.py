@@ -30,6 +30,7 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport
 from tests.support.attention import BLOCK, SPARSITY, Case
+from tests.support.convolutions import laid_out
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
 from tests.support.retention import converted
@@ -140,6 +141,16 @@ def test_layers_with_a_retained_input_become_dense_and_the_reason_says_by_what(m
         loss.backward()
     if reason:
         assert_plain(model)
+
+
+def test_convolutions_are_judged_as_linear_layers_are():
+    layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2)
+    model, x = nn.Sequential(*layers), laid_out(torch.randn(4, 3, 16, 16), True)
+    report = convert(model, rules={"type:convolution": Keep(bits=4, sparsity=0.5), "*": None})
+    with RetentionProbe(model, x) as probe:
+        model(x).sum()
+    assert {layer.fqn: layer.reason for layer in probe.apply(report)} == {"0": BATCH, "2": BY + "'1' (relu)"}
+    assert [type(layer) for layer in model] == [nn.Conv2d, nn.ReLU, nn.Conv2d]
 
 
 def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
