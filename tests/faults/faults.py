@@ -184,7 +184,7 @@ FAULTS = [
     Fault("sign_of_nan", "NaN is hidden: its sign is that of a negative number", "compiled/signs.py",
           "torch.nn.functional.pad(~(x <= 0), (0,",
           "torch.nn.functional.pad(x > 0, (0,",
-          "compiled/test_signs.py compiled"),
+          "compiled/test_inductor.py compiled"),
     Fault("fewest_bits", "compiled: the reader that asks for the fewest bits counts", "compiled/readers.py",
           "most = max(ways, key=lambda way: way.bits)",
           "most = min(ways, key=lambda way: way.bits)",
