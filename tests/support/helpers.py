@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,14 +16,6 @@ from lightning_actprune import ActivationPrunedLinear
 
 FEATURES = 64
 BATCHES = 4
-
-RICH_BAR = pytest.param(
-    RichProgressBar,
-    marks=pytest.mark.skipif(
-        Version(pl.__version__) < Version("2.6"), reason="RichProgressBar of this Lightning fails with this rich"
-    ),
-)
-BARS = [RICH_BAR, TQDMProgressBar, None]
 
 
 class Net(pl.LightningModule):
@@ -96,54 +86,6 @@ class ConfiguredNet(Net):
         self.make()
 
 
-class PlainNet(nn.Module):
-    """The layers of ``Net`` without Lightning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES), nn.GELU())
-        self.head = nn.Linear(FEATURES, 4)
-
-
-class Recorder(pl.Callback):
-    """Notes in which hooks the layers of the model are pruned."""
-
-    HOOKS = (
-        "setup",
-        "on_fit_start",
-        "on_sanity_check_start",
-        "on_train_start",
-        "on_train_batch_start",
-        "on_validation_start",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-        "on_test_start",
-        "on_predict_start",
-    )
-
-    def __init__(self) -> None:
-        self.pruned: dict[str, list[str]] = {}
-        for hook in self.HOOKS:
-            setattr(self, hook, self._noting(hook))
-
-    def _noting(self, hook: str) -> Callable[..., None]:
-        def note(trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-            self.pruned.setdefault(hook, pruned_layers(pl_module))
-
-        return note
-
-
-class Gradients(pl.Callback):
-    """Notes the gradients before each optimizer step."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.seen.append([p.grad.clone() for p in pl_module.parameters()])
-
-
 def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
     # On the CPU, said here: DeepSpeed's strategy asks for the data while new tensors are made on the GPU.
     generator, device = torch.Generator("cpu").manual_seed(1), "cpu"
@@ -159,6 +101,15 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     )
     defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "num_sanity_val_steps": 1}
     return pl.Trainer(callbacks=list(callbacks), **(quiet | defaults | options))
+
+
+def fit(
+    model: pl.LightningModule, *callbacks: pl.Callback, data: Any = None, ckpt: Path | None = None, **options: Any
+) -> pl.Trainer:
+    """Fit ``model`` with a Trainer of these options and return it."""
+    made = trainer(*callbacks, **options)
+    made.fit(model, data, ckpt_path=ckpt)
+    return made
 
 
 def kinds(model: nn.Module) -> list[str]:
