@@ -15,8 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
-from tests.support.helpers import trainer
-from tests.support.ranks import all_traces
+from tests.support.helpers import all_traces, trainer
 
 WORDS = 40
 OWN_HOOKS = "forward training_step validation_step backward manual_backward configure_callbacks configure_optimizers"

@@ -15,7 +15,7 @@ from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -71,16 +71,18 @@ def assert_hooks_gone(model: nn.Module) -> None:
         (Listed, LIST, {"num_sanity_val_steps": 2, "max_epochs": 2}),
     ],
 )
-def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, options: dict):
+def test_retained_layers_are_dense_from_the_second_batch_of_each_fit_on(make, reason: str, options: dict):
+    """But for a resumed one: see test_checkpoints."""
     model, callback = make(), ActivationPruning(sparsity=0.5)
-    hooked: list[bool] = []
-    model.watch = lambda m: hooked.append(bool(m.head._forward_hooks)) or pruned_layers(m)
-    trainer(callback, **options).fit(model)
-    assert model.seen == [PRUNED] + [LEFT] * (len(model.seen) - 1)
-    assert hooked == [True] + [False] * (len(hooked) - 1)
-    assert [layer.fqn for layer in callback.converted] == LEFT
-    assert outcome(callback) == {"head": reason}
-    assert_hooks_gone(model)
+    model.watch = lambda m: (pruned_layers(m), bool(m.head._forward_hooks))
+    for _ in range(2):
+        fit(model, callback, **options)
+        assert model.seen == [(PRUNED, True)] + [(LEFT, False)] * (len(model.seen) - 1)
+        assert [layer.fqn for layer in callback.converted] == LEFT
+        assert outcome(callback) == {"head": reason}
+        assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
+        assert_hooks_gone(model)
+        model.seen.clear()
 
 
 @pytest.mark.parametrize("make", [Retained, Listed])
@@ -89,20 +91,9 @@ def test_a_schedule_that_starts_at_0_and_without_skip_retained(make):
     for skips, later in ((True, 2), (False, 3)):
         model, callback = make(), ActivationPruning(sparsity=schedule, skip_retained=skips)
         model.watch = sparsities
-        trainer(callback).fit(model)
+        fit(model, callback)
         assert model.seen == [[0.0] * 3, [0.2] * later, [0.4] * later, [pytest.approx(0.6)] * later]
         assert outcome(callback).keys() == ({"head"} if skips else set())
-
-
-def test_training_is_that_with_the_layer_excluded():
-    """Also in the first step: its ReLU keeps the input before the layer is called."""
-    weights = []
-    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
-        torch.manual_seed(0)
-        model = Retained(lr=0.5)
-        trainer(ActivationPruning(sparsity=0.8, verbose=False, **options)).fit(model)
-        weights.append([parameter.clone() for parameter in model.parameters()])
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("through_lightning", "kept"), [(True, False), (False, True), (False, False)])
@@ -112,7 +103,7 @@ def test_manual_optimization(through_lightning: bool, kept: bool):
     model.through_lightning = through_lightning
     if not kept:
         model.after_backward = model.features.clear
-    trainer(callback).fit(model)
+    fit(model, callback)
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
     assert_hooks_gone(model)
@@ -128,17 +119,9 @@ def test_the_first_batch_with_a_forward_decides():
             return None if batch_idx == 0 else nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     model, callback = Late(), ActivationPruning(sparsity=0.6)
-    trainer(callback, max_epochs=2).fit(model)
+    fit(model, callback, max_epochs=2)
     assert model.seen == [PRUNED] * 2 + [LEFT] * 2
     assert outcome(callback) == {"head": RELU}
-
-
-def test_every_fit_decides_anew():
-    """But a resumed one: see test_checkpoints."""
-    model, callback = Retained(), ActivationPruning(sparsity=0.6)
-    for _ in range(2):
-        trainer(callback).fit(model)
-    assert model.seen == ([PRUNED] + [LEFT] * (BATCHES - 1)) * 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +134,7 @@ def test_every_fit_decides_anew():
 def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
     model, callback = make(), ActivationPruning(sparsity=0.6, rules=rules)
     with pytest.raises(MisconfigurationException, match=rf"(?s)No layer is left.*{named}"):
-        trainer(callback).fit(model)
+        fit(model, callback)
     assert_hooks_gone(model)
 
 
@@ -170,7 +153,7 @@ def test_two_callbacks_decide_together():
     rules = {"head": None, "k": None}, {"body.*": None}
     first, second = (ActivationPruning(sparsity=0.6, rules=each) for each in rules)
     model = Sisters()
-    trainer(first, second).fit(model)
+    fit(model, first, second)
     assert model.seen == [[*PRUNED, "k"]] + [[*LEFT, "k"]] * (BATCHES - 1)
     assert [[layer.fqn for layer in callback.converted] for callback in (first, second)] == [LEFT, ["k"]]
     assert outcome(second)["head"] == RELU
@@ -178,10 +161,16 @@ def test_two_callbacks_decide_together():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_monitor_measures_the_probed_batch(order: int):
-    monitor, callback = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.5)
-    model = Retained()
-    trainer(*[callback, monitor][::order], limit_train_batches=1).fit(model)
+def test_the_monitor_measures_the_probed_batch_and_training_is_that_with_the_layer_excluded(order: int):
+    """Also in the first step: its ReLU keeps the input before the layer is called."""
+    fits = []
+    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
+        torch.manual_seed(0)
+        pruning, monitor = ActivationPruning(sparsity=0.5, **options), ActivationMemoryMonitor(0)
+        fit(model := Retained(lr=0.5), *[pruning, monitor][::order])
+        fits.append((model.state_dict(), pruning, monitor))
+    (state, callback, monitor), (expected, _, alone) = fits
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
     rows = {row.fqn: (row.sparsity, row.dense_bytes, row.stored_bytes > 0) for row in monitor.report.rows}
     assert rows == {
         "body.0": (0.5, 4 * 8 * 64 * 4, True),
@@ -189,8 +178,6 @@ def test_the_monitor_measures_the_probed_batch(order: int):
         "head": (0.0, 0, False),  # ran dense, on what the ReLU keeps
     }
     assert outcome(callback) == {"head": RELU}
-    alone = ActivationMemoryMonitor()
-    trainer(alone, ActivationPruning(sparsity=0.5, rules={"head": None}), limit_train_batches=1).fit(Retained())
     assert monitor.report.stored_bytes == alone.report.stored_bytes
 
 
@@ -204,7 +191,7 @@ def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
         model, callback = Retained(), ActivationPruning(sparsity=0.5, **options)
         counter = CompileCounterWithBackend("aot_eager")
         model.body.compile(backend=counter, fullgraph=True)
-        trainer(callback, num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+        fit(model, callback, num_sanity_val_steps=0, limit_val_batches=0)
         assert outcome(callback).keys() == {"head"}
         assert model.seen[1:] == [LEFT] * (BATCHES - 1)
         frames.append(counter.frame_count)
@@ -215,7 +202,7 @@ def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monk
     monkeypatch.setattr(private, "MISSING", [*private.MISSING, *RetentionProbe.needs])
     model, callback = Retained(), ActivationPruning(sparsity=0.5)
     with pytest.warns(UserWarning, match=r"Finding out in the first batch .* needs torch\._C\..* All stay converted"):
-        trainer(callback).fit(model)
+        fit(model, callback)
     assert model.seen == [PRUNED] * len(model.seen)
 
 
@@ -245,7 +232,7 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
     """Or dense, if they keep their values as they are."""
     caplog.set_level("INFO")
     model, callback = Uneven(), ActivationPruning(rules=judged(), verbose=2)
-    trainer(callback).fit(model)
+    fit(model, callback)
     assert "body.0 │ 41." in " ".join(caplog.text.split())
     assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
     assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
@@ -254,14 +241,13 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
     assert_plain(model)
     model, callback = Uneven(), ActivationPruning(rules=judged(bits=None))
     model.watch = pruned_layers
-    trainer(callback).fit(model)
+    fit(model, callback)
     assert model.seen == [[SPREAD, CONCENTRATED]] + [[CONCENTRATED]] * (BATCHES - 1)
     assert SPREAD in {layer.fqn for layer in callback.skipped}
 
 
 def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
-    model = Uneven()
-    trainer(ActivationPruning(rules=judged(LinearSchedule(end=0.5, until=0.5)))).fit(model)
+    fit(model := Uneven(), ActivationPruning(rules=judged(LinearSchedule(end=0.5, until=0.5))))
     assert model.seen == [[0.0, sparsity] for sparsity in (0.0, 0.25, 0.5, 0.5)]
 
 
@@ -271,7 +257,6 @@ def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(m
         (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
         (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
     ):
-        model = Uneven()
-        trainer(callback).fit(model)
+        fit(model := Uneven(), callback)
         assert model.seen == [expected] * BATCHES
         assert callback.spread == {}

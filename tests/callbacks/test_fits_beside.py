@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support.everything import Everything, assert_nothing_open, sample
-from tests.support.helpers import trainer
-from tests.support.ranks import all_traces
+from tests.support.helpers import all_traces, trainer
 
 pytestmark = pytest.mark.integration
 

@@ -23,8 +23,7 @@ from lightning_actprune.operators import regions
 from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
 from tests.support.everything import Everything, assert_nothing_open
-from tests.support.helpers import trainer
-from tests.support.ranks import all_traces
+from tests.support.helpers import all_traces, trainer
 
 pytestmark = pytest.mark.integration
 

@@ -21,7 +21,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.memory import MemoryReport
 from lightning_actprune.callbacks import memory
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import BATCHES, Net, trainer
+from tests.support.helpers import BATCHES, Net, fit
 
 STEPS = [BATCHES - 1, 2 * BATCHES - 1]
 """Where Lightning logs the ends of two epochs."""
@@ -54,8 +54,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     table = CSVLogger(tmp_path_factory.mktemp("csv"))
     pruning = ActivationPruning(sparsity=LinearSchedule(0.8), verbose=False)
     torch.manual_seed(0)
-    made = trainer(pruning, monitor, logger=[table, noting], max_epochs=2)
-    made.fit(Net())
+    made = fit(Net(), pruning, monitor, logger=[table, noting], max_epochs=2)
     with (Path(table.log_dir) / "metrics.csv").open() as file:
         rows = [(int(row.pop("step")), {k: float(v) for k, v in row.items() if v}) for row in csv.DictReader(file)]
     return SimpleNamespace(monitor=monitor, trainer=made, got={"csv": rows, "noting": noting.got})
@@ -111,7 +110,7 @@ def test_the_history_is_plain_rows_of_the_measured_batches_of_the_last_fit_and_b
     monkeypatch.setattr(memory, "MAX_EPOCHS", 2)
     monitor, model = ActivationMemoryMonitor(verbose=False, measure_batch=0), Net()
     for epochs, last in ((3, [1, 2]), (1, [0])):
-        trainer(monitor, limit_train_batches=1, max_epochs=epochs).fit(model)
+        fit(model, monitor, limit_train_batches=1, max_epochs=epochs)
         assert [row["epoch"] for row in monitor.history] == last
 
 
@@ -145,7 +144,7 @@ def test_a_model_that_logs_its_own_step_moves_the_totals_alone(log_layers: bool)
     """Lightning takes what is logged as "step" for the x-axis."""
     noting, model = Noting(), Net()
     model.on_train_epoch_end = lambda: model.log("step", float(model.current_epoch))
-    trainer(ActivationMemoryMonitor(verbose=False, log_layers=log_layers), logger=noting, max_epochs=2).fit(model)
+    fit(model, ActivationMemoryMonitor(verbose=False, log_layers=log_layers), logger=noting, max_epochs=2)
     assert [step for step, _ in series(noting.got, "actprune/saved_mib")] == [0, 1]
     expected = STEPS if log_layers else []
     assert [step for step, _ in series(noting.got, "actprune_layers.head.stored_mib")] == expected
@@ -161,7 +160,7 @@ def test_totals_are_there_as_soon_as_a_step_was_measured(verbose: bool, capsys):
 
     ours = ActivationPruning(verbose=0), ActivationMemoryMonitor(measure_batch=1, verbose=verbose)
     others = LambdaCallback(on_train_batch_start=note), TQDMProgressBar()
-    trainer(*ours, *others, enable_progress_bar=True, max_epochs=2).fit(Net())
+    fit(Net(), *ours, *others, enable_progress_bar=True, max_epochs=2)
     shown = TOTALS, {"actprune/saved_frac"} if verbose else set()
     assert seen == [(set(), set())] * 2 + [shown] * (2 * BATCHES - 2)
     assert ("Kept for backward" in capsys.readouterr().out) is verbose
@@ -171,8 +170,7 @@ def test_other_callbacks_can_monitor_the_metrics(tmp_path):
     save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
     stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
     ours = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.6)
-    made = trainer(*ours, save, stop, enable_checkpointing=True, max_epochs=9)
-    made.fit(Net())
+    made = fit(Net(), *ours, save, stop, enable_checkpointing=True, max_epochs=9)
     assert save.best_model_score > 0
     assert made.current_epoch == 2  # the saving does not improve
 

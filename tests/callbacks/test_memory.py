@@ -16,16 +16,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.schedules import LinearSchedule
+from tests.callbacks.test_loggers import TOTALS
 from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, Net, assert_plain, loader, trainer
-
-NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
+from tests.support.helpers import BATCHES, Net, assert_plain, fit, loader
 
 
-def fit(*callbacks: Any, model: Net | None = None, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
+def measured(model: Net, *callbacks: Any, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
     """Return the monitor of a fit, and the step that it has measured."""
     monitor = ActivationMemoryMonitor(verbose=False)
-    trainer(*callbacks, monitor, **options).fit(model or Net())
+    fit(model, *callbacks, monitor, **options)
     assert monitor.report.step is not None
     return monitor, monitor.report.step
 
@@ -42,7 +41,7 @@ def test_arguments_are_checked(arguments: dict[str, Any]):
 def test_two_in_one_trainer_are_refused():
     model = Net()
     with pytest.raises(MisconfigurationException, match="takes one ActivationMemoryMonitor, got 2"):
-        trainer(ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(0), ActivationMemoryMonitor(1)).fit(model)
+        fit(model, ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(0), ActivationMemoryMonitor(1))
     assert_plain(model)
 
 
@@ -51,7 +50,7 @@ def test_a_pruned_run_saves_what_it_announces_against_the_dense_one(precision: s
     """With the 16-bit copies of weights that autocast makes, and the phases of the step."""
     dense, itemsize = None, {"32-true": 4, "bf16-mixed": 2, "64-true": 8}[precision]
     for callbacks in ([], [ActivationPruning(sparsity=0.5, verbose=False)]):
-        monitor, step = fit(*callbacks, precision=precision)
+        monitor, step = measured(Net(), *callbacks, precision=precision)
         report = monitor.report
         kept = report.stored_bytes - report.other_bytes if callbacks else 0
         assert step.activation_bytes[step.forward_end] == report.stored_bytes
@@ -72,12 +71,12 @@ def test_a_pruned_run_saves_what_it_announces_against_the_dense_one(precision: s
 def test_gradients_of_the_step_before_are_there_in_the_forward():
     model = Net()
     trained = sum(parameter.nbytes for parameter in model.parameters())
-    _, step = fit(model=model)
+    _, step = measured(model)
     assert {moment.gradient_bytes for moment in step.moments[: step.forward_end]} == {trained}
     assert step.moments[step.forward_end].gradient_bytes == 0  # Lightning zeroes them once the forward is over
     assert step.moments[-1].gradient_bytes == trained
     assert step.moments[step.peak_in()].phase == "forward"
-    _, step = fit(model=model, accumulate_grad_batches=4)
+    _, step = measured(model, accumulate_grad_batches=4)
     assert {moment.gradient_bytes for moment in step.moments} == {trained}
 
 
@@ -117,20 +116,19 @@ class Counting(ActivationMemoryMonitor):
 def test_one_step_an_epoch_is_measured(measure_batch: int, options: dict[str, Any], expected: list[tuple[int, int]]):
     monitor, model = Counting(measure_batch), Net()
     epochs = {"max_epochs": -1} if "max_steps" in options else {}
-    made = trainer(ActivationPruning(sparsity=0.6), monitor, **epochs | options)
-    made.fit(model)
+    made = fit(model, ActivationPruning(sparsity=0.6), monitor, **epochs | options)
     assert monitor.measured == expected
     if "accumulate_grad_batches" not in options:
         assert [row["step"] for row in monitor.history] == [epoch * BATCHES + batch for epoch, batch in expected]
-    assert made.callback_metrics.keys() >= NAMES
+    assert made.callback_metrics.keys() >= TOTALS
     assert_plain(model)
 
 
 def test_a_resumed_epoch_is_measured(tmp_path):
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer(save, enable_checkpointing=True, max_epochs=2).fit(Net())
+    fit(Net(), save, enable_checkpointing=True, max_epochs=2)
     monitor = Counting(1)
-    trainer(monitor, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "step=6.ckpt")
+    fit(Net(), monitor, max_epochs=2, ckpt=tmp_path / "step=6.ckpt")
     assert monitor.measured == [(1, 2)]
 
 
@@ -156,29 +154,28 @@ class Skipping(Net):
 
 
 @pytest.mark.parametrize(
-    ("measure_batch", "model", "data", "measured"),
+    ("measure_batch", "model", "data", "found"),
     [
-        (2, Net, DataLoader(Stream(), batch_size=4), True),
+        (2, Net, DataLoader(Stream(), batch_size=4, num_workers=1), True),
         (3, Net, DataLoader(Stream(), batch_size=4), False),  # of a loader that turns out to be shorter
         (1, lambda: Skipping(nothing=1), None, True),
         (3, lambda: Skipping(nothing=3), None, False),
         (3, lambda: Skipping(hook=3), None, False),
     ],
 )
-def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, measured):
+def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, found):
     monitor, trained = ActivationMemoryMonitor(measure_batch), model()
-    made = trainer(ActivationPruning(sparsity=0.5), monitor)
-    with nullcontext() if measured else pytest.warns(UserWarning, match="measured no step: .* `measure_batch`"):
-        made.fit(trained, data)
-    assert (monitor.report is not None) is measured
-    assert [row["sparsity"] for row in monitor.history] == [0.5] * measured
-    assert {name for name in made.callback_metrics if "actprune" in name} == (NAMES if measured else set())
+    with nullcontext() if found else pytest.warns(UserWarning, match="measured no step: .* `measure_batch`"):
+        made = fit(trained, ActivationPruning(sparsity=0.5), monitor, data=data)
+    assert (monitor.report is not None) is found
+    assert [row["sparsity"] for row in monitor.history] == [0.5] * found
+    assert {name for name in made.callback_metrics if "actprune" in name} == (TOTALS if found else set())
     assert_plain(trained)
 
 
 def test_no_training_batches():
     monitor, model = ActivationMemoryMonitor(), Net()
-    trainer(ActivationPruning(sparsity=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
+    fit(model, ActivationPruning(sparsity=LinearSchedule(0.5)), monitor, limit_train_batches=0)
     assert monitor.report is None
     assert_plain(model)
 
@@ -187,7 +184,7 @@ def test_no_training_batches():
 def test_manual_optimization(through_lightning: bool):
     model = ByHand()
     model.through_lightning = through_lightning
-    monitor, step = fit(ActivationPruning(sparsity=0.5, verbose=False), model=model, max_steps=4)
+    monitor, step = measured(model, ActivationPruning(sparsity=0.5, verbose=False), max_steps=4)
     assert [row["step"] for row in monitor.history] == [2]  # every optimizer counts as a step
     assert [row.calls for row in monitor.report.rows] == [1 if through_lightning else 2] * 3
     if through_lightning:
@@ -203,9 +200,7 @@ class Lbfgs(Net):
 
 
 def test_a_closure_of_several_forwards_is_measured_as_any():
-    found, usual = monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(1)
-    for monitor, model in zip(monitors, (Lbfgs(), Net()), strict=True):
-        trainer(ActivationPruning(verbose=False), monitor, max_epochs=2).fit(model)
+    found, usual = (measured(model, ActivationPruning(verbose=False), max_epochs=2)[0] for model in (Lbfgs(), Net()))
     assert [row.calls for row in found.report.rows] == [1] * 3
     assert [row["epoch"] for row in found.history] == [0, 1]
     assert [row["saved_bytes"] for row in found.history] == [row["saved_bytes"] for row in usual.history]
@@ -222,7 +217,7 @@ def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmea
         torch.manual_seed(0)
         model = Net(lr=0.5)
         pruning = ActivationPruning(sparsity=LinearSchedule(0.5), verbose=False)
-        trainer(pruning, *callbacks, max_epochs=4).fit(model, loader(8, 4))
+        fit(model, pruning, *callbacks, data=loader(8, 4), max_epochs=4)
         weights.append([p.clone() for p in model.parameters()])
     assert counts[-1] <= counts[1]
     torch.testing.assert_close(*weights, rtol=0, atol=0)

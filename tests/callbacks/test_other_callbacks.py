@@ -16,9 +16,8 @@ from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import ConfiguredNet, Net, assert_plain, trainer
+from tests.support.helpers import ConfiguredNet, Net, all_traces, assert_plain, trainer
 from tests.support.marks import only
-from tests.support.ranks import all_traces
 
 EPOCHS = 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,7 +15,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Recom
 from lightning_actprune.operators.recompute import RecomputedModule
 from tests.callbacks.test_first_batch import assert_hooks_gone
 from tests.support.by_hand import ByHand
-from tests.support.helpers import FEATURES, Net, assert_plain, trainer
+from tests.support.helpers import FEATURES, Net, assert_plain, fit
 from tests.support.stack import Stack
 
 
@@ -34,20 +33,15 @@ class Dropping(Stack):
         return self.losses[-1]
 
 
-def fit(*callbacks: pl.Callback, **options: Any) -> Dropping:
-    model = Dropping()
-    trainer(*callbacks, **options).fit(model)
-    return model
-
-
 def test_a_fit_learns_what_the_dense_one_does(caplog):
     caplog.set_level("INFO")
-    options = {"max_epochs": 3, "accumulate_grad_batches": 2}
-    dense, monitor = fit(**options), ActivationMemoryMonitor()
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    fit(dense := Dropping(), **options)
+    monitor = ActivationMemoryMonitor()
     pruning = ActivationPruning("recompute", rules={"body.4": None}, verbose=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = fit(pruning, monitor, **options)
+        fit(ours := Dropping(), pruning, monitor, **options)  # seeds what it drops out, too
     assert not [str(w.message) for w in caught if "checkpoint" in str(w.message)]
     assert torch.equal(ours.losses[0], dense.losses[0])
     torch.testing.assert_close(torch.stack(ours.losses), torch.stack(dense.losses), rtol=0.01, atol=0.01)
@@ -60,10 +54,11 @@ def test_a_fit_learns_what_the_dense_one_does(caplog):
 
 def test_exact_inputs_make_it_a_checkpoint_and_a_model_without_blocks_is_an_error():
     rules = {f"body.{n}": Recompute(None) for n in (1, 2, 3, 4)} | {"*": None, "type:saved": None}
-    dense, ours = fit(), fit(ActivationPruning(rules=rules))
+    fit(dense := Dropping())
+    fit(ours := Dropping(), ActivationPruning(rules=rules))
     assert torch.equal(torch.stack(ours.losses), torch.stack(dense.losses))
     with pytest.raises(MisconfigurationException, match="no class of blocks that is repeated"):
-        trainer(ActivationPruning("recompute")).fit(Net())
+        fit(Net(), ActivationPruning("recompute"))
 
 
 # Pruned layers inside activation checkpoints.
@@ -87,7 +82,7 @@ def warnings_of(model: Net, *callbacks: ActivationPruning, **options: Any) -> li
     """Return the warnings of checkpoints in a fit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(*callbacks, **options).fit(model)
+        fit(model, *callbacks, **options)
     return [str(w.message) for w in caught if "activation checkpoint" in str(w.message)]
 
 

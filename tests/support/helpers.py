@@ -116,6 +116,16 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)]
 
 
+def all_traces(model: nn.Module) -> dict[str, list[str]]:
+    """Return by the module's name all that a conversion could have left on it: class, attributes and hooks."""
+    return {name: _traces(module) for name, module in model.named_modules()}
+
+
+def _traces(module: nn.Module) -> list[str]:
+    hooks = [f"{name}: {len(held)}" for name, held in sorted(vars(module).items()) if name.endswith("_hooks")]
+    return [type(module).__qualname__, *sorted(vars(module)), *hooks]
+
+
 def pruned_layers(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if isinstance(m, ActivationPrunedLinear)]
 
