@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
 from lightning_actprune.schedules import LinearSchedule
+from tests.callbacks.test_budget import AGAIN
+from tests.callbacks.test_budget import DENSE as DENSE_STACK
 from tests.callbacks.test_loggers import MIB, TOTALS, Noting
-from tests.support.budgets import AGAIN
-from tests.support.budgets import DENSE as DENSE_STACK
 from tests.support.helpers import FEATURES, ConfiguredNet, Net, all_traces, assert_plain, fit, loader
 from tests.support.stack import Stack
 
