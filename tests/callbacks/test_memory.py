@@ -6,11 +6,12 @@ import gc
 from contextlib import nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
@@ -221,3 +222,43 @@ def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmea
         weights.append([p.clone() for p in model.parameters()])
     assert counts[-1] <= counts[1]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+class Mlp(pl.LightningModule):
+    """Eight residual blocks of the kind that pruning is for."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(8)
+        )
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), capturable=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_measured_saving_is_the_announced_one(precision):
+    options = {
+        "data": DataLoader(torch.randn(96, 196, 256), batch_size=16),
+        "accelerator": "gpu",
+        "precision": precision,
+    }
+    pruning = ActivationPruning(sparsity=0.6, block_size=32, verbose=False)
+    dense, pruned = (measured(Mlp(), *callbacks, **options)[0].report for callbacks in ([], [pruning]))
+    assert len(pruned.rows) == 16
+    assert [row.stored_bytes for row in pruned.rows] == [row.accounted_bytes for row in pruned.rows]
+    # Under autocast the dense layers also keep a 16-bit copy of each weight, which the pruned ones do not.
+    assert pruned.dense_bytes == dense.stored_bytes
+    for report in (dense, pruned):
+        assert report.measured_activation_bytes == pytest.approx(report.stored_bytes, rel=0.02)
+    measured = dense.measured_activation_bytes - pruned.measured_activation_bytes
+    assert measured == pytest.approx(pruned.saved_bytes, rel=0.02)
+    assert pruned.measured_activation_bytes < pruned.measured_peak_bytes < dense.measured_peak_bytes
