@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
-from tests.support.helpers import all_traces, trainer
+from tests.support.helpers import all_traces, fit
 
 WORDS = 40
 OWN_HOOKS = "forward training_step validation_step backward manual_backward configure_callbacks configure_optimizers"
@@ -59,32 +59,23 @@ def recorded(demo: type[pl.LightningModule], calls: list[str]) -> pl.LightningMo
     return type(demo.__name__, (adam,), {name: noting(getattr(adam, name)) for name in names})()
 
 
-def ours(sparsity: float) -> list[pl.Callback]:
-    # The one layer of the boring model reads the batch itself, which is alive anyway, and has 32 features.
-    rules = {"type:linear": Keep(sparsity=sparsity, block_size=8), "*": None}
-    return [ActivationPruning(rules=rules, skip_retained=False, verbose=0), ActivationMemoryMonitor(1, verbose=0)]
-
-
-def fit(model: pl.LightningModule, epochs: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    torch.manual_seed(epochs)
-    made = trainer(*callbacks, max_epochs=epochs, limit_train_batches=3, limit_val_batches=2)
-    made.fit(model, **options)
-    return made
-
-
 @pytest.mark.parametrize(
     ("demo", "data"), [(BoringModel, BoringDataModule), (ManualOptimBoringModel, None), (Transformer, None)]
 )
 def test_every_hook_is_called_as_without_ours_and_parameters_move(demo, data):
     both: list[list[str]] = [[], []]
     dense, model = (recorded(demo, calls) for calls in both)
-    initial, callbacks = [p.detach().clone() for p in model.parameters()], ours(0.6)
+    initial = [p.detach().clone() for p in model.parameters()]
+    # The one layer of the boring model reads the batch itself, which is alive anyway, and has 32 features.
+    rules = {"type:linear": Keep(sparsity=0.6, block_size=8), "*": None}
+    pruning = ActivationPruning(rules=rules, skip_retained=False, verbose=0)
+    callbacks = pruning, ActivationMemoryMonitor(1, verbose=0)
     for each, own in ((dense, []), (model, callbacks)):
         torch.manual_seed(2)
-        fit(each, 1, *own, datamodule=data and data())
+        fit(each, *own, data=data and data(), limit_train_batches=3, limit_val_batches=2)
     assert both[0] == both[1]
     assert {"configure_model", "on_before_optimizer_step", "on_train_epoch_end", "teardown"} <= {*both[0]}
-    assert callbacks[0].converted != []
+    assert pruning.converted != []
     assert callbacks[1].report.stored_bytes > 0
     assert all_traces(model) == all_traces(dense)
     assert not any(map(torch.equal, initial, model.parameters()))

@@ -17,7 +17,7 @@ from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
-from tests.support.helpers import BATCHES, assert_plain, sparsities, trainer
+from tests.support.helpers import BATCHES, assert_plain, fit, sparsities, trainer
 from tests.support.marks import only
 
 SIZE = 4
@@ -58,7 +58,7 @@ class Judged(Uneven):
 
 def fitted(pruning: ActivationPruning, *others: pl.Callback, model: Judged | None = None, **options: Any) -> Judged:
     model = model or Judged()
-    trainer(pruning, *others, **(QUICK | options)).fit(model)
+    fit(model, pruning, *others, **(QUICK | options))
     assert_clean(model)
     return model
 
@@ -154,9 +154,9 @@ def test_what_a_tuner_of_its_own_found_holds_for_the_next_fit_and_no_longer():
     assert_clean(model)
     pickle.loads(pickle.dumps(pruning))
     other = Judged()
-    trainer(pickle.loads(pickle.dumps(pruning))).fit(other)
+    fit(other, pickle.loads(pickle.dumps(pruning)))
     assert other.seen == [[0.5] * 3] + [[0.0, 0.5]] * (BATCHES - 1)
     for expected in ([0.0, 0.5], [0.5] * 3):
         model.seen.clear()
-        trainer(pruning, **QUICK).fit(model)
+        fit(model, pruning, **QUICK)
         assert model.seen == [expected] + [[0.0, 0.5]] * (BATCHES - 1)
