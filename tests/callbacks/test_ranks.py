@@ -31,7 +31,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep,
 from lightning_actprune.schedules import LinearSchedule
 from tests.callbacks.test_budget import AGAIN
 from tests.callbacks.test_budget import DENSE as DENSE_STACK
-from tests.callbacks.test_loggers import MIB, TOTALS, Noting
+from tests.callbacks.test_memory import MIB, TOTALS, Noting
 from tests.support.helpers import FEATURES, ConfiguredNet, Net, all_traces, assert_plain, fit, loader
 from tests.support.stack import Stack
 

@@ -137,7 +137,7 @@ FAULTS = [
     Fault("generator_moved", "a generator is not restored after a second run", "operators/recompute.py",
           "        if now is not None:\n            _set_states(now)",
           "        pass",
-          "operators/test_recompute.py operators callbacks/test_recompute.py contract"),
+          "operators/test_recompute.py operators callbacks/test_first_batch.py contract"),
     Fault("weight_packed", "a weight with a mask is packed as an activation is", "operators/saved.py",
           "return tuple(sorted(shaped.shape)) in shapes or _copies_parameter(tensor)",
           "return _copies_parameter(tensor)",
@@ -179,7 +179,7 @@ FAULTS = [
     Fault("no_warning", "a warning is never given: two optimizers count twice", "callbacks/advice.py",
           "if horizon is not None and total_steps is None and count > 1:",
           "if horizon is not None and total_steps is None and count > 2:",
-          "callbacks/test_advice.py callbacks/test_pruning_schedule.py callbacks/test_pruning.py callbacks"),
+          "callbacks/test_pruning.py callbacks/test_pruning_schedule.py callbacks"),
     # === Compiled code ===============================================================================================
     Fault("sign_of_nan", "NaN is hidden: its sign is that of a negative number", "compiled/signs.py",
           "torch.nn.functional.pad(~(x <= 0), (0,",
