@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ def fit(
     made = trainer(*callbacks, **options)
     made.fit(model, data, ckpt_path=ckpt)
     return made
+
+
+def warnings_of(function: Callable[..., Any], *arguments: Any, about: str = "HINT", **options: Any) -> list[str]:
+    """Call a function and return the texts of its warnings that contain ``about``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*arguments, **options)
+    return [str(warning.message) for warning in caught if about in str(warning.message)]
 
 
 def kinds(model: nn.Module) -> list[str]:
