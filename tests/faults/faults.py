@@ -171,11 +171,11 @@ FAULTS = [
     Fault("schedule_early", "a schedule is off by one step", "callbacks/progress.py",
           "progress = min(trainer.global_step / self._horizon, 1.0)",
           "progress = min((trainer.global_step + 1) / self._horizon, 1.0)",
-          "callbacks/test_pruning_schedule.py callbacks/test_resume.py test_training.py callbacks", whole=True),
+          "callbacks/test_pruning.py callbacks/test_pruning_schedule.py callbacks/test_resume.py test_training.py callbacks", whole=True),
     Fault("state_field", "the state of a checkpoint misses a field", "callbacks/pruning.py",
           '            "retained": self._decisions.retained,\n',
           "",
-          "callbacks/test_resume.py callbacks/test_checkpoints.py callbacks/test_first_batch.py callbacks"),
+          "callbacks/test_checkpoints.py callbacks/test_resume.py callbacks/test_first_batch.py callbacks"),
     Fault("no_warning", "a warning is never given: two optimizers count twice", "callbacks/advice.py",
           "if horizon is not None and total_steps is None and count > 1:",
           "if horizon is not None and total_steps is None and count > 2:",
@@ -209,6 +209,6 @@ FAULTS = [
     Fault("ranks_apart", "ranks do not agree on which layers drop nothing", "callbacks/first_batch.py",
           "            energy.add_up(partial(sum_over_ranks, trainer))\n",
           "",
-          "callbacks/test_dropped_energy_ranks.py callbacks/test_dropped_energy.py callbacks"),
+          "callbacks/test_ranks.py callbacks/test_dropped_energy_ranks.py callbacks/test_dropped_energy.py callbacks"),
 ]
 # fmt: on
