@@ -28,6 +28,12 @@ from lightning_actprune.schedules import LinearSchedule
 from tests.support.by_hand import ByHand
 from tests.support.helpers import BATCHES, Net, assert_plain, fit, loader, warnings_of
 
+STEPS = [BATCHES - 1, 2 * BATCHES - 1]
+"""Where Lightning logs the ends of two epochs."""
+LAYERS = ["body.0", "body.2", "head"]
+MIB = 2**20
+TOTALS = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
+
 
 def measured(model: Net, *callbacks: Any, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
     """Return the monitor of a fit, and the step that it has measured."""
@@ -268,13 +274,6 @@ def test_measured_saving_is_the_announced_one(precision):
 
 
 # Totals and layers that are logged, the history and the figures.
-
-
-STEPS = [BATCHES - 1, 2 * BATCHES - 1]
-"""Where Lightning logs the ends of two epochs."""
-LAYERS = ["body.0", "body.2", "head"]
-MIB = 2**20
-TOTALS = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 
 
 class Noting(Logger):

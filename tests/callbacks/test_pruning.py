@@ -112,11 +112,11 @@ def noting(found: dict[str, list[str]]) -> LambdaCallback:
 
 
 @pytest.mark.parametrize(
-    ("make", "in_setup"),
-    [(Net, LAYERS[:2]), (lambda: Net("setup"), []), (ConfiguredNet, [])],
+    ("make", "in_setup", "at_start"),
+    [(Net, LAYERS[:2], LAYERS[:2]), (lambda: Net("setup"), [], []), (ConfiguredNet, [], LAYERS[:2])],
     ids=["init", "setup", "configure_model"],
 )
-def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup: list[str]):
+def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup, at_start):
     callback = ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
     model, before, after = make(), dict[str, list[str]](), dict[str, list[str]]()
     made = fit(model, noting(before), callback, noting(after))
@@ -132,6 +132,7 @@ def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fi
     during = "on_sanity_check_start", "on_train_start", "on_train_batch_start", "on_validation_start", "on_fit_end"
     assert before["setup"] == []
     assert after["setup"] == in_setup
+    assert before["on_fit_start"] == at_start  # where tuners run their trials
     assert after["on_fit_start"] == LAYERS[:2]
     assert all(before[hook] == LAYERS[:2] for hook in (*during, "teardown"))
     assert "configure_model" not in vars(model)

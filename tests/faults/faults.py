@@ -171,7 +171,8 @@ FAULTS = [
     Fault("schedule_early", "a schedule is off by one step", "callbacks/progress.py",
           "progress = min(trainer.global_step / self._horizon, 1.0)",
           "progress = min((trainer.global_step + 1) / self._horizon, 1.0)",
-          "callbacks/test_pruning.py callbacks/test_pruning_schedule.py callbacks/test_resume.py test_training.py callbacks", whole=True),
+          "callbacks/test_pruning.py callbacks/test_pruning_schedule.py callbacks/test_resume.py "
+          "test_training.py callbacks", whole=True),
     Fault("state_field", "the state of a checkpoint misses a field", "callbacks/pruning.py",
           '            "retained": self._decisions.retained,\n',
           "",
