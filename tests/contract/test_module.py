@@ -17,8 +17,8 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support.cases import CASES, Case, Holder, tables
 from tests.support.compressed import compressed
+from tests.support.helpers import all_traces
 from tests.support.measured import gradients, run
-from tests.support.ranks import all_traces
 
 
 def saved_and_loaded(model: Holder) -> Holder:

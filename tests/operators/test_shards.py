@@ -26,9 +26,9 @@ from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner
+from tests.callbacks.test_ranks import RANKS, Seen, fit_all
 from tests.operators.test_recompute import ALONE, Net, cosine
 from tests.support.compressed import compressed
-from tests.support.ranks import RANKS, Seen, fit_all
 from tests.support.saving import saved_tensors
 
 WIDTH, HIDDEN, TOKENS = 80, 66, 6
