@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
@@ -18,7 +17,6 @@ if not torch.cuda.is_available():
 
 from lightning_actprune.codec.dispatch import force_backend
 from lightning_actprune.compiled import told
-from tests.support import conv1d as conv1d_module
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     from tests.support.interpreter import make_faster
@@ -85,9 +83,3 @@ def kernel_device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cpu" and torch.cuda.is_available():
         pytest.skip("the interpreter is off where there is a GPU")
     return torch.device(request.param)
-
-
-@pytest.fixture
-def conv1d(monkeypatch: pytest.MonkeyPatch) -> type[nn.Module]:
-    """The class ``Conv1D`` of transformers, or a stand-in under its name."""
-    return conv1d_module.imported(monkeypatch)

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 
@@ -19,6 +18,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from tests.support.checkpointing import WAYS
+from tests.support.convolutions import laid_out
 from tests.support.marks import cover, in_turn
 from tests.support.packing import packed
 from tests.support.retention import converted
@@ -78,11 +78,21 @@ def test_layers_that_keep_nothing_are_not_found():
     assert (probe.recomputed, probe.ran) == ([], True)
 
 
+class Attention(nn.Module):
+    def __init__(self, batch_first: bool, need_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=batch_first)
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
 @pytest.mark.parametrize(
     ("way", "need_weights", "batch_first"), cover(["reentrant", "non_reentrant"], *[(False, True)] * 2)
 )
 def test_both_projections_of_attention_are_found(way: str, need_weights: bool, batch_first: bool):
-    inside, outside = (Attention(0.0, batch_first, need_weights) for _ in range(2))
+    inside, outside = (Attention(batch_first, need_weights) for _ in range(2))
     model = nn.Sequential(nn.Linear(64, 64), inside, outside)
     convert(model, sparsity=0.5)
     model[1] = WAYS[way](inside)
@@ -121,35 +131,13 @@ def test_a_forward_of_the_user_in_backward_and_second_derivatives_are_no_checkpo
     assert probe.recomputed == []
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.out(F.relu(self.q(y) * self.k(y) + self.v(y)))
-
-
-class Attention(nn.Module):
-    def __init__(self, dropout: float = 0.2, batch_first: bool = True, need_weights: bool = False) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, dropout, batch_first=batch_first)
-        self.need_weights = need_weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=self.need_weights)[0]
-
-
-def regions(
-    make: Callable[[], nn.Module], way: Callable[[nn.Module], nn.Module] = lambda module: module
-) -> nn.Sequential:
+def regions(way: Callable[[nn.Module], nn.Module] = lambda module: module) -> nn.Sequential:
     """Return a pruned model of two regions between plain layers, the same for every ``way`` to checkpoint them."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), make(), nn.GELU(), make(), nn.GELU(), nn.Linear(64, 8))
+    one, other = (nn.TransformerEncoderLayer(64, 4, 128, dropout=0.2, batch_first=True) for _ in range(2))
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), one, nn.GELU(), other, nn.GELU(), nn.Linear(64, 8))
     convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
-    model[2], model[4] = way(model[2]), way(model[4])
+    model[2], model[4] = way(one), way(other)
     return model
 
 
@@ -164,10 +152,10 @@ def step(model: nn.Module, probed: bool = False) -> list[Tensor]:
     return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize(("way", "make"), in_turn(WAYS, [Shared, Attention]))
-def test_gradients_in_the_probed_step(make, way: str):
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_the_probed_step(way: str):
     """The probe lets layers whose input is retained run dense, but not in one of the two runs of a region."""
-    plain, checkpointed = regions(make), regions(make, WAYS[way])
+    plain, checkpointed = regions(), regions(WAYS[way])
     expected, found = step(plain), step(checkpointed, probed=True)
     names = ["", *(name for name, _ in plain.named_parameters())]
     differ = [name for name, ours, theirs in zip(names, found, expected, strict=True) if not torch.equal(ours, theirs)]
@@ -177,7 +165,7 @@ def test_gradients_in_the_probed_step(make, way: str):
 
 @pytest.mark.parametrize("way", ["reentrant", "non_reentrant"])
 def test_the_meter_does_not_count_what_runs_again_in_backward(way: str):
-    model, x = regions(Shared, WAYS[way]), torch.randn(3, 10, 64)
+    model, x = regions(WAYS[way]), torch.randn(3, 10, 64)
     with SavedTensorMeter(model, x) as forward:
         loss = model(x).sum()
     with SavedTensorMeter(model, x) as both:
@@ -271,6 +259,17 @@ def test_attention_is_judged_by_the_input_of_its_projections():
     names = [layer.fqn for layer in report.converted]
     assert probe.shares[names[0]] == pytest.approx(0.5)
     assert names[0] in probe.apply(report)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+def test_convolutions_are_judged_by_blocks_in_the_order_of_memory(last: bool):
+    model, x = nn.Sequential(nn.Conv2d(32, 8, 3)), torch.ones(2, 32, 8, 8)
+    convert(model, rules={"type:convolution": Keep(bits=4, sparsity=0.5)})
+    x[:, :, :4] = 0  # half of the rows, whichever way blocks run
+    for images, share in ((x, 0.0), (torch.ones_like(x), 0.5)):
+        with EnergyProbe(model, 0.2) as probe:
+            model(laid_out(images, last)).sum()
+        assert probe.shares == {"0": share}
 
 
 def test_each_layer_has_a_limit_of_its_own():

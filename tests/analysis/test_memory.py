@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from contextlib import suppress
 
 import pytest
@@ -19,7 +17,6 @@ from lightning_actprune.operators.attention import watchers
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from tests.support.attention import Case
 from tests.support.compressed import compressed
-from tests.support.helpers import assert_plain
 from tests.support.marks import cover
 from tests.support.retention import converted
 
@@ -126,35 +123,6 @@ def test_inactive_layers():
     assert report.saved_fraction == 0.0
 
 
-def test_the_meter_changes_no_gradient_and_leaves_no_trace():
-    torch.manual_seed(0)
-    model, x = mlp(), torch.randn(4, 6, 64, requires_grad=True)
-    plain = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    with pytest.raises(RuntimeError, match="shape"), SavedTensorMeter(model):
-        model(torch.randn(4, 63))
-    with SavedTensorMeter(model) as meter:
-        loss = model(x).square().sum()
-    assert_plain(model)
-    measured = torch.autograd.grad(loss, [x, *model.parameters()])
-    assert meter.report().stored_bytes > 0
-    torch.testing.assert_close(measured, plain, rtol=0, atol=0)
-
-
-def test_nothing_is_kept_alive():
-    model = mlp()
-    convert(model, sparsity=0.5)
-    with SavedTensorMeter(model) as meter:
-        activation = model[0](torch.randn(4, 64)).sigmoid()  # whose backward keeps the result itself
-        storage, out = weakref.ref(activation), model[2](activation)
-        gc.disable()
-        try:
-            del activation, out
-            assert storage() is None  # by reference counting alone: the hooks make no cycle
-        finally:
-            gc.enable()
-    assert meter.report().stored_bytes > 0
-
-
 def test_reused_addresses_are_not_mistaken_for_seen_storages():
     x = torch.randn(256, 64, requires_grad=True)
     with SavedTensorMeter(nn.Identity()) as meter:
@@ -193,6 +161,7 @@ def test_other_models_are_not_seen_and_a_failed_call_leaves_no_trace():
     with pytest.raises(AssertionError), SavedTensorMeter(other):
         other(*(x[..., 1:] for x in case.tensors()))
     assert watchers == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in other.modules())
 
 
 def test_a_compiled_part_compiles_nothing_anew_and_is_counted_in_bytes():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import random
-import weakref
-from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,55 +28,129 @@ from lightning_actprune.operators.attention import (
 )
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
+from lightning_actprune.report import ConversionReport
 from tests.support.attention import BLOCK, SPARSITY, Case
+from tests.support.convolutions import laid_out
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
-from tests.support.retention import (
-    BY,
-    FREE,
-    RETAINED,
-    Block,
-    KeptFeatures,
-    NormReadsResidual,
-    Parameter,
-    Relu,
-    Sdpa,
-    Step,
-    converted,
-    made,
-    retained,
-)
+from tests.support.retention import converted
 from tests.support.saving import bytes_saved, saved_tensors
 
+
+class Step(nn.Module):
+    """A layer ``fc`` whose input is made, and used otherwise too, in a way of its own; ``in_`` makes it a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_, self.fc = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(F.gelu(self.in_(x)))
+
+    def use(self, h: Tensor) -> Tensor:
+        return self.fc(h)
+
+
+def step(use: Callable[[Any, Tensor], Tensor], **parts: Callable[[], nn.Module | nn.Parameter]) -> type[Step]:
+    """Return a subclass with further modules or parameters, made by ``parts``."""
+
+    class Made(Step):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+    Made.use = use
+    return Made
+
+
+def square() -> nn.Linear:
+    return nn.Linear(64, 64)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(2, (2, 32)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+Relu = step(lambda self, h: self.fc(F.relu(h)))
+Sdpa = step(lambda self, h: self.fc(attend(h, h.sin(), h.cos())))
+NormReadsResidual = step(lambda self, h: self.fc(h := h + 1) + self.norm(h), norm=lambda: nn.LayerNorm(64))
+KeptFeatures = step(lambda self, h: (self.features.append(h), self.fc(h))[1])
+Parameter = step(lambda self, h: self.fc(self.queries).mean() + h, queries=lambda: nn.Parameter(torch.randn(16, 64)))
+BY = "its input is kept for backward by "
 BATCH = "its input is part of the batch"
+RETAINED = [
+    (Relu, BY + "relu"),
+    (
+        step(lambda self, h: self.fc(self.block["act"](h)), block=lambda: nn.ModuleDict({"act": nn.ReLU()})),
+        BY + "'block.act' (relu)",
+    ),
+    (step(lambda self, h: self.fc(h.relu()[1:].unsqueeze(1))[:, 0]), BY + "relu"),
+    (Sdpa, BY + "scaled_dot_product_attention"),
+    (NormReadsResidual, BY + "'norm' (layer_norm)"),
+    (step(lambda self, h: self.fc(h) * self.dense(h), dense=square), BY + "'dense' (a layer that is dense)"),
+    (KeptFeatures, "its input is kept alive by a Python reference outside autograd (such as a list of features)"),
+    (Parameter, "its input is a parameter or buffer"),
+]
+FREE = [
+    Step,
+    step(lambda self, h: self.fc(F.leaky_relu(h))),
+    step(lambda self, h: (h := h + 1) + self.fc(h)),
+    step(lambda self, h: self.fc(h) * self.k(h) + self.v(h), k=square, v=square),
+    step(lambda self, h: self.fc(self.bits(h)), bits=nn.ReLU),
+    step(lambda self, h: self.fc(self.norm(h)), norm=lambda: nn.LayerNorm(64)),
+    step(lambda self, h: self.fc(h[:, :5]).repeat(1, 4, 1)[:, : h.shape[1]]),
+]
+"""What shares an input, a ReLU that keeps a bit of each value, a part of a tensor that only the layer keeps."""
 
 
-@pytest.mark.parametrize(("make", "reason"), RETAINED)
-def test_a_layer_with_a_retained_input_becomes_dense_and_the_reason_says_by_what(make, reason: str):
+def rules_for(model: nn.Module) -> dict[str, Keep | None]:
+    rules, names = {"dense": None, "bits": Keep(bits=4)}, [name for name, _ in model.named_modules()]
+    return {f"*{end}": keep for end, keep in rules.items() if any(name.endswith(end) for name in names)}
+
+
+def made(make: type[Step], sparsity: float = 0.6) -> tuple[Step, ConversionReport, Tensor]:
+    model = make()
+    return model, converted(model, sparsity, rules=rules_for(model)), torch.randn(3, 16, 64)
+
+
+def retained(model: nn.Module, x: Tensor, **options: Any) -> dict[str, str]:
+    """Return the layers with retained inputs and the reasons, from one forward; the batch is not said to be one."""
+    with RetentionProbe(model, **options) as probe:
+        model(x).sum()
+    return {layer.fqn: layer.reason for layer in probe.retained}
+
+
+@pytest.mark.parametrize(("make", "reason"), [*RETAINED, *((make, "") for make in FREE)])
+def test_layers_with_a_retained_input_become_dense_and_the_reason_says_by_what(make, reason: str):
     model, report, x = made(make)
-    backward_inside = RETAINED.index((make, reason)) % 2 == 1
+    backward_inside = (make, reason) in RETAINED[1::2]
     with RetentionProbe(model, x) as probe:
         loss = model(x).sum()
         if backward_inside:
             loss.backward()
-    returned = probe.apply(report)
-    assert {layer.fqn: layer.reason for layer in returned} == {"in_": BATCH, "fc": reason}
-    assert type(model.fc) is nn.Linear
-    assert [layer for layer in report.skipped if layer.fqn != "k"] == returned
-    assert [layer.fqn for layer in report.converted] == pruned_layers(model) == []
+    reasons, returned = {"in_": BATCH} | ({"fc": reason} if reason else {}), probe.apply(report)
+    assert {layer.fqn: layer.reason for layer in returned} == reasons
+    assert [layer for layer in report.skipped if layer.fqn != "dense"] == returned
+    left = {name for name, layer in model.named_children() if isinstance(layer, nn.Linear | nn.ReLU)} - {"dense"}
+    assert {layer.fqn for layer in report.converted} == left - reasons.keys()
+    assert set(pruned_layers(model)) == left - reasons.keys() - {"bits"}
     if not backward_inside:
         loss.backward()
-    assert_plain(model)
+    if reason:
+        assert_plain(model)
 
 
-@pytest.mark.parametrize("make", FREE)
-def test_a_layer_whose_input_only_compressed_layers_keep_stays_compressed(make):
-    model, report, x = made(make)
+def test_convolutions_are_judged_as_linear_layers_are():
+    layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2)
+    model, x = nn.Sequential(*layers), laid_out(torch.randn(4, 3, 16, 16), True)
+    report = convert(model, rules={"type:convolution": Keep(bits=4, sparsity=0.5), "*": None})
     with RetentionProbe(model, x) as probe:
-        loss = model(x).sum()
-    assert [layer.fqn for layer in probe.apply(report)] == ["in_"]
-    assert [layer.fqn for layer in report.converted] == pruned_layers(model) == list(dict(model.named_children()))[1:]
-    loss.backward()
+        model(x).sum()
+    assert {layer.fqn: layer.reason for layer in probe.apply(report)} == {"0": BATCH, "2": BY + "'1' (relu)"}
+    assert [type(layer) for layer in model] == [nn.Conv2d, nn.ReLU, nn.Conv2d]
 
 
 def test_layers_at_sparsity_0_are_judged_as_what_they_will_be():
@@ -162,30 +235,26 @@ def test_layers_without_a_backward_or_rows_are_not_judged():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_model_never_keeps_more_than_the_dense_one(seed: int):
-    draw, sparsity = random.Random(seed), (0.3, 0.6, 0.9)[seed % 3]
-    names = draw.choices(Block.KINDS, k=draw.randint(1, 6))
-    model = nn.Sequential(OrderedDict((f"{i}_{name}", Block(name)) for i, name in enumerate(names)))
-    x = torch.randn(2, 8, 64, requires_grad=True)
-
-    def forget() -> None:
-        for block in model:
-            block.kept.clear()
+    draw, kinds = random.Random(seed), [*(make for make, _ in RETAINED), *FREE]
+    model = nn.Sequential(*(make() for make in draw.choices(kinds, k=draw.randint(1, 6))))
+    x = torch.randn(8, 8, 64, requires_grad=True)
 
     def measured() -> tuple[int, int]:
-        stored = bytes_saved(model, x, also=lambda: [t for block in model for t in block.kept])
-        forget()
+        stored = bytes_saved(model, x, also=lambda: [t for block in model for t in block.features])
         with SavedTensorMeter(model, x) as meter:
             model(x)
-        forget()
+        for block in model:
+            block.features.clear()
         return stored, meter.report().stored_bytes
 
     dense, counted = measured()
-    report = convert(model, sparsity=sparsity, block_size=16, rules={"*.dense": None})
+    report = convert(model, sparsity=(0.3, 0.6, 0.9)[seed % 3], block_size=16, rules=rules_for(model))
     always, _ = measured()
     with RetentionProbe(model, x) as probe:
         model(x)
-    forget()
     probe.apply(report)
+    for block in model:
+        block.features.clear()
     stored, now_counted = measured()
     assert now_counted <= counted
     assert stored <= min(dense, always)
@@ -211,26 +280,6 @@ def test_the_probed_step_is_exact_but_for_layers_whose_input_is_retained_later(m
     for (name, ours), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad) == (not later or name != "fc.weight"), name
     assert model.fc.sparsity == model.in_.sparsity == 0.6
-
-
-def test_nothing_is_kept_alive():
-    model, _, x = made(Step)
-    with RetentionProbe(model, x) as probe:
-        h = F.gelu(model.in_(x))
-        alive, batch = weakref.ref(h), weakref.ref(x)
-        storage = torch.multiprocessing.reductions.StorageWeakRef(h.untyped_storage())
-        out = model.fc(h)
-        gc.disable()
-        try:
-            del h
-            assert alive() is None
-            assert storage.expired()
-        finally:
-            gc.enable()
-    del out, x
-    assert batch() is None
-    assert probe.ran
-    assert [layer.fqn for layer in probe.retained] == ["in_"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -260,7 +309,7 @@ def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
 
 
 def test_a_model_copied_in_the_probed_step_takes_no_hook_along():
-    model, _, x = made(Relu)
+    model, _, x = made(Step)
     with RetentionProbe(model, x):
         twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     assert not any("RetentionProbe" in repr(vars(module)) for module in twin.modules())
@@ -274,19 +323,12 @@ class Stack(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.fixture
-def compiled_model() -> nn.Sequential:
-    """A converted model whose third layer is behind a ReLU."""
+@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
+def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(wrapped: bool):
     torch._dynamo.reset()
     counters.clear()
     model = Stack(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    model.report = convert(model, sparsity=0.5)
-    return model
-
-
-@pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.integration)])
-def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_changes(compiled_model, wrapped: bool):
-    model, x, counter = compiled_model, torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
+    report, x, counter = convert(model, sparsity=0.5), torch.randn(4, 8, 64), CompileCounterWithBackend("aot_eager")
     if wrapped:
         call = torch.compile(model, backend=counter, fullgraph=True)
     else:
@@ -299,7 +341,7 @@ def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_chan
         call(x * 2).sum().backward()
     call(x * 2).sum().backward()
     assert counter.frame_count == 1  # nothing of the probe is left
-    assert {layer.fqn: layer.reason for layer in probe.apply(model.report)} == {"2": BY + "'1' (relu)"}
+    assert {layer.fqn: layer.reason for layer in probe.apply(report)} == {"2": BY + "'1' (relu)"}
     assert pruned_layers(model) == ["0", "4"]
     for _ in range(2):
         call(x * 2).sum().backward()

@@ -28,6 +28,7 @@ from lightning_actprune.analysis.step_memory import (
     StepMemory,
     StepMemoryRecorder,
 )
+from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support.marks import cover
 from tests.support.recorded import recorded_step
@@ -110,12 +111,14 @@ def batch() -> Tensor:
     return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("make", "sparsity", "autocast"), cover([blocks, attention], [None, 0.5], [False, True]))
-def test_the_end_of_the_forward_is_what_the_meter_counts(make, sparsity: float | None, autocast: bool):
-    torch.manual_seed(0)
+KEEPS = [None, Keep(sparsity=0.5, block_size=16), Keep(bits=3, sparsity=0.5), Keep(bits=4)]
+
+
+@pytest.mark.parametrize(("make", "keep", "autocast"), cover([blocks, attention], KEEPS, [False, True]))
+def test_the_end_of_the_forward_is_what_the_meter_counts(make, keep: Keep | None, autocast: bool):
     model, x = make(), batch()
-    if sparsity is not None:
-        convert(model, sparsity=sparsity, block_size=16)
+    if keep is not None:
+        convert(model, rules={"type:linear": keep, "*": None})
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -128,7 +131,8 @@ def test_the_end_of_the_forward_is_what_the_meter_counts(make, sparsity: float |
     step = recorded_step(model, x, torch.optim.SGD(model.parameters(), 0.1), loss)
     end = step.forward_end
     assert step.activation_bytes[end] == report.stored_bytes == max(step.activation_bytes)
-    assert step.packed_bytes[end] == sum(row.stored_bytes for row in report.rows if row.sparsity > 0)
+    assert step.packed_bytes[end] == (sum(row.stored_bytes for row in report.rows) if keep is not None else 0)
+    assert all(row.stored_bytes == row.accounted_bytes for row in report.rows if keep is not None)
     assert step.activation_bytes[-1] == 0
     assert all(storage.freed is not None for storage in step.retained)
     assert all(retainer.operator for storage in step.retained for retainer in storage.retainers)
@@ -284,19 +288,9 @@ def test_pictures_show_the_bytes_they_are_given(tmp_path):
 WIDE = 256
 
 
-class Mlp(nn.Module):
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.GELU(), nn.Linear(4 * WIDE, WIDE))
-            for _ in range(6)
-        )
-        self.head = nn.Linear(WIDE, outputs)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def mlp(outputs: int) -> nn.Module:
+    layers = nn.LayerNorm(WIDE), nn.Linear(WIDE, 4 * WIDE), nn.GELU(), nn.Linear(4 * WIDE, WIDE)
+    return nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers), nn.Linear(WIDE, outputs))
 
 
 def autocast_loss(model, x):
@@ -320,7 +314,7 @@ def slack(step):
 @pytest.mark.parametrize(("sparsity", "outputs"), [(None, 8192), (0.6, 16), (0.6, 8192)])
 def test_peak_and_parts(sparsity: float | None, outputs: int):
     torch.manual_seed(0)
-    model, x = Mlp(outputs).cuda(), torch.randn(16, 196, WIDE, device="cuda")
+    model, x = mlp(outputs).cuda(), torch.randn(16, 196, WIDE, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     if sparsity is not None:
         report = convert(model, sparsity=sparsity)
@@ -356,7 +350,7 @@ def test_peak_and_parts(sparsity: float | None, outputs: int):
 @pytest.mark.gpu
 def test_the_peak_of_the_optimizer_step():
     """With little kept for backward the temporary tensors of a foreach optimizer are the peak."""
-    model, x = Mlp(16).cuda(), torch.randn(1, 8, WIDE, device="cuda")
+    model, x = mlp(16).cuda(), torch.randn(1, 8, WIDE, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(2):
         plain_step(model, x, optimizer)

@@ -15,15 +15,17 @@ from torch import Tensor
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.schedules import CubicSchedule, LinearSchedule, SparsitySchedule
 from tests.support.everything import Everything
-from tests.support.helpers import BATCHES, ConfiguredNet, Net, PlainNet, assert_plain, sparsities, trainer
+from tests.support.helpers import BATCHES, ConfiguredNet, Net, assert_plain, fit, sparsities, trainer
+
+pytestmark = pytest.mark.filterwarnings("error:.*other settings:UserWarning")
 
 EPOCHS = 2
 CUBIC = CubicSchedule(end=0.8, start=0.1)
 
 
-def saving(path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+def fit_and_save(model: pl.LightningModule, path: Path, *callbacks: pl.Callback, **options: Any) -> None:
     save = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    return trainer(save, *callbacks, enable_checkpointing=True, max_epochs=EPOCHS, default_root_dir=path, **options)
+    fit(model, save, *callbacks, enable_checkpointing=True, max_epochs=EPOCHS, default_root_dir=path, **options)
 
 
 def watched(make: Callable[[], Net] = Net) -> Net:
@@ -36,18 +38,17 @@ def watched(make: Callable[[], Net] = Net) -> Net:
 def run(tmp_path_factory) -> tuple[Path, list]:
     """An uninterrupted run with a schedule: its checkpoints and its (step, sparsities)."""
     path, model = tmp_path_factory.mktemp("run"), watched()
-    saving(path, ActivationPruning(sparsity=CUBIC), ActivationMemoryMonitor()).fit(model)
+    fit_and_save(model, path, ActivationPruning(sparsity=CUBIC), ActivationMemoryMonitor())
     return path, model.seen
 
 
 @pytest.mark.parametrize(("make", "step"), [(Net, 1), (lambda: Net("setup"), 4), (ConfiguredNet, 6)])
-def test_a_resumed_run_continues_the_schedule(run, step: int, make, recwarn):
+def test_a_resumed_run_continues_the_schedule(run, step: int, make):
     path, uninterrupted = run
     model = watched(make)
     callbacks = ActivationPruning(sparsity=CUBIC), ActivationMemoryMonitor()
-    trainer(*callbacks, max_epochs=EPOCHS).fit(model, ckpt_path=path / f"step={step}.ckpt")
+    fit(model, *callbacks, max_epochs=EPOCHS, ckpt=path / f"step={step}.ckpt")
     assert model.seen == uninterrupted[step:]
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
 class Own(SparsitySchedule):
@@ -58,38 +59,36 @@ class Own(SparsitySchedule):
         return self.function(progress)
 
 
-def test_a_schedule_that_prints_an_address_is_the_same_in_another_process(tmp_path, recwarn):
-    for number, ckpt in enumerate((None, tmp_path / "step=6.ckpt")):
-        schedule = Own(lambda progress, of=number: 0.5 * progress + 0 * of)
-        rules = {"head": Keep(sparsity=Own(lambda progress, of=number: 0.1 + 0 * of))}
-        saving(tmp_path, ActivationPruning(sparsity=schedule, rules=rules)).fit(Net(), ckpt_path=ckpt)
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
+def test_a_schedule_that_prints_an_address_is_the_same_in_another_process():
+    schedules = [Own(lambda progress, of=number: 0.5 * progress + 0 * of) for number in range(2)]
+    states = [ActivationPruning(sparsity=own, rules={"head": Keep(sparsity=own)}).state_dict() for own in schedules]
+    assert repr(schedules[0]) != repr(schedules[1])
+    assert states[0] == states[1]
 
 
 def test_other_settings_are_used_and_reported_once(run):
     path, model = run[0], watched()
-    made = trainer(ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16), max_epochs=3)
+    pruning = ActivationPruning(sparsity=LinearSchedule(end=0.5), block_size=16)
     with pytest.warns(
         UserWarning, match=r"Keep\(sparsity=Cubic.* -> Keep\(sparsity=Linear.*total_steps: 8 -> 12"
     ) as found:
-        made.fit(model, ckpt_path=path / "step=6.ckpt")
+        fit(model, pruning, max_epochs=3, ckpt=path / "step=6.ckpt")
     assert len([w for w in found if "other settings" in str(w.message)]) == 1
     assert [s for _, s, *_ in model.seen] == pytest.approx([0.5 * step / 12 for step in range(6, 12)])
 
 
-def test_a_checkpoint_read_by_another_stage_says_nothing_to_the_next_fit(run, recwarn):
+def test_a_checkpoint_read_by_another_stage_says_nothing_to_the_next_fit(run):
     made, model = trainer(ActivationPruning(sparsity=0.5)), Net()
     made.validate(model, ckpt_path=run[0] / "step=6.ckpt")
     assert_plain(model)
     made.fit(model)
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
 def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_without_ours(run, tmp_path):
-    saving(tmp_path).fit(Net())
+    fit_and_save(Net(), tmp_path)
     ours, plain = (torch.load(path / "step=6.ckpt", weights_only=True) for path in (run[0], tmp_path))
     assert list(ours) == list(plain)
-    assert list(ours["state_dict"]) == list(plain["state_dict"]) == list(PlainNet().state_dict())
+    assert list(ours["state_dict"]) == list(plain["state_dict"]) == list(Net().state_dict())
     [key] = [key for key in ours["callbacks"] if "ModelCheckpoint" not in key]
     assert key == "ActivationPruning{'rules': []}"
     assert ours["callbacks"][key] == {
@@ -104,14 +103,14 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
     }
     model = Net()
     with pytest.warns(UserWarning, match="Please add the following callbacks"):
-        trainer(max_epochs=EPOCHS).fit(model, ckpt_path=run[0] / "step=6.ckpt")
+        fit(model, max_epochs=EPOCHS, ckpt=run[0] / "step=6.ckpt")
     assert model.seen == [["Linear"] * 3] * 2
     model = watched()
-    trainer(ActivationPruning(sparsity=0.5), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
+    fit(model, ActivationPruning(sparsity=0.5), max_epochs=EPOCHS, ckpt=tmp_path / "step=6.ckpt")
     assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
 
 
-def test_two_instances_find_their_own_state_by_the_layers(tmp_path, recwarn):
+def test_two_instances_have_layers_and_a_state_of_their_own(tmp_path):
     def key(**arguments: Any) -> str:
         return ActivationPruning(**arguments).state_key
 
@@ -120,19 +119,21 @@ def test_two_instances_find_their_own_state_by_the_layers(tmp_path, recwarn):
 
     assert key(sparsity=0.5, rules={"a": Keep(bits=4)}) == key(block_size=16, rules={"a": Keep(bits=3)})
     assert len({key(), key(rules={"a": "max"}), key(rules={"a": None}), key(rules={"a": None, "b": None})}) == 4
-    saving(tmp_path, *callbacks()).fit(Net())
+    first, second = callbacks()
+    assert first.state_key is first.state_key  # no text is made in each hook of each step
+    fit_and_save(Net(), tmp_path, first, second)
+    assert [[layer.fqn for layer in each.converted] for each in (first, second)] == [["body.0", "body.2"], ["head"]]
     model = watched()
-    trainer(*callbacks(), max_epochs=EPOCHS).fit(model, ckpt_path=tmp_path / "step=6.ckpt")
+    fit(model, *callbacks(), max_epochs=EPOCHS, ckpt=tmp_path / "step=6.ckpt")
     assert model.seen == [(6, 0.2, 0.2, 0.7), (7, 0.2, 0.2, 0.7)]
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
+    assert_plain(model)
 
 
 def test_the_best_checkpoint_of_a_tuned_fit_is_tested_by_the_plain_model(tmp_path):
     """A callback that changes the model's keys fails here: the finder saves and restores, and so does ``test``."""
     best, finder = ModelCheckpoint(tmp_path, monitor="val_loss"), LearningRateFinder(num_training_steps=3)
     pruning, model = ActivationPruning("max", verbose=False), Net()
-    made = trainer(pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
-    made.fit(model)
+    made = fit(model, pruning, finder, best, enable_checkpointing=True, default_root_dir=tmp_path)
     losses = [made.test(model, ckpt_path="best", verbose=False), trainer().test(model, verbose=False)]
     losses.append(trainer().test(Net.load_from_checkpoint(best.best_model_path), verbose=False))
     assert losses[0] == losses[1] == losses[2]
@@ -164,16 +165,15 @@ class Stopped(Everything):
         return super().training_step(batch, batch_idx)
 
 
-def fit(*callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, Tensor]:
-    model = Stopped()
-    trainer(*callbacks, max_epochs=EPOCHS, limit_val_batches=1).fit(model, ckpt_path=ckpt)
+def trained(*callbacks: pl.Callback, ckpt: Path | None = None) -> dict[str, Tensor]:
+    fit(model := Stopped(), *callbacks, max_epochs=EPOCHS, limit_val_batches=1, ckpt=ckpt)
     return model.state_dict()
 
 
 def killed(folder: Path, *callbacks: pl.Callback) -> Path:
     """Return the last checkpoint of a run that an exception has stopped; others are beside it."""
     with pytest.raises(Killed):
-        saving(folder, *callbacks, limit_val_batches=1).fit(Stopped(KILLED))
+        fit_and_save(Stopped(KILLED), folder, *callbacks, limit_val_batches=1)
     return folder / f"step={KILLED}.ckpt"
 
 
@@ -196,22 +196,21 @@ SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path, recwarn):
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: Path):
     """In the middle of an epoch and at its end, also with a monitor, which measures another batch of that epoch."""
 
     def callbacks() -> list[pl.Callback]:
         return [*SETTINGS[name](), ActivationMemoryMonitor(1, verbose=False)]
 
     whole = callbacks()
-    expected = fit(*whole)
+    expected = trained(*whole)
     last = killed(tmp_path, *callbacks())
     for ckpt in (last, tmp_path / f"step={BATCHES}.ckpt"):
         parts = callbacks()
-        torch.testing.assert_close(fit(*parts, ckpt=ckpt), expected, rtol=0, atol=0)
+        torch.testing.assert_close(trained(*parts, ckpt=ckpt), expected, rtol=0, atol=0)
         for one, other in zip(whole[:-1], parts[:-1], strict=True):
             assert other.report.to_rows() == one.report.to_rows()
             assert other.spread == one.spread
-    assert not [w for w in recwarn if "other settings" in str(w.message)]
 
 
 def edited(ckpt: Path, **changes: Any) -> Path:
@@ -239,16 +238,14 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return killed(tmp_path_factory.mktemp("run"), quiet())
 
 
-@pytest.mark.parametrize("tunes", [False, pytest.param(True, marks=pytest.mark.integration)])
-def test_what_a_checkpoint_says_counts(ckpt: Path, tunes: bool, monkeypatch):
-    """Neither the first batch after it decides anew nor the first batch of a tuner."""
-    monkeypatch.chdir(ckpt.parent)  # where tuners write
+def test_what_a_checkpoint_says_counts(ckpt: Path):
+    """The first batch after it does not decide anew; see test_tuners for the first batch of a tuner."""
     state = state_of(torch.load(ckpt, weights_only=True))
     assert state["retained"].keys() == {"first", "late", "attention.out_proj"}
     assert state["retained"]["late"] == SQUARE
     assert "spread.1" in state["spread"]
-    pruning, tuner = quiet(), [LearningRateFinder(num_training_steps=2)]
-    fit(pruning, *tuner[: int(tunes)], ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
+    pruning = quiet()
+    trained(pruning, ckpt=edited(ckpt, retained={"head": "as it was"}, spread={"spread.1": 0.5}))
     assert reasons(pruning) == {"head": "as it was"}
     assert pruning.spread == {"spread.1": 0.5}
 
@@ -264,7 +261,7 @@ def test_what_a_checkpoint_says_counts(ckpt: Path, tunes: bool, monkeypatch):
 )
 def test_other_settings_and_other_layers_are_judged_anew(ckpt: Path, changes: dict[str, Any], skips: bool, recwarn):
     pruning, older = quiet(skip_retained=skips), ... in changes.values()
-    fit(pruning, ckpt=edited(ckpt, **{"retained": {"head": "as it was"}, "spread": {"head": 0.5}} | changes))
+    trained(pruning, ckpt=edited(ckpt, **{"retained": {"head": "as it was"}, "spread": {"head": 0.5}} | changes))
     said = [str(w.message) for w in recwarn if "other settings" in str(w.message)]
     assert [next(iter(changes)) in text for text in said] == [True] * (not older)
     assert ("spread.1" in pruning.spread) is not older
@@ -280,10 +277,10 @@ def test_a_checkpoint_from_before_the_decision_leaves_it_to_the_next_batch(hook:
     path, pruning = tmp_path / "first.ckpt", quiet()
     save = LambdaCallback(**{hook: lambda made, *_: made.global_step < 2 and made.save_checkpoint(path)})
     with pytest.raises(Killed):
-        trainer(save, quiet(), max_epochs=EPOCHS, limit_val_batches=1).fit(Stopped(1))
+        fit(Stopped(1), save, quiet(), max_epochs=EPOCHS, limit_val_batches=1)
     state = state_of(torch.load(path, weights_only=True))
     assert state["retained"] is state["spread"] is None
-    found = fit(pruning, ckpt=path)
+    found = trained(pruning, ckpt=path)
     assert reasons(pruning)["late"] == SQUARE
     if hook == "on_train_start":
-        torch.testing.assert_close(found, fit(quiet()), rtol=0, atol=0)
+        torch.testing.assert_close(found, trained(quiet()), rtol=0, atol=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,19 +17,19 @@ from torch.utils.data import DataLoader
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
-from tests.support.helpers import BATCHES, trainer
+from tests.support.helpers import BATCHES, fit
 
 pytestmark = pytest.mark.integration
 
 
 class Wide(pl.LightningModule):
-    """Norm, two linear layers around a GELU, and a function of which no layer is known, wide enough to be packed."""
+    """Norm, two linear layers around a GELU, wide enough to be packed; is validated by batches of another size."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        self.head = nn.Linear(64, 4)
+        self.head, self.scores = nn.Linear(64, 4), list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.body(x)).mean(1)
@@ -35,12 +37,19 @@ class Wide(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch).square().mean()
 
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert not torch.is_grad_enabled()
+        self.scores.append(self(batch).square().mean())
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         draws = torch.Generator().manual_seed(1)
         return DataLoader([torch.randn(32, 64, 64, generator=draws) for _ in range(BATCHES)], batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader([torch.ones(16, 64, 64)], batch_size=None)
 
 
 class Residual(nn.Module):
@@ -68,7 +77,7 @@ def installed() -> tuple[object, object]:
     return places.inductor.joint_custom_post_pass, places.functorch.joint_custom_pass
 
 
-def fit(
+def losses_of(
     model: pl.LightningModule, *callbacks: pl.Callback, backend: str | None = "aot_eager", **options: Any
 ) -> list[Tensor]:
     """Return the losses of a fit, of a model that is compiled as a whole."""
@@ -76,8 +85,20 @@ def fit(
     losses: list[Tensor] = []
     note = LambdaCallback(on_train_batch_end=lambda _, __, outputs, *___: losses.append(outputs["loss"].clone()))
     whole = model if backend is None else torch.compile(model, backend=backend)
-    trainer(note, *callbacks, **({"limit_val_batches": 0} | options)).fit(whole)
+    fit(whole, note, *callbacks, **({"limit_val_batches": 0} | options))
     return losses
+
+
+@pytest.fixture(scope="module")
+def eager() -> Callable[[type[Wide]], tuple[list[Tensor], int]]:
+    """Return the losses and the bytes kept of a dense fit that is not compiled, by the class of the model."""
+
+    @functools.cache
+    def run(kind: type[Wide]) -> tuple[list[Tensor], int]:
+        losses = losses_of(kind(), monitor := ActivationMemoryMonitor(2), backend=None)
+        return losses, monitor.report.stored_bytes
+
+    return run
 
 
 def assert_learned_alike(losses: list[Tensor], right: list[Tensor]) -> None:
@@ -88,116 +109,80 @@ def assert_learned_alike(losses: list[Tensor], right: list[Tensor]) -> None:
     assert all((one - other).abs() < learned / 20 for one, other in zip(losses, right, strict=True))
 
 
-def test_a_compiled_fit_packs_and_learns_as_the_dense_one(caplog):
+def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     caplog.set_level("INFO")
-    before, model = installed(), Wide()
-    pruning, monitor, dense = ActivationPruning("balanced"), ActivationMemoryMonitor(2), ActivationMemoryMonitor(2)
-    made: list[pl.Trainer] = []
-    note = LambdaCallback(on_fit_start=lambda trainer, _: made.append(trainer))
-    losses, right = fit(model, pruning, monitor, note), fit(Wide(), dense, backend=None)
+    before, model, (right, dense_bytes) = installed(), Wide(), eager(Wide)
+    caplog.clear()
+    pruning, monitor = ActivationPruning("balanced"), ActivationMemoryMonitor(2)
+    losses = losses_of(model, pruning, monitor)
     assert_learned_alike(losses, right)
     assert {row.how for row in pruning.compiled} >= {"packed"}
     stored = sum(row.stored_bytes for row in pruning.compiled)
     assert 0 < stored < 0.3 * sum(row.dense_bytes for row in pruning.compiled)
-    assert monitor.report.stored_bytes < 0.5 * dense.report.stored_bytes
+    assert monitor.report.stored_bytes < 0.5 * dense_bytes
     assert caplog.text.count("that backward reads in compiled code") == 1
     assert "kept by compiled code, whose backward reads" in caplog.text
     table = caplog.text[caplog.text.index("Kept for backward") :].splitlines()
     packed = [row for row in pruning.compiled if row.how == "packed"]
     assert all(any(row.name in line and f"{row.bits} bits" in line for line in table) for row in packed)
     assert 0 < monitor.report.compiled_bytes <= monitor.report.stored_bytes
-    metrics = {name: float(value) for name, value in made[0].callback_metrics.items() if "actprune" in name}
+    metrics = {name: float(value) for name, value in model.trainer.callback_metrics.items() if "actprune" in name}
     assert metrics == {"actprune/stored_mib": pytest.approx(monitor.report.stored_bytes / 2**20)}
     rows, told = pruning._compiled.rows, pruning.compiled
     listed = told[: len(told) // told.count(told[0])]
-    assert _compiled_rows(made[0], monitor.report) == listed != []
+    assert _compiled_rows(model.trainer, monitor.report) == listed != []
     rows.extend(told)  # compiled again
-    assert _compiled_rows(made[0], monitor.report) == listed
+    assert _compiled_rows(model.trainer, monitor.report) == listed
     rows.append(told[0])  # of another batch size
-    assert _compiled_rows(made[0], monitor.report) == []
+    assert _compiled_rows(model.trainer, monitor.report) == []
     assert installed() == before
     kinds = [type(module) for module in Wide().body]
     assert [type(module) for module in model.body] == kinds
 
 
-class Validated(Wide):
-    """Is validated as well, by batches of another size, and takes note of the losses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores: list[Tensor] = []
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        assert not torch.is_grad_enabled()
-        self.scores.append(self(batch).square().mean())
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader([torch.ones(16, 64, 64)], batch_size=None)
-
-
-def test_accumulation_and_validation_in_between():
+def test_accumulation_and_validation_in_between(eager):
     """Two epochs, of two batches a step."""
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1, "limit_val_batches": 1.0}
-    pruning, plain = ActivationPruning("balanced", verbose=0), ActivationPruning("balanced", verbose=0)
-    ours, dense = Validated(), Validated()
-    losses, right = fit(ours, pruning, **options), fit(dense, backend=None, **options)
+    pruning, ours, dense = ActivationPruning("balanced", verbose=0), Wide(), Wide()
+    losses, right = losses_of(ours, pruning, **options), losses_of(dense, backend=None, **options)
     assert (len(losses), len(ours.scores)) == (2 * BATCHES, 3)
     torch.testing.assert_close(losses[:2], right[:2], rtol=1e-5, atol=0)
     torch.testing.assert_close(losses, right, rtol=0, atol=0.05 * right[0].item())
     torch.testing.assert_close(ours.scores, dense.scores, rtol=0, atol=0.05 * dense.scores[0].item())
-    fit(Wide(), plain)
-    both = pruning.compiled, plain.compiled
-    packed = [[(row.name, row.shape, row.stored_bytes) for row in rows if row.how == "packed"] for rows in both]
-    assert packed[0] == packed[1] != []
+    assert "packed" in {row.how for row in pruning.compiled}
 
 
 @pytest.mark.parametrize(
     ("preset", "part"),
     [("max", "all"), ("recompute", "blocks")],
 )
-def test_blocks_of_a_compiled_fit_keep_little_between_them(part: str, preset: str):
-    model, dense = Deep(), ActivationMemoryMonitor(2)
+def test_blocks_of_a_compiled_fit_keep_little_between_them(eager, part: str, preset: str):
+    model, (_, dense_bytes) = Deep(), eager(Deep)
     if part == "blocks":
         for block in model.body:
             block.compile(backend="aot_eager")
     pruning, monitor = ActivationPruning(preset, verbose=0), ActivationMemoryMonitor(2)
-    losses = fit(model, pruning, monitor, backend="aot_eager" if part == "all" else None)
-    assert_learned_alike(losses, fit(Deep(), ActivationPruning(preset, verbose=0), backend=None))
-    fit(Deep(), dense, backend=None)
+    losses = losses_of(model, pruning, monitor, backend="aot_eager" if part == "all" else None)
+    assert_learned_alike(losses, losses_of(Deep(), ActivationPruning(preset, verbose=0), backend=None))
     inputs = [row for row in pruning.compiled if row.shape == (32, 64, 64) and row.how == "packed"]
     # The first block is given the batch, which is there anyway; the others are compiled once.
     assert len([row for row in inputs if row.name.startswith("body")]) >= (1 if part == "blocks" else 3)
     assert "as it is" not in {row.how for row in pruning.compiled if row.shape == (32, 64, 128)}
-    assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense.report.stored_bytes
+    assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense_bytes
 
 
-def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves():
-    dense, ours, pruning = ActivationMemoryMonitor(3), ActivationMemoryMonitor(3), ActivationPruning(verbose=0)
-    right = fit(Wide(), dense, backend=None)
+def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves(eager):
+    ours, pruning, (right, dense_bytes) = ActivationMemoryMonitor(2), ActivationPruning(verbose=0), eager(Wide)
     with pytest.warns(UserWarning, match="runs no pass over the graphs .*HINT"):
-        losses = fit(Wide(), pruning, ours, backend="eager")
+        losses = losses_of(Wide(), pruning, ours, backend="eager")
     assert_learned_alike(losses, right)
     assert not pruning.compiled
-    assert ours.report.stored_bytes < 0.5 * dense.report.stored_bytes
+    assert ours.report.stored_bytes < 0.5 * dense_bytes
 
 
-def test_what_others_compile_is_left_alone_and_an_exception_takes_the_pass_out():
-    before, other, grads = installed(), nn.Linear(64, 64), list[Tensor]()
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
-    pruning = ActivationPruning("balanced", verbose=0)
-
-    def beside(*args: object) -> None:
-        other.zero_grad()
-        (torch.compile(other, backend="aot_eager") if args else other)(x).square().sum().backward()
-        grads.append(other.weight.grad.clone())
-
-    fit(Wide(), pruning, LambdaCallback(on_train_batch_end=beside))
-    rows = pruning.compiled
-    beside()
-    assert all(torch.equal(grad, grads[-1]) for grad in grads)
-    assert not any(row.shape == (8, 64) for row in rows)
-    assert copy.deepcopy(pruning).compiled == rows
+def test_an_exception_takes_the_pass_out():
+    before, pruning = installed(), ActivationPruning("balanced", verbose=0)
     with pytest.raises(ZeroDivisionError):
-        fit(Wide(), pruning, LambdaCallback(on_train_batch_end=lambda *args: args[-1] == 2 and 1 / 0))
+        losses_of(Wide(), pruning, LambdaCallback(on_train_batch_end=lambda *args: args[-1] == 2 and 1 / 0))
     assert installed() == before
-    assert pruning.compiled
+    assert copy.deepcopy(pruning).compiled == pruning.compiled != []

@@ -1,21 +1,25 @@
-"""ActivationPruning(skip_retained=...): the first batch of a fit decides, once and in every kind of loop."""
+"""What the first batch of a fit decides and warns of: retained inputs, energy that is dropped, checkpointed layers."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, Recompute
 from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
+from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, pruned_layers, sparsities, trainer
+from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities, warnings_of
+from tests.support.stack import Stack
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -71,16 +75,18 @@ def assert_hooks_gone(model: nn.Module) -> None:
         (Listed, LIST, {"num_sanity_val_steps": 2, "max_epochs": 2}),
     ],
 )
-def test_retained_layers_are_dense_from_the_second_batch_on(make, reason: str, options: dict):
+def test_retained_layers_are_dense_from_the_second_batch_of_each_fit_on(make, reason: str, options: dict):
+    """But for a resumed one: see test_checkpoints."""
     model, callback = make(), ActivationPruning(sparsity=0.5)
-    hooked: list[bool] = []
-    model.watch = lambda m: hooked.append(bool(m.head._forward_hooks)) or pruned_layers(m)
-    trainer(callback, **options).fit(model)
-    assert model.seen == [PRUNED] + [LEFT] * (len(model.seen) - 1)
-    assert hooked == [True] + [False] * (len(hooked) - 1)
-    assert [layer.fqn for layer in callback.converted] == LEFT
-    assert outcome(callback) == {"head": reason}
-    assert_hooks_gone(model)
+    model.watch = lambda m: (pruned_layers(m), bool(m.head._forward_hooks))
+    for _ in range(2):
+        fit(model, callback, **options)
+        assert model.seen == [(PRUNED, True)] + [(LEFT, False)] * (len(model.seen) - 1)
+        assert [layer.fqn for layer in callback.converted] == LEFT
+        assert outcome(callback) == {"head": reason}
+        assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
+        assert_hooks_gone(model)
+        model.seen.clear()
 
 
 @pytest.mark.parametrize("make", [Retained, Listed])
@@ -89,20 +95,9 @@ def test_a_schedule_that_starts_at_0_and_without_skip_retained(make):
     for skips, later in ((True, 2), (False, 3)):
         model, callback = make(), ActivationPruning(sparsity=schedule, skip_retained=skips)
         model.watch = sparsities
-        trainer(callback).fit(model)
+        fit(model, callback)
         assert model.seen == [[0.0] * 3, [0.2] * later, [0.4] * later, [pytest.approx(0.6)] * later]
         assert outcome(callback).keys() == ({"head"} if skips else set())
-
-
-def test_training_is_that_with_the_layer_excluded():
-    """Also in the first step: its ReLU keeps the input before the layer is called."""
-    weights = []
-    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
-        torch.manual_seed(0)
-        model = Retained(lr=0.5)
-        trainer(ActivationPruning(sparsity=0.8, verbose=False, **options)).fit(model)
-        weights.append([parameter.clone() for parameter in model.parameters()])
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("through_lightning", "kept"), [(True, False), (False, True), (False, False)])
@@ -112,7 +107,7 @@ def test_manual_optimization(through_lightning: bool, kept: bool):
     model.through_lightning = through_lightning
     if not kept:
         model.after_backward = model.features.clear
-    trainer(callback).fit(model)
+    fit(model, callback)
     # Without Lightning's backward there is no hook at which a list that is emptied after it could be seen.
     assert outcome(callback) == ({"head": LIST} if kept or through_lightning else {})
     assert_hooks_gone(model)
@@ -128,17 +123,9 @@ def test_the_first_batch_with_a_forward_decides():
             return None if batch_idx == 0 else nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     model, callback = Late(), ActivationPruning(sparsity=0.6)
-    trainer(callback, max_epochs=2).fit(model)
+    fit(model, callback, max_epochs=2)
     assert model.seen == [PRUNED] * 2 + [LEFT] * 2
     assert outcome(callback) == {"head": RELU}
-
-
-def test_every_fit_decides_anew():
-    """But a resumed one: see test_checkpoints."""
-    model, callback = Retained(), ActivationPruning(sparsity=0.6)
-    for _ in range(2):
-        trainer(callback).fit(model)
-    assert model.seen == ([PRUNED] + [LEFT] * (BATCHES - 1)) * 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +138,7 @@ def test_every_fit_decides_anew():
 def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
     model, callback = make(), ActivationPruning(sparsity=0.6, rules=rules)
     with pytest.raises(MisconfigurationException, match=rf"(?s)No layer is left.*{named}"):
-        trainer(callback).fit(model)
+        fit(model, callback)
     assert_hooks_gone(model)
 
 
@@ -170,7 +157,7 @@ def test_two_callbacks_decide_together():
     rules = {"head": None, "k": None}, {"body.*": None}
     first, second = (ActivationPruning(sparsity=0.6, rules=each) for each in rules)
     model = Sisters()
-    trainer(first, second).fit(model)
+    fit(model, first, second)
     assert model.seen == [[*PRUNED, "k"]] + [[*LEFT, "k"]] * (BATCHES - 1)
     assert [[layer.fqn for layer in callback.converted] for callback in (first, second)] == [LEFT, ["k"]]
     assert outcome(second)["head"] == RELU
@@ -178,10 +165,16 @@ def test_two_callbacks_decide_together():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_monitor_measures_the_probed_batch(order: int):
-    monitor, callback = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.5)
-    model = Retained()
-    trainer(*[callback, monitor][::order], limit_train_batches=1).fit(model)
+def test_the_monitor_measures_the_probed_batch_and_training_is_that_with_the_layer_excluded(order: int):
+    """Also in the first step: its ReLU keeps the input before the layer is called."""
+    fits = []
+    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
+        torch.manual_seed(0)
+        pruning, monitor = ActivationPruning(sparsity=0.5, **options), ActivationMemoryMonitor(0)
+        fit(model := Retained(lr=0.5), *[pruning, monitor][::order])
+        fits.append((model.state_dict(), pruning, monitor))
+    (state, callback, monitor), (expected, _, alone) = fits
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
     rows = {row.fqn: (row.sparsity, row.dense_bytes, row.stored_bytes > 0) for row in monitor.report.rows}
     assert rows == {
         "body.0": (0.5, 4 * 8 * 64 * 4, True),
@@ -189,8 +182,6 @@ def test_the_monitor_measures_the_probed_batch(order: int):
         "head": (0.0, 0, False),  # ran dense, on what the ReLU keeps
     }
     assert outcome(callback) == {"head": RELU}
-    alone = ActivationMemoryMonitor()
-    trainer(alone, ActivationPruning(sparsity=0.5, rules={"head": None}), limit_train_batches=1).fit(Retained())
     assert monitor.report.stored_bytes == alone.report.stored_bytes
 
 
@@ -204,7 +195,7 @@ def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
         model, callback = Retained(), ActivationPruning(sparsity=0.5, **options)
         counter = CompileCounterWithBackend("aot_eager")
         model.body.compile(backend=counter, fullgraph=True)
-        trainer(callback, num_sanity_val_steps=0, limit_val_batches=0).fit(model)
+        fit(model, callback, num_sanity_val_steps=0, limit_val_batches=0)
         assert outcome(callback).keys() == {"head"}
         assert model.seen[1:] == [LEFT] * (BATCHES - 1)
         frames.append(counter.frame_count)
@@ -215,7 +206,7 @@ def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monk
     monkeypatch.setattr(private, "MISSING", [*private.MISSING, *RetentionProbe.needs])
     model, callback = Retained(), ActivationPruning(sparsity=0.5)
     with pytest.warns(UserWarning, match=r"Finding out in the first batch .* needs torch\._C\..* All stay converted"):
-        trainer(callback).fit(model)
+        fit(model, callback)
     assert model.seen == [PRUNED] * len(model.seen)
 
 
@@ -245,7 +236,7 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
     """Or dense, if they keep their values as they are."""
     caplog.set_level("INFO")
     model, callback = Uneven(), ActivationPruning(rules=judged(), verbose=2)
-    trainer(callback).fit(model)
+    fit(model, callback)
     assert "body.0 │ 41." in " ".join(caplog.text.split())
     assert model.seen == [[0.5, 0.5]] + [[0.0, 0.5]] * (BATCHES - 1)
     assert [(layer.fqn, layer.sparsity) for layer in callback.converted] == [(SPREAD, 0.0), (CONCENTRATED, 0.5)]
@@ -254,14 +245,13 @@ def test_spread_layers_are_only_quantised_from_the_second_batch_on(caplog):
     assert_plain(model)
     model, callback = Uneven(), ActivationPruning(rules=judged(bits=None))
     model.watch = pruned_layers
-    trainer(callback).fit(model)
+    fit(model, callback)
     assert model.seen == [[SPREAD, CONCENTRATED]] + [[CONCENTRATED]] * (BATCHES - 1)
     assert SPREAD in {layer.fqn for layer in callback.skipped}
 
 
 def test_a_schedule_does_not_reach_them_and_they_are_judged_by_its_end():
-    model = Uneven()
-    trainer(ActivationPruning(rules=judged(LinearSchedule(end=0.5, until=0.5)))).fit(model)
+    fit(model := Uneven(), ActivationPruning(rules=judged(LinearSchedule(end=0.5, until=0.5))))
     assert model.seen == [[0.0, sparsity] for sparsity in (0.0, 0.25, 0.5, 0.5)]
 
 
@@ -271,7 +261,129 @@ def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(m
         (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
         (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
     ):
-        model = Uneven()
-        trainer(callback).fit(model)
+        fit(model := Uneven(), callback)
         assert model.seen == [expected] * BATCHES
         assert callback.spread == {}
+
+
+# Blocks that run again in backward, and layers inside activation checkpoints, of which a warning tells.
+
+
+class Dropping(Stack):
+    """Residual blocks that drop out; notes the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        for block in self.body[1:-1]:
+            block.act = nn.Sequential(nn.GELU(), nn.Dropout(0.1))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.losses.append(super().loss(batch))
+        return self.losses[-1]
+
+
+def test_a_fit_learns_what_the_dense_one_does(caplog):
+    caplog.set_level("INFO")
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2}
+    fit(dense := Dropping(), **options)
+    monitor = ActivationMemoryMonitor()
+    pruning = ActivationPruning("recompute", rules={"body.4": None}, verbose=1)
+    ours = Dropping()  # seeds what it drops out, too
+    assert warnings_of(fit, ours, pruning, monitor, about="checkpoint", **options) == []
+    assert torch.equal(ours.losses[0], dense.losses[0])
+    torch.testing.assert_close(torch.stack(ours.losses), torch.stack(dense.losses), rtol=0.01, atol=0.01)
+    assert_plain(ours)
+    assert not any(isinstance(module, RecomputedModule) for module in ours.modules())
+    assert [block.fqn for block in pruning.report.recomputed] == [f"body.{n}" for n in (1, 2, 3)]
+    assert monitor.report.saved_fraction > 0.5
+    assert "Run again in backward: body.* (3 Residual, inputs in 8 bits)." in " ".join(caplog.text.split())
+
+
+def test_exact_inputs_make_it_a_checkpoint_and_a_model_without_blocks_is_an_error():
+    rules = {f"body.{n}": Recompute(None) for n in (1, 2, 3, 4)} | {"*": None, "type:saved": None}
+    fit(dense := Dropping())
+    fit(ours := Dropping(), ActivationPruning(rules=rules))
+    assert torch.equal(torch.stack(ours.losses), torch.stack(dense.losses))
+    with pytest.raises(MisconfigurationException, match="no class of blocks that is repeated"):
+        fit(Net(), ActivationPruning("recompute"))
+
+
+# Pruned layers inside activation checkpoints.
+
+
+class Checkpointed(Net):
+    """``body`` runs in a checkpoint."""
+
+    reentrant = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stem = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.gelu(self.stem(nn.functional.layer_norm(x, (FEATURES,))))
+        return self.head(checkpoint(self.body, h, use_reentrant=self.reentrant)).mean(1)
+
+
+checkpoints_named = functools.partial(warnings_of, fit, about="activation checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "options", "reentrant", "skip_retained"),
+    [
+        (False, {"max_epochs": 2}, True, True),
+        (False, {"accumulate_grad_batches": 3}, False, False),
+        (False, {"precision": "bf16-mixed"}, True, False),
+        (True, {}, False, True),
+        (True, {}, True, False),
+    ],
+)
+def test_the_layers_are_named_once(by_hand: bool, options: dict, reentrant: bool, skip_retained: bool):
+    model = type("Manual", (Checkpointed, ByHand), {})() if by_hand else Checkpointed()
+    model.reentrant = reentrant
+    callback = ActivationPruning(sparsity=0.5, skip_retained=skip_retained)
+    [text] = checkpoints_named(model, callback, ActivationMemoryMonitor(0), **options)
+    assert text.startswith("2 converted linear layers run only inside an activation checkpoint: body.0, body.2. ")
+    assert "HINT" in text
+    assert [layer.fqn for layer in callback.converted] == ["body.0", "body.2", "head", "stem"]  # they stay pruned
+    assert_hooks_gone(model)
+    assert len(checkpoints_named(model, callback, **options)) == 1  # in every fit
+
+
+def test_each_callback_warns_of_its_own_layers_and_remedies_silence_it():
+    callbacks = [
+        ActivationPruning(sparsity=0.6, rules=dict.fromkeys(dense))
+        for dense in (["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"])
+    ]
+    found = checkpoints_named(Checkpointed(), *callbacks)
+    assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
+    for skips in (True, False):
+        callback = ActivationPruning(sparsity=0.6, rules={"body.*": None}, skip_retained=skips)
+        assert (
+            checkpoints_named(Checkpointed(), callback)
+            == checkpoints_named(Net(), ActivationPruning(sparsity=0.6))
+            == []
+        )
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("skip_retained", [True, False])
+def test_a_compiled_checkpoint_is_seen_in_the_probed_batch_alone(skip_retained: bool):
+    torch._dynamo.reset()
+    model = Checkpointed()
+    model.compile(backend="aot_eager")
+    assert len(checkpoints_named(model, ActivationPruning(sparsity=0.6, skip_retained=skip_retained))) == skip_retained
+
+
+def test_layers_in_a_checkpoint_are_not_judged_as_retained_in_its_own_backward():
+    class Retained(Checkpointed):
+        reentrant = True
+
+        def make(self) -> None:
+            super().make()
+            self.body[1] = nn.ReLU()
+
+    callback = ActivationPruning(sparsity=0.5)
+    assert len(checkpoints_named(Retained(), callback)) == 1
+    assert callback.skipped == []

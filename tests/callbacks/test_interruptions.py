@@ -1,10 +1,11 @@
-"""An error anywhere in a fit leaves the model, torch and the callbacks as before, and the next fit is as any."""
+"""An error in a fit, a fit inside it or beside it in a thread: model, torch and callbacks are as by themselves."""
 
 from __future__ import annotations
 
 import copy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,33 +13,97 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BatchSizeFinder, LambdaCallback, LearningRateFinder, OnExceptionCheckpoint
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis import first_batch, memory, recorder
 from lightning_actprune.operators import regions
+from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.hooks import backward_runs
 from tests.support import everything
-from tests.support.everything import Everything, assert_nothing_open
-from tests.support.helpers import trainer
-from tests.support.ranks import all_traces
+from tests.support.everything import Everything, assert_nothing_open, sample
+from tests.support.helpers import all_traces, fit, trainer
 
 pytestmark = pytest.mark.integration
+
+
+class Model(Everything):
+    def __init__(self, seed: int = 0, dropout: float = 0.1) -> None:
+        super().__init__(seed, dropout)
+        self.kind, self.batch_size = (seed, dropout), 4
+
+
+def ours() -> list[pl.Callback]:
+    """The first batch is probed, in the second memory is measured, then nothing."""
+    return [ActivationPruning("max", sparsity=0.5, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
+
+
+def seeded_fit(model: Model, *callbacks: pl.Callback, **options: Any) -> None:
+    torch.manual_seed(1)
+    fit(model, *callbacks, limit_val_batches=1, **options)
+
+
+def surroundings(model: Model) -> Any:
+    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    return all_traces(model), hooked, torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+
+
+def outcome(model: Model, callbacks: list[pl.Callback]) -> Any:
+    """Return all that a fit has come to, but for its parameters."""
+    pruning, monitor = callbacks
+    reports = pruning.report.to_rows(), pruning.spread, monitor.report.totals(), monitor.report.to_rows()
+    return reports, surroundings(model)
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[Any, tuple[dict[str, Tensor], Any]]:
+    """The weights and the outcome of fits without an error, by the kind of the model."""
+    results = {}
+    for kind in ((0, 0.1), (0, 0.0), (1, 0.0)):
+        model, callbacks = Model(*kind), ours()
+        seeded_fit(model, *callbacks)
+        results[kind] = model.state_dict(), outcome(model, callbacks)
+    return results
+
+
+def assert_as_any(whole: Any, model: Model, callbacks: list[pl.Callback]) -> None:
+    state, expected = whole[model.kind]
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert outcome(model, callbacks) == expected
+
+
+def assert_next_is_as_any(whole: Any, model: Model, callbacks: list[pl.Callback], initial: Any) -> None:
+    """The callbacks are closed, and the next fit with the weights of before comes to what any does."""
+    for again in (True, False):
+        pruning, monitor = callbacks
+        probes = pruning._probe._retention, pruning._probe._energy, pruning._probe._recomputations
+        assert {*probes, monitor._meter, monitor._recorder} == {None}
+        assert pruning._trials._undo == pruning._progress._layers == []
+        assert_nothing_open()
+        if again:
+            model.load_state_dict(initial)
+            model.train()  # Lightning does not after a validation that failed
+            seeded_fit(model, *callbacks)
+            assert_as_any(whole, model, callbacks)
+
+
+# Errors.
 
 
 class Trap:
     """Raises an error once: in the first call in a step of the training, or in the first of all (``step=None``)."""
 
-    def __init__(self, error: type[BaseException], step: int | None = None) -> None:
-        self.error, self.step, self.armed = error, step, True
-        self.trainer: pl.Trainer | None = None
+    def __init__(self, model: Model, error: type[BaseException], step: int | None = None) -> None:
+        self.model, self.error, self.step, self.armed = model, error, step, True
         self.undo: list[Callable[[], Any]] = []
 
     def __call__(self, *args: Any) -> None:
-        made = self.trainer
+        made = self.model._trainer
         if self.armed and (self.step is None or (made.training and made.global_step == self.step)):
             self.armed = False
             raise self.error("CUDA out of memory.")  # which tuners know by these words
@@ -55,68 +120,14 @@ class Trap:
         self.undo.append(lambda: setattr(at, name, original) if own else delattr(at, name))
 
 
-class Model(Everything):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.1)
-        self.batch_size = 4
-
-
-def ours() -> list[pl.Callback]:
-    """The first batch is probed, in the second memory is measured, then nothing."""
-    return [ActivationPruning("max", sparsity=0.5, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
-
-
-def fit(model: Model, callbacks: list[pl.Callback], folder: Path, trap: Trap | None = None) -> None:
-    torch.manual_seed(1)
-    save = ModelCheckpoint(folder, every_n_train_steps=2)
-    made = trainer(*callbacks, save, enable_checkpointing=True, default_root_dir=folder, limit_val_batches=1)
-    if trap is not None:
-        trap.trainer = made
-    made.fit(model)
-
-
-def failed(model: Model, callbacks: list[pl.Callback], trap: Trap, folder: Path) -> Any:
+def failed(model: Model, callbacks: list[pl.Callback], trap: Trap, **options: Any) -> Any:
     """Return what a fit that ends in the trap leaves: traces on the model, and the state of the generator."""
     with pytest.raises((trap.error, SystemExit)):
-        fit(model, callbacks, folder, trap)
+        seeded_fit(model, *callbacks, **options)
     assert not trap.armed
     for undo in reversed(trap.undo):
         undo()
     return surroundings(model), torch.get_rng_state().tolist()
-
-
-def surroundings(model: Model) -> Any:
-    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    return all_traces(model), hooked, torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
-
-
-def outcome(model: Model, callbacks: list[pl.Callback]) -> Any:
-    pruning, monitor = callbacks
-    return (pruning.report.to_rows(), pruning.spread, monitor.report.totals()), surroundings(model)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Any]:
-    """The weights and the outcome of a fit without an error."""
-    model, callbacks = Model(), ours()
-    fit(model, callbacks, tmp_path_factory.mktemp("whole"))
-    return model.state_dict(), outcome(model, callbacks)
-
-
-def assert_next_is_as_any(whole: Any, model: Model, callbacks: list[pl.Callback], initial: Any, folder: Path) -> None:
-    """The callbacks are closed, and the next fit with the weights of before comes to what any does."""
-    for again in (True, False):
-        pruning, monitor = callbacks
-        probes = pruning._probe._retention, pruning._probe._energy, pruning._probe._recomputations
-        assert {*probes, monitor._meter, monitor._recorder} == {None}
-        assert pruning._trials._undo == pruning._progress._layers == []
-        assert_nothing_open()
-        if again:
-            model.load_state_dict(initial)
-            model.train()  # Lightning does not after a validation that failed
-            fit(model, callbacks, folder)
-            torch.testing.assert_close(model.state_dict(), whole[0], rtol=0, atol=0)
-            assert outcome(model, callbacks) == whole[1]
 
 
 @pytest.fixture(autouse=True)
@@ -193,14 +204,23 @@ PLACES: dict[str, tuple[Any, type[BaseException], int | None]] = {
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.filterwarnings("ignore:.*run only inside an activation checkpoint:UserWarning")
 def test_an_error_leaves_what_it_leaves_without_ours(whole, name: str, tmp_path: Path):
+    """And if it is in a step, a checkpoint, which the plain model can load."""
     (lay, error, step), left = PLACES[name], []
+    save = [] if step is None else [OnExceptionCheckpoint(tmp_path)]
     for callbacks in ([], ours()):
-        model, trap = Model(), Trap(error, step)
-        initial, other = copy.deepcopy(model.state_dict()), lay(model, trap)
+        model = Model()
+        trap, initial = Trap(model, error, step), copy.deepcopy(model.state_dict())
+        other = lay(model, trap)
         others = [] if other is None else [other]
-        left.append(failed(model, others + callbacks if step == 0 else callbacks + others, trap, tmp_path))
+        own = others + callbacks if step == 0 else callbacks + others
+        left.append(failed(model, own + save, trap, enable_checkpointing=True))
+        for at_exception in save:
+            saved = torch.load(at_exception.ckpt_path, weights_only=True)["state_dict"]
+            Model().load_state_dict(saved)
+            torch.testing.assert_close(saved, dict(model.state_dict()), rtol=0, atol=0)
+            Path(at_exception.ckpt_path).unlink()
     assert left[1] == left[0]
-    assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
+    assert_next_is_as_any(whole, model, callbacks, initial)
 
 
 OURS = {
@@ -216,47 +236,144 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_an_error_in_our_own_code(whole, name: str, tmp_path: Path):
+def test_an_error_in_our_own_code(whole, name: str):
     at, method, error, step = OURS[name]
-    model, callbacks, trap = Model(), ours(), Trap(error, step)
-    initial = copy.deepcopy(model.state_dict())
+    model, callbacks = Model(), ours()
+    trap, initial = Trap(model, error, step), copy.deepcopy(model.state_dict())
     trap.lay(at, method)
-    (traces, *others), _ = failed(model, callbacks, trap, tmp_path)
-    expected, *same = whole[1][1]
+    (traces, *others), _ = failed(model, callbacks, trap)
+    expected, *same = whole[model.kind][1][1]
     traces[""] = expected[""]  # which says how far Lightning came
     assert (traces, others) == (expected, same)
-    assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
+    assert_next_is_as_any(whole, model, callbacks, initial)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 def test_a_trial_that_runs_out_of_memory_or_is_interrupted(whole, error, tmp_path: Path, monkeypatch):
     """In the former case the fit goes on with what a later batch shows."""
     monkeypatch.chdir(tmp_path)  # where tuners write
-    model, callbacks, trap = Model(), ours(), Trap(error, 0)
-    initial = copy.deepcopy(model.state_dict())
+    model, callbacks = Model(), ours()
+    trap, initial = Trap(model, error, 0), copy.deepcopy(model.state_dict())
     trap.lay(model, "forward" if error is torch.OutOfMemoryError else "on_before_backward")
     if error is torch.OutOfMemoryError:
-        fit(model, [BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks], tmp_path, trap)
+        seeded_fit(model, BatchSizeFinder(steps_per_trial=2, init_val=4, max_trials=2), *callbacks)
         assert not trap.armed
         trap.undo[0]()
         assert [layer for layer in callbacks[0].report.to_rows() if layer["converted"]]
-        assert surroundings(model) == whole[1][1]
+        assert surroundings(model) == whole[model.kind][1][1]
     else:
-        failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap, tmp_path)
-    assert_next_is_as_any(whole, model, callbacks, initial, tmp_path)
+        failed(model, [LearningRateFinder(num_training_steps=3), *callbacks], trap)
+    assert_next_is_as_any(whole, model, callbacks, initial)
 
 
-def test_a_callback_that_keeps_the_exception_from_ours(whole, tmp_path: Path):
+def test_a_callback_that_keeps_the_exception_from_ours(whole):
     """Lightning then tells no other callback that the fit is over; the next one puts in order what that has left."""
     model, callbacks, other = Model(), ours(), pl.Callback()
-    initial, traps = copy.deepcopy(model.state_dict()), [Trap(RuntimeError, 0), Trap(KeyError)]
+    initial, traps = copy.deepcopy(model.state_dict()), [Trap(model, RuntimeError, 0), Trap(model, KeyError)]
     traps[0].lay(model, "on_before_backward")
     traps[1].lay(other, "on_exception")
     with pytest.raises(KeyError):
-        fit(model, [other, *callbacks], tmp_path, traps[0])
+        seeded_fit(model, other, *callbacks)
     for trap in traps:
         trap.undo[0]()
     model.load_state_dict(initial)
-    fit(model, callbacks, tmp_path)
-    torch.testing.assert_close(model.state_dict(), whole[0], rtol=0, atol=0)
-    assert outcome(model, callbacks) == whole[1]
+    seeded_fit(model, *callbacks)
+    assert_as_any(whole, model, callbacks)
+
+
+# Fits inside others, and in two threads.
+
+
+def compressed(model: Model) -> int:
+    return sum(isinstance(module, CompressedLayer) for module in model.modules())
+
+
+def once(hook: str, action: Callable[[pl.Trainer], Any], step: int = 0) -> pl.Callback:
+    """Return a callback that does something in one call of a hook, without drawing random numbers."""
+    called = list[bool]()
+
+    def act(trainer: pl.Trainer, *args: Any) -> None:
+        if not called and trainer.global_step == step:
+            called.append(True)
+            with torch.random.fork_rng():
+                action(trainer)
+
+    return LambdaCallback(**{hook: act}, teardown=lambda *_, **__: called.remove(True))
+
+
+@pytest.mark.parametrize(("hook", "step", "first"), [("on_before_backward", 0, True), ("on_train_batch_end", 1, False)])
+def test_a_fit_inside_a_fit(whole, hook: str, step: int, first: bool):
+    """Also while the outer one probes its first batch."""
+    outer, inner, models = ours(), ours(), (Model(0, 0.0), Model(1, 0.0))
+    other = once(hook, lambda _: seeded_fit(models[1], *inner), step)
+    seeded_fit(models[0], *([other, *outer] if first else [*outer, other]))
+    assert_as_any(whole, models[0], outer)
+    assert_as_any(whole, models[1], inner)
+    assert_nothing_open()
+
+
+def test_a_callback_or_a_model_of_a_running_fit_is_refused_to_another_fit(whole):
+    """The fit that they are in goes on as if nothing had happened, also when the callback hears of another stage."""
+    callbacks, model, other = ours(), Model(0, 0.0), Model(1, 0.0)
+
+    def start_others(outer: pl.Trainer) -> None:
+        for shared in callbacks:
+            with pytest.raises(MisconfigurationException, match=f"{type(shared).__name__} is in a fit of another .*"):
+                seeded_fit(other, shared)
+        trainer(*callbacks).validate(other, DataLoader([sample(0)]))
+        with pytest.raises(MisconfigurationException, match=r"is already converted by ActivationPruning.* HINT: "):
+            seeded_fit(model, ActivationPruning("max"))
+        model.trainer = outer
+
+    seeded_fit(model, *callbacks, once("on_before_backward", start_others))
+    assert_as_any(whole, model, callbacks)
+    assert compressed(other) == 0
+    seeded_fit(Model(1, 0.0), *callbacks)
+    assert_nothing_open()
+
+
+def test_a_model_that_was_given_to_another_trainer_cannot_log():
+    """Without a callback of ours, the other fit trains it with its layers as they are."""
+    model, counts = Model(0, 0.0), list[int]()
+
+    def train(_: pl.Trainer) -> None:
+        counts.append(compressed(model))
+        seeded_fit(model, ActivationMemoryMonitor(0, verbose=False), max_steps=1)
+        counts.append(compressed(model))
+
+    with pytest.raises(MisconfigurationException, match=r"cannot log: the model was given to another.* HINT"):
+        seeded_fit(model, *ours(), once("on_train_batch_end", train, 2))
+    assert counts[0] == counts[1] > 0
+    assert compressed(model) == 0
+    assert_nothing_open()
+
+
+def test_two_threads_train_two_models(whole):
+    """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+
+    def first(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            first_in.set()
+            assert second_in.wait(60)
+        elif number == 1:
+            first_out.set()
+
+    def second(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+        if number == 0:
+            second_in.set()
+            assert first_out.wait(60)
+
+    waits = LambdaCallback(on_fit_start=lambda *_: first_in.wait(60), on_train_batch_start=second)
+    orders = LambdaCallback(on_train_batch_start=first), waits
+    models, callbacks = [Model(seed, 0.0) for seed in range(2)], [ours(), ours()]
+    threads = [
+        threading.Thread(target=fit, args=(model, *own, order))
+        for model, own, order in zip(models, callbacks, orders, strict=True)
+    ]
+    for act in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            act(thread)
+    assert_nothing_open()
+    for seed in range(2):
+        assert_as_any(whole, models[seed], callbacks[seed])

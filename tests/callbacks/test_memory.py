@@ -1,31 +1,44 @@
-"""What ActivationMemoryMonitor measures, in which batch, and what it leaves alone."""
+"""What ActivationMemoryMonitor measures, in which batch, what it logs, and what it leaves alone."""
 
 from __future__ import annotations
 
+import csv
 import gc
+import json
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
-from torch import Tensor
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
+from lightning_actprune.analysis.memory import MemoryReport
 from lightning_actprune.analysis.step_memory import StepMemory
+from lightning_actprune.callbacks import memory
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, Net, assert_plain, loader, trainer
+from tests.support.helpers import BATCHES, Net, assert_plain, fit, loader, warnings_of
 
-NAMES = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
+STEPS = [BATCHES - 1, 2 * BATCHES - 1]
+"""Where Lightning logs the ends of two epochs."""
+LAYERS = ["body.0", "body.2", "head"]
+MIB = 2**20
+TOTALS = {f"actprune/{name}" for name in ("dense_mib", "stored_mib", "saved_mib", "saved_frac", "sparsity")}
 
 
-def fit(*callbacks: Any, model: Net | None = None, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
+def measured(model: Net, *callbacks: Any, **options: Any) -> tuple[ActivationMemoryMonitor, StepMemory]:
     """Return the monitor of a fit, and the step that it has measured."""
     monitor = ActivationMemoryMonitor(verbose=False)
-    trainer(*callbacks, monitor, **options).fit(model or Net())
+    fit(model, *callbacks, monitor, **options)
     assert monitor.report.step is not None
     return monitor, monitor.report.step
 
@@ -42,7 +55,7 @@ def test_arguments_are_checked(arguments: dict[str, Any]):
 def test_two_in_one_trainer_are_refused():
     model = Net()
     with pytest.raises(MisconfigurationException, match="takes one ActivationMemoryMonitor, got 2"):
-        trainer(ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(0), ActivationMemoryMonitor(1)).fit(model)
+        fit(model, ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(0), ActivationMemoryMonitor(1))
     assert_plain(model)
 
 
@@ -51,7 +64,7 @@ def test_a_pruned_run_saves_what_it_announces_against_the_dense_one(precision: s
     """With the 16-bit copies of weights that autocast makes, and the phases of the step."""
     dense, itemsize = None, {"32-true": 4, "bf16-mixed": 2, "64-true": 8}[precision]
     for callbacks in ([], [ActivationPruning(sparsity=0.5, verbose=False)]):
-        monitor, step = fit(*callbacks, precision=precision)
+        monitor, step = measured(Net(), *callbacks, precision=precision)
         report = monitor.report
         kept = report.stored_bytes - report.other_bytes if callbacks else 0
         assert step.activation_bytes[step.forward_end] == report.stored_bytes
@@ -72,12 +85,12 @@ def test_a_pruned_run_saves_what_it_announces_against_the_dense_one(precision: s
 def test_gradients_of_the_step_before_are_there_in_the_forward():
     model = Net()
     trained = sum(parameter.nbytes for parameter in model.parameters())
-    _, step = fit(model=model)
+    _, step = measured(model)
     assert {moment.gradient_bytes for moment in step.moments[: step.forward_end]} == {trained}
     assert step.moments[step.forward_end].gradient_bytes == 0  # Lightning zeroes them once the forward is over
     assert step.moments[-1].gradient_bytes == trained
     assert step.moments[step.peak_in()].phase == "forward"
-    _, step = fit(model=model, accumulate_grad_batches=4)
+    _, step = measured(model, accumulate_grad_batches=4)
     assert {moment.gradient_bytes for moment in step.moments} == {trained}
 
 
@@ -88,10 +101,9 @@ class Counting(ActivationMemoryMonitor):
         super().__init__(*args, **kwargs)
         self.measured: list[tuple[int, int]] = []
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._meter is not None:
-            self.measured.append((trainer.current_epoch, batch_idx))
+    def _begin(self, pl_module, *args):
+        super()._begin(pl_module, *args)
+        self.measured.append((pl_module.trainer.current_epoch, pl_module.trainer.fit_loop.epoch_loop.batch_idx))
 
     def on_train_batch_end(self, *args):
         super().on_train_batch_end(*args)
@@ -117,20 +129,19 @@ class Counting(ActivationMemoryMonitor):
 def test_one_step_an_epoch_is_measured(measure_batch: int, options: dict[str, Any], expected: list[tuple[int, int]]):
     monitor, model = Counting(measure_batch), Net()
     epochs = {"max_epochs": -1} if "max_steps" in options else {}
-    made = trainer(ActivationPruning(sparsity=0.6), monitor, **epochs | options)
-    made.fit(model)
+    made = fit(model, ActivationPruning(sparsity=0.6), monitor, **epochs | options)
     assert monitor.measured == expected
     if "accumulate_grad_batches" not in options:
         assert [row["step"] for row in monitor.history] == [epoch * BATCHES + batch for epoch, batch in expected]
-    assert made.callback_metrics.keys() >= NAMES
+    assert made.callback_metrics.keys() >= TOTALS
     assert_plain(model)
 
 
 def test_a_resumed_epoch_is_measured(tmp_path):
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    trainer(save, enable_checkpointing=True, max_epochs=2).fit(Net())
+    fit(Net(), save, enable_checkpointing=True, max_epochs=2)
     monitor = Counting(1)
-    trainer(monitor, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "step=6.ckpt")
+    fit(Net(), monitor, max_epochs=2, ckpt=tmp_path / "step=6.ckpt")
     assert monitor.measured == [(1, 2)]
 
 
@@ -156,29 +167,28 @@ class Skipping(Net):
 
 
 @pytest.mark.parametrize(
-    ("measure_batch", "model", "data", "measured"),
+    ("measure_batch", "model", "data", "found"),
     [
-        (2, Net, DataLoader(Stream(), batch_size=4), True),
+        (2, Net, DataLoader(Stream(), batch_size=4, num_workers=1), True),
         (3, Net, DataLoader(Stream(), batch_size=4), False),  # of a loader that turns out to be shorter
         (1, lambda: Skipping(nothing=1), None, True),
         (3, lambda: Skipping(nothing=3), None, False),
         (3, lambda: Skipping(hook=3), None, False),
     ],
 )
-def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, measured):
+def test_where_a_step_is_missing_the_next_is_measured_or_a_warning_says_so(measure_batch, model, data, found):
     monitor, trained = ActivationMemoryMonitor(measure_batch), model()
-    made = trainer(ActivationPruning(sparsity=0.5), monitor)
-    with nullcontext() if measured else pytest.warns(UserWarning, match="measured no step: .* `measure_batch`"):
-        made.fit(trained, data)
-    assert (monitor.report is not None) is measured
-    assert [row["sparsity"] for row in monitor.history] == [0.5] * measured
-    assert {name for name in made.callback_metrics if "actprune" in name} == (NAMES if measured else set())
+    with nullcontext() if found else pytest.warns(UserWarning, match="measured no step: .* `measure_batch`"):
+        made = fit(trained, ActivationPruning(sparsity=0.5), monitor, data=data)
+    assert (monitor.report is not None) is found
+    assert [row["sparsity"] for row in monitor.history] == [0.5] * found
+    assert {name for name in made.callback_metrics if "actprune" in name} == (TOTALS if found else set())
     assert_plain(trained)
 
 
 def test_no_training_batches():
     monitor, model = ActivationMemoryMonitor(), Net()
-    trainer(ActivationPruning(sparsity=LinearSchedule(0.5)), monitor, limit_train_batches=0).fit(model)
+    fit(model, ActivationPruning(sparsity=LinearSchedule(0.5)), monitor, limit_train_batches=0)
     assert monitor.report is None
     assert_plain(model)
 
@@ -187,7 +197,7 @@ def test_no_training_batches():
 def test_manual_optimization(through_lightning: bool):
     model = ByHand()
     model.through_lightning = through_lightning
-    monitor, step = fit(ActivationPruning(sparsity=0.5, verbose=False), model=model, max_steps=4)
+    monitor, step = measured(model, ActivationPruning(sparsity=0.5, verbose=False), max_steps=4)
     assert [row["step"] for row in monitor.history] == [2]  # every optimizer counts as a step
     assert [row.calls for row in monitor.report.rows] == [1 if through_lightning else 2] * 3
     if through_lightning:
@@ -203,9 +213,7 @@ class Lbfgs(Net):
 
 
 def test_a_closure_of_several_forwards_is_measured_as_any():
-    found, usual = monitors = ActivationMemoryMonitor(1), ActivationMemoryMonitor(1)
-    for monitor, model in zip(monitors, (Lbfgs(), Net()), strict=True):
-        trainer(ActivationPruning(verbose=False), monitor, max_epochs=2).fit(model)
+    found, usual = (measured(model, ActivationPruning(verbose=False), max_epochs=2)[0] for model in (Lbfgs(), Net()))
     assert [row.calls for row in found.report.rows] == [1] * 3
     assert [row["epoch"] for row in found.history] == [0, 1]
     assert [row["saved_bytes"] for row in found.history] == [row["saved_bytes"] for row in usual.history]
@@ -222,7 +230,199 @@ def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmea
         torch.manual_seed(0)
         model = Net(lr=0.5)
         pruning = ActivationPruning(sparsity=LinearSchedule(0.5), verbose=False)
-        trainer(pruning, *callbacks, max_epochs=4).fit(model, loader(8, 4))
+        fit(model, pruning, *callbacks, data=loader(8, 4), max_epochs=4)
         weights.append([p.clone() for p in model.parameters()])
     assert counts[-1] <= counts[1]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+class Mlp(pl.LightningModule):
+    """Eight residual blocks of the kind that pruning is for."""
+
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(8)
+        )
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), capturable=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
+def test_measured_saving_is_the_announced_one(precision):
+    data = DataLoader(torch.randn(96, 196, 256), batch_size=16)
+    options = {"data": data, "accelerator": "gpu", "precision": precision}
+    pruning = ActivationPruning(sparsity=0.6, block_size=32, verbose=False)
+    dense, pruned = (measured(Mlp(), *callbacks, **options)[0].report for callbacks in ([], [pruning]))
+    assert len(pruned.rows) == 16
+    assert [row.stored_bytes for row in pruned.rows] == [row.accounted_bytes for row in pruned.rows]
+    # Under autocast the dense layers also keep a 16-bit copy of each weight, which the pruned ones do not.
+    assert pruned.dense_bytes == dense.stored_bytes
+    for report in (dense, pruned):
+        assert report.measured_activation_bytes == pytest.approx(report.stored_bytes, rel=0.02)
+    saved = dense.measured_activation_bytes - pruned.measured_activation_bytes
+    assert saved == pytest.approx(pruned.saved_bytes, rel=0.02)
+    assert pruned.measured_activation_bytes < pruned.measured_peak_bytes < dense.measured_peak_bytes
+
+
+# Totals and layers that are logged, the history and the figures.
+
+
+class Noting(Logger):
+    """A logger with another separator; it notes the rank, the step and the metrics that it gets."""
+
+    group_separator = "."
+    name = version = "noting"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.got.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A fit with two loggers, and what each of them got as (step, metrics)."""
+    monitor, noting = ActivationMemoryMonitor(verbose=False, log_layers=True), Noting()
+    table = CSVLogger(tmp_path_factory.mktemp("csv"))
+    pruning = ActivationPruning(sparsity=LinearSchedule(0.8), verbose=False)
+    torch.manual_seed(0)
+    made = fit(Net(), pruning, monitor, logger=[table, noting], max_epochs=2)
+    with (Path(table.log_dir) / "metrics.csv").open() as file:
+        rows = [(int(row.pop("step")), {k: float(v) for k, v in row.items() if v}) for row in csv.DictReader(file)]
+    return SimpleNamespace(monitor=monitor, trainer=made, got={"csv": rows, "noting": noting.got})
+
+
+def series(got: list[tuple[int, dict[str, Any]]], name: str) -> list[tuple[int, Any]]:
+    return [(step, metrics[name]) for step, metrics in got if name in metrics]
+
+
+@pytest.mark.parametrize(("logger", "separator"), [("csv", "/"), ("noting", ".")])
+def test_every_logger_gets_totals_and_layers_at_the_same_steps(fitted, logger: str, separator: str):
+    got, history, rows = fitted.got[logger], fitted.monitor.history, fitted.monitor.report.rows
+    assert [row.fqn for row in rows] == LAYERS
+    for name in ("dense", "stored", "saved"):
+        expected = [(step, row[f"{name}_bytes"] / MIB) for step, row in zip(STEPS, history, strict=True)]
+        assert series(got, f"actprune/{name}_mib") == expected
+    for name, column in (("saved_frac", "saved_fraction"), ("sparsity", "sparsity")):
+        values = [value for _, value in series(got, f"actprune/{name}")]
+        assert values == pytest.approx([row[column] for row in history])
+        assert values[0] < values[1]  # the schedule
+    for row in rows:
+        of_layer = {
+            name: series(got, separator.join(("actprune_layers", row.fqn, name)))
+            for name in ("dense_mib", "stored_mib", "sparsity")
+        }
+        assert all([step for step, _ in found] == STEPS for found in of_layer.values())
+        assert [value for _, value in of_layer["sparsity"]] == [total["sparsity"] for total in history]
+        assert of_layer["dense_mib"][-1][1] * MIB == row.dense_bytes
+        assert of_layer["stored_mib"][-1][1] * MIB == row.stored_bytes
+
+
+def test_callback_metrics_have_the_totals_of_the_report_alone(fitted):
+    metrics = {name: float(value) for name, value in fitted.trainer.callback_metrics.items() if "actprune" in name}
+    report = fitted.monitor.report
+    nbytes = {"dense": report.dense_bytes, "stored": report.stored_bytes, "saved": report.saved_bytes}
+    expected = {f"actprune/{name}_mib": value / MIB for name, value in nbytes.items()}
+    expected |= {"actprune/saved_frac": report.saved_fraction, "actprune/sparsity": 0.8 * 7 / 8}
+    assert metrics == pytest.approx(expected)
+    on_gpu = MemoryReport(measured_activation_bytes=MIB, measured_peak_bytes=2 * MIB)
+    found = memory._totals(on_gpu, known=False)
+    assert found == {"actprune/stored_mib": 0, "actprune/activations_mib": 1, "actprune/peak_mib": 2}
+
+
+def test_the_history_is_plain_rows_of_the_measured_batches_of_the_last_fit_and_bounded(fitted, monkeypatch):
+    monitor = fitted.monitor
+    history = monitor.history
+    expected = [(0, 3, 0.8 * 3 / 8), (1, 7, 0.8 * 7 / 8)]
+    assert [(row["epoch"], row["step"], row["sparsity"]) for row in history] == expected
+    assert json.loads(json.dumps(history)) == history
+    assert history[-1] == {"epoch": 1, "step": 7} | monitor.report.totals()
+    history[0]["epoch"] = 7
+    assert monitor.history[0]["epoch"] == 0  # a copy
+    monkeypatch.setattr(memory, "MAX_EPOCHS", 2)
+    monitor, model = ActivationMemoryMonitor(verbose=False, measure_batch=0), Net()
+    for epochs, last in ((3, [1, 2]), (1, [0])):
+        fit(model, monitor, limit_train_batches=1, max_epochs=epochs)
+        assert [row["epoch"] for row in monitor.history] == last
+
+
+def test_figures_are_written_on_rank_zero(fitted, tmp_path, monkeypatch):
+    files = fitted.monitor.save_figures(tmp_path / "made" / "here")
+    assert [path.name for path in files] == ["layers.png", "epochs.png", "step.png"]
+    assert all(path.stat().st_size > 1000 for path in files)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert fitted.monitor.save_figures(tmp_path / "other") == []
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(MisconfigurationException, match=r"HINT: call `trainer.fit`"):
+        ActivationMemoryMonitor().save_figures("nowhere")
+
+
+def test_a_barebones_fit_logs_nothing_and_says_nothing_of_it():
+    """Lightning warns of each attempt to log in such a fit, also of the model's own."""
+    said, monitor = [], ActivationMemoryMonitor(verbose=False, log_layers=True)
+    for callbacks in ([], [ActivationPruning(sparsity=0.6, verbose=False), monitor]):
+        made = pl.Trainer(callbacks=callbacks, barebones=True, accelerator="cpu", max_epochs=1)
+        said.append(sorted(warnings_of(made.fit, Net(), about="")))
+    assert said[0] == said[1] != []
+    assert monitor.report.saved_bytes > 0
+    assert made.callback_metrics == {}
+
+
+@pytest.mark.parametrize("log_layers", [True, False])
+def test_a_model_that_logs_its_own_step_moves_the_totals_alone(log_layers: bool):
+    """Lightning takes what is logged as "step" for the x-axis."""
+    noting, model = Noting(), Net()
+    model.on_train_epoch_end = lambda: model.log("step", float(model.current_epoch))
+    fit(model, ActivationMemoryMonitor(verbose=False, log_layers=log_layers), logger=noting, max_epochs=2)
+    assert [step for step, _ in series(noting.got, "actprune/saved_mib")] == [0, 1]
+    expected = STEPS if log_layers else []
+    assert [step for step, _ in series(noting.got, "actprune_layers.head.stored_mib")] == expected
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_totals_are_there_as_soon_as_a_step_was_measured(verbose: bool, capsys):
+    seen = []
+
+    def note(made: pl.Trainer, *args: Any) -> None:
+        metrics = made.callback_metrics, made.progress_bar_metrics
+        seen.append(tuple({name for name in names if "actprune" in name} for names in metrics))
+
+    ours = ActivationPruning(verbose=0), ActivationMemoryMonitor(measure_batch=1, verbose=verbose)
+    others = LambdaCallback(on_train_batch_start=note), TQDMProgressBar()
+    fit(Net(), *ours, *others, enable_progress_bar=True, max_epochs=2)
+    shown = TOTALS, {"actprune/saved_frac"} if verbose else set()
+    assert seen == [(set(), set())] * 2 + [shown] * (2 * BATCHES - 2)
+    assert ("Kept for backward" in capsys.readouterr().out) is verbose
+
+
+def test_other_callbacks_can_monitor_the_metrics(tmp_path):
+    save = ModelCheckpoint(tmp_path, monitor="actprune/saved_mib", mode="max")
+    stop = EarlyStopping("actprune/saved_mib", patience=1, mode="max")
+    ours = ActivationMemoryMonitor(), ActivationPruning(sparsity=0.6)
+    made = fit(Net(), *ours, save, stop, enable_checkpointing=True, max_epochs=9)
+    assert save.best_model_score > 0
+    assert made.current_epoch == 2  # the saving does not improve
+
+
+def test_totals_that_a_rank_lacks_are_not_logged():
+    strategy = SimpleNamespace(reduce_boolean_decision=lambda measured, all=True: not all)  # what all ranks are told
+    ranks: Any = SimpleNamespace(strategy=strategy, current_epoch=3, barebones=False, world_size=2, callback_metrics={})
+    for report in (MemoryReport(), None):
+        with pytest.warns(UserWarning, match=r"totals of epoch 3 are not logged, .* HINT: give `measure_batch`"):
+            memory._log_totals(ranks, Net(), report, in_bar=False)
+    strategy.reduce_boolean_decision = lambda measured, all=True: False
+    memory._log_totals(ranks, Net(), None, in_bar=False)  # nobody has measured: nothing to warn of

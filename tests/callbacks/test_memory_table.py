@@ -7,12 +7,10 @@ import re
 import pytest
 import torch
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display
 from lightning_actprune.compiled.report import Row
-from tests.support.helpers import BARS, Net, trainer
 
 MIB = 2**20
 LINEAR = "ActivationPrunedLinear"
@@ -21,17 +19,6 @@ LINEAR = "ActivationPrunedLinear"
 def cells(table: object) -> list[list[str]]:
     rows = [line for line in display.as_text(table).splitlines() if "│" in line or "┃" in line]
     return [[cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in rows]
-
-
-@pytest.mark.parametrize("bar", BARS)
-def test_a_table_an_epoch(bar, capsys, caplog):
-    callbacks = ActivationPruning(sparsity=0.6, verbose=False), ActivationMemoryMonitor(verbose=True)
-    with caplog.at_level("INFO"):
-        made = trainer(*callbacks, *([bar()] if bar else []), enable_progress_bar=bar is not None, max_epochs=2)
-        made.fit(Net())
-    text = capsys.readouterr().out + ("" if bar else caplog.text)
-    assert [text.count(f"Kept for backward, epoch {epoch}") for epoch in range(3)] == [1, 1, 0]
-    assert text.count("│ body.2 ") == 2
 
 
 def test_corresponding_layers_are_one_row_and_the_rest_is_everything_else():

@@ -1,9 +1,9 @@
-"""Beside each of Lightning's own callbacks a fit at sparsity 0 is the one without ours, bit for bit, in all it logs."""
+"""Beside each of Lightning's own callbacks a fit at sparsity 0 is the one without ours: bits, hooks, logs and files."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,20 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer import call
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.helpers import ConfiguredNet, Net, assert_plain, trainer
+from tests.support.helpers import ConfiguredNet, all_traces, assert_plain, fit
 from tests.support.marks import only
-from tests.support.ranks import all_traces
+
+pytestmark = pytest.mark.filterwarnings("error:.*other settings:UserWarning")
 
 EPOCHS = 2
 
 
-class Backboned(Net):
+class Backboned(ConfiguredNet):
     """``body`` is what Lightning's finetuning freezes at first."""
 
     @property
@@ -47,23 +49,10 @@ MADE: dict[str, Callable[[Path], pl.Callback]] = {
 }
 
 
-CHANGE_THE_MODEL = "EMAWeightAveraging", "StochasticWeightAveraging", "LearningRateFinder", "BatchSizeFinder"
-CHANGE_THE_MODEL += "BackboneFinetuning", "ModelPruning"
+LOOK_IN_SETUP = "StochasticWeightAveraging", "BackboneFinetuning", "ModelPruning"
+"""For the model's layers, before ``configure_model``."""
+CHANGE_THE_MODEL = *LOOK_IN_SETUP, "EMAWeightAveraging", "LearningRateFinder", "BatchSizeFinder"
 """Or copy it, so that the order might matter."""
-
-
-def fit(
-    other: pl.Callback, folder: Path, before: Sequence[pl.Callback] = (), after: Sequence[pl.Callback] = ()
-) -> tuple[Net, pl.Trainer]:
-    torch.manual_seed(0)
-    model = Backboned()
-    made = trainer(
-        *before, other, *after, max_epochs=EPOCHS, limit_train_batches=3, num_sanity_val_steps=0,
-        enable_checkpointing="Checkpoint" in type(other).__name__, default_root_dir=folder,
-        logger=CSVLogger(folder), log_every_n_steps=1,
-    )  # fmt: skip
-    made.fit(model)
-    return model, made
 
 
 def logged(made: pl.Trainer) -> tuple[list[str], list[str]]:
@@ -74,37 +63,46 @@ def logged(made: pl.Trainer) -> tuple[list[str], list[str]]:
     return columns, [row["val_loss"] for row in rows if row["val_loss"]]
 
 
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hooks of models and strategies, in the order in which Lightning calls them."""
+    noted = list[str]()
+    for kind in ("lightning_module", "strategy"):
+        original = getattr(call, f"_call_{kind}_hook")
+
+        def note(trainer: pl.Trainer, name: str, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            noted.append(name)
+            return original(trainer, name, *args, **kwargs)
+
+        monkeypatch.setattr(call, f"_call_{kind}_hook", note)
+    return noted
+
+
 @pytest.mark.parametrize("name", only(MADE, "ModelCheckpoint", "BatchSizeFinder", "ModelPruning", rest="integration"))
-def test_a_fit_is_the_same_with_ours(name: str, tmp_path: Path):
-    places = [{}, {"before": ours(sparsity=0.0)}]
-    if name in CHANGE_THE_MODEL:
-        places.append({"after": ours(sparsity=0.0)})
+def test_a_fit_is_the_same_with_ours_in_front_and_behind(name: str, hooks, tmp_path: Path):
+    """In all steps, trials too, layers are pruned, which ``configure_model`` makes."""
     fits, states = [], []
-    for number, callbacks in enumerate(places):
-        folder = tmp_path / str(number)
+    for place in ("without", "front", "behind")[: 3 if name in CHANGE_THE_MODEL else 2]:
+        folder, schedule = tmp_path / place, LinearSchedule(end=0.0)
         folder.mkdir()
-        model, made = fit(MADE[name](folder), folder, **callbacks)
+        other = MADE[name](folder)
+        ours = [ActivationPruning(sparsity=schedule, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
+        torch.manual_seed(0)
+        model = Backboned()
+        if name in LOOK_IN_SETUP:
+            model.make()
+        made = fit(
+            model, *{"without": [other], "front": [*ours, other], "behind": [other, *ours]}[place],
+            max_epochs=EPOCHS, limit_train_batches=3, num_sanity_val_steps=0, log_every_n_steps=1,
+            enable_checkpointing="Checkpoint" in name, default_root_dir=folder, logger=CSVLogger(folder),
+        )  # fmt: skip
+        assert set(map(tuple, model.seen)) == {("Linear" if place == "without" else "ActivationPrunedLinear",) * 3}
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-        fits.append((made.global_step, made.current_epoch, all_traces(model), logged(made), files))
+        fits.append((made.global_step, made.current_epoch, all_traces(model), logged(made), files, hooks.copy()))
+        assert {"configure_model", "training_step", "on_before_optimizer_step", "on_train_epoch_end"} < set(hooks)
+        hooks.clear()
         states.append(model.state_dict())
     for found, state in zip(fits, states, strict=True):
         assert found == fits[0]
         torch.testing.assert_close(state, states[0], rtol=0, atol=0)
-
-
-def ours(**arguments: Any) -> list[pl.Callback]:
-    return [ActivationPruning(**arguments, verbose=False), ActivationMemoryMonitor(1, verbose=False)]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", CHANGE_THE_MODEL[:4])
-def test_others_see_pruned_layers_that_configure_model_makes(name: str, first: bool, tmp_path, recwarn):
-    """But for SWA that comes first: it copies the model in ``setup``, which then has no layers yet."""
-    model = Net() if first and name == "StochasticWeightAveraging" else ConfiguredNet()
-    other, mine = MADE[name](tmp_path), ours(sparsity=LinearSchedule(end=0.5))
-    trainer(*([other, *mine] if first else [*mine, other]), max_epochs=3, default_root_dir=tmp_path).fit(model)
-    assert set(map(tuple, model.seen)) == {("ActivationPrunedLinear",) * 3}
     assert_plain(model)
-    assert "configure_model" not in vars(model)
-    assert not [w for w in recwarn if "other settings" in str(w.message)]

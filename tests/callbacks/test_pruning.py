@@ -8,7 +8,9 @@ import inspect
 import json
 import pickle
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,26 +18,32 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, TQDMProgressBar
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
 from lightning_actprune.analysis.recorder import unpack_listeners
+from lightning_actprune.callbacks.advice import warn_of_optimizers, warn_of_surroundings
+from lightning_actprune.codec import dispatch
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.schedules import ConstantSchedule, LinearSchedule, SparsitySchedule
 from tests.callbacks.test_first_batch import Retained, assert_hooks_gone
+from tests.support.by_hand import ByHand
 from tests.support.helpers import (
     BATCHES,
     ConfiguredNet,
-    Gradients,
     Net,
-    Recorder,
     assert_plain,
+    fit,
     loader,
+    pruned_layers,
     sparsities,
     trainer,
+    warnings_of,
 )
 
 LAYERS = ["body.0", "body.2", "head"]
@@ -50,15 +58,16 @@ def compressed(model: nn.Module) -> list[str]:
     ("arguments", "message"),
     [
         ({"sparsity": 60}, r"`sparsity` must be in \[0, 1\), got 60. HINT"),
-        ({"block_size": 4}, "`block_size` must be at least 8 with bits=4, got 4. HINT"),
-        ({"preset": "best"}, "`preset` must be one of 'paper', .* or None, got 'best'.*HINT"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"skip_retained": "no"}, "`skip_retained` must be a bool, got 'no' of type str. HINT"),
         ({"rules": {"head": {"sparsity": 3}}}, r"`rules\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
         ({"rules": {"head": "int4"}}, r"`rules\['head'\]` must be one of 'dense', .*HINT"),
-        ({"rules": {"head": {"max_dropped_energy": 1.1}}}, r"`max_dropped_energy` must be in .* got 1.1"),
         ({"preset": "paper", "total_steps": 100}, r"`total_steps`.*got 100.*HINT"),
         *(({"verbose": value}, "`verbose` must be a bool, 0, 1 or 2, got .* HINT: 0") for value in (3, "1")),
+        ({"memory_budget": "lots"}, "`memory_budget` must be a size, got 'lots'.*HINT"),
+        ({"memory_budget": True}, "`memory_budget` must be a size, got True of type bool.*HINT"),
+        ({"memory_budget": 0.5, "preset": "balanced"}, "`preset` must be 'max' or None.*got 'balanced'. HINT"),
+        ({"memory_budget": 0.5, "preset": "recompute"}, "`preset` must be 'max' or None.*got 'recompute'. HINT"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str):
@@ -77,6 +86,7 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "skip_retained": False,
         "verbose": False,
     }
+    assert ActivationPruning("max", memory_budget=0.5).preset == "max"
     assert ActivationPruning().preset == ActivationPruning(rules={"head": None}).preset == "balanced"
     assert ActivationPruning(sparsity=0.6).preset == ActivationPruning(sparsity=ConstantSchedule(0.3)).preset == "paper"
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
@@ -87,47 +97,62 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
             setattr(callback, name, 0.9)
     callback.verbose = 0
     assert (callback.block_size, callback.verbose) == (16, 0)
-    trainer(pickle.loads(pickle.dumps(copy.deepcopy(callback)))).fit(Net())
+    fit(Net(), pickle.loads(pickle.dumps(copy.deepcopy(callback))))
+
+
+def noting(found: dict[str, list[str]]) -> LambdaCallback:
+    """Return a callback that notes which layers are pruned when its hooks are first called."""
+
+    def in_hook(hook: str) -> Callable[..., None]:
+        return lambda trainer, model, *args, **kwargs: found.setdefault(hook, pruned_layers(model))
+
+    started = "fit", "sanity_check", "train", "train_batch", "validation", "test", "predict"
+    names = "setup", *(f"on_{name}_start" for name in started), "on_fit_end", "teardown"
+    return LambdaCallback(**{name: in_hook(name) for name in names})
 
 
 @pytest.mark.parametrize(
-    ("make", "in_setup"),
-    [(Net, LAYERS[:2]), (lambda: Net("setup"), []), (ConfiguredNet, [])],
+    ("make", "in_setup", "at_start"),
+    [(Net, LAYERS[:2], LAYERS[:2]), (lambda: Net("setup"), [], []), (ConfiguredNet, [], LAYERS[:2])],
     ids=["init", "setup", "configure_model"],
 )
-def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup: list[str]):
+def test_layers_are_converted_as_early_as_they_exist_and_plain_outside_of_the_fit(make, in_setup, at_start):
     callback = ActivationPruning(sparsity=0.5, block_size=16, rules={"head": None})
-    model, before, after = make(), Recorder(), Recorder()
-    made = trainer(before, callback, after)
-    made.fit(model)
+    model, before, after = make(), dict[str, list[str]](), dict[str, list[str]]()
+    made = fit(model, noting(before), callback, noting(after))
     made.test(model)
     made.predict(model)
-    assert model.seen == [["ActivationPrunedLinear", "ActivationPrunedLinear", "Linear"]] * BATCHES
+    made.fit_loop.max_epochs = 2
+    made.fit(model)  # goes on
+    assert model.seen == [["ActivationPrunedLinear", "ActivationPrunedLinear", "Linear"]] * 2 * BATCHES
     assert [(c.fqn, c.sparsity, c.keep) for c in callback.converted] == [
         (name, 0.5, Keep(sparsity=0.5, block_size=16)) for name in LAYERS[:2]
     ]
     assert [(s.fqn, s.reason) for s in callback.skipped] == [("head", "the rule 'head' keeps it dense")]
     during = "on_sanity_check_start", "on_train_start", "on_train_batch_start", "on_validation_start", "on_fit_end"
-    assert before.pruned["setup"] == []
-    assert after.pruned["setup"] == in_setup
-    assert after.pruned["on_fit_start"] == LAYERS[:2]
-    assert all(before.pruned[hook] == LAYERS[:2] for hook in (*during, "teardown"))
+    assert before["setup"] == []
+    assert after["setup"] == in_setup
+    assert before["on_fit_start"] == at_start  # where tuners run their trials
+    assert after["on_fit_start"] == LAYERS[:2]
+    assert all(before[hook] == LAYERS[:2] for hook in (*during, "teardown"))
     assert "configure_model" not in vars(model)
-    assert after.pruned["teardown"] == after.pruned["on_test_start"] == after.pruned["on_predict_start"] == []
+    assert after["teardown"] == after["on_test_start"] == after["on_predict_start"] == []
     assert_plain(model)
 
 
 def test_all_operators_are_converted_for_the_time_of_a_fit_that_learns_as_the_dense_one():
-    losses = []
-    for callbacks in ([], [callback := ActivationPruning(verbose=False)]):
+    losses, callback = [], ActivationPruning(verbose=False)
+    assert callback.report.to_rows() == []
+    for callbacks in ([], [callback]):
         torch.manual_seed(0)
         model = Net()
         model.watch = compressed
-        fitted = trainer(*callbacks, max_epochs=3)
-        fitted.fit(model)
+        fitted = fit(model, *callbacks, max_epochs=3)
         losses.append(fitted.callback_metrics["loss"])
     assert model.seen == [["body.0", "body.1", "body.2", "body.3", "head"]] * 3 * BATCHES
     assert callback.report.saved == Keep(bits=8)
+    table = callback.report.to_dict()
+    assert json.loads(json.dumps(table)) == table
     torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
     assert_plain(model)
     assert compressed(model) == []
@@ -148,22 +173,25 @@ def test_precision_plugins_that_replace_linear_layers_are_refused(plugin: type):
 def test_quantized_values_and_double_precision_do_not_go_together():
     for arguments in ({}, {"sparsity": 0.5, "rules": {"head": Keep(bits=4)}}):
         with pytest.raises(MisconfigurationException, match=r"64-true'\) in \d bits.*HINT: set `preset='paper'`"):
-            trainer(ActivationPruning(**arguments), precision="64-true").fit(Net())
-    trainer(ActivationPruning("paper"), precision="64-true", max_steps=1).fit(Net())
+            fit(Net(), ActivationPruning(**arguments), precision="64-true")
+    fit(Net(), ActivationPruning("paper"), precision="64-true", max_steps=1)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true", "16-mixed", "64-true"])
 def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
     """With accumulation and clipping; on CPU Lightning takes "16-mixed" for "bf16-mixed" and says so."""
-    found = []
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    fits, gradients = [], list[list[Tensor]]()
+    note = LambdaCallback(
+        on_before_optimizer_step=lambda _, model, *args: gradients.append([p.grad.clone() for p in model.parameters()])
+    )
     for pruning in ([], [ActivationPruning(sparsity=0.0, verbose=False)]):
         torch.manual_seed(0)
-        model, noted = Net(), Gradients()
-        options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-        trainer(*pruning, noted, accelerator=accelerator, precision=precision, **options).fit(model)
-        found.append([noted.seen, model.state_dict()])
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        fit(model := Net(), *pruning, note, accelerator=accelerator, precision=precision, **options)
+        fits.append([gradients.copy(), model.state_dict()])
+        gradients.clear()
+    torch.testing.assert_close(fits[1], fits[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -177,24 +205,9 @@ def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
 def test_a_conversion_that_cannot_be_meant_is_an_error(rules: dict[str, Any], message: str):
     model = Net("setup")
     with pytest.raises(MisconfigurationException, match=message):
-        trainer(ActivationPruning("paper", rules=rules)).fit(model)
+        fit(model, ActivationPruning("paper", rules=rules))
     assert_plain(model)
     assert model.seen == []
-
-
-def test_two_instances_with_layers_of_their_own():
-    model = Net()
-    model.watch = sparsities
-    callbacks = (
-        ActivationPruning(sparsity=0.25, rules={"head": None}),
-        ActivationPruning(sparsity=0.75, rules={"body.*": None}),
-    )
-    trainer(*callbacks).fit(model)
-    assert model.seen == [[0.25, 0.25, 0.75]] * BATCHES
-    assert [[c.fqn for c in callback.converted] for callback in callbacks] == [["body.0", "body.2"], ["head"]]
-    assert callbacks[0].state_key != callbacks[1].state_key
-    assert callbacks[0].state_key is callbacks[0].state_key  # no text is made in each hook of each step
-    assert_plain(model)
 
 
 def test_a_layer_claimed_twice_is_an_error_that_names_both():
@@ -203,31 +216,32 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both():
     first, second = r"rules=\['head \(dense\)'\]", r"rules=\['body.0 \(dense\)'\]"
     both = rf"'body.2' is already converted by ActivationPruning\({first}.*ActivationPruning\({second}"
     with pytest.raises(MisconfigurationException, match=both):
-        trainer(*callbacks).fit(model)
+        fit(model, *callbacks)
     assert_plain(model)
     assert "configure_model" not in vars(model)
 
 
-def test_the_report_is_that_of_the_last_fit_with_what_the_first_batch_showed():
-    callback = ActivationPruning(sparsity=0.5, rules={"body.0": None, "type:activation": Keep(bits=4)}, verbose=False)
-    assert callback.report.to_rows() == []
-    trainer(callback).fit(Net())
-    assert (callback.report.converted, callback.report.skipped) == (callback.converted, callback.skipped)
-    found = {row["fqn"]: row["converted"] for row in callback.report.to_rows()}
-    assert found == {"body.0": False, "body.1": True, "body.2": True, "body.3": True, "head": True}
-    table = callback.report.to_dict()
-    assert json.loads(json.dumps(table)) == table
-    callback = ActivationPruning(sparsity=0.5, verbose=False)
-    trainer(callback).fit(Retained())
-    assert not {row["fqn"]: row["converted"] for row in callback.report.to_rows()}["head"]
+RICH = pytest.mark.skipif(
+    Version(pl.__version__) < Version("2.6"), reason="RichProgressBar of this Lightning fails with this rich"
+)
 
 
-@pytest.mark.parametrize(("verbose", "level"), [(False, 0), (np.int64(1), 1), (True, 2)])
-def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, capsys):
+@pytest.mark.parametrize(
+    ("verbose", "level", "bar"),
+    [
+        (False, 0, TQDMProgressBar),
+        (np.int64(1), 1, TQDMProgressBar),
+        (True, 2, TQDMProgressBar),
+        (True, 2, None),
+        pytest.param(True, 2, RichProgressBar, marks=RICH),
+    ],
+)
+def test_verbose_means_the_same_to_both_callbacks(verbose: Any, level: int, bar: type | None, capsys, caplog):
+    caplog.set_level("INFO")
     ours = ActivationPruning(sparsity=0.5, verbose=verbose), ActivationMemoryMonitor(verbose=verbose)
-    made = trainer(*ours, TQDMProgressBar(), enable_progress_bar=True, max_epochs=3)
-    made.fit(Retained())
-    text = capsys.readouterr().out
+    bars = [bar()] if bar else []
+    made = fit(Retained(), *ours, *bars, enable_progress_bar=bool(bar), max_epochs=3)
+    text = capsys.readouterr().out + ("" if bar else caplog.text)
     once = "Activation pruning: 3", "1 linear layer stays dense", "MiB dense ->", "Peak of the step"
     assert [text.count(part) for part in once] == [min(level, 1)] * len(once)
     in_detail = "Layers that stay dense", "by who keeps", "Memory of the step"
@@ -247,7 +261,7 @@ def test_the_summary_has_how_each_layer_is_kept(caplog):
 
     caplog.set_level("INFO")
     rules = {"head": None, "body.2": Keep(bits=2, sparsity=LinearSchedule(end=0.5)), "blocks.7.*": Keep(bits=4)}
-    trainer(ActivationPruning(sparsity=0.5, rules=rules, verbose=2), max_steps=1).fit(Deep())
+    fit(Deep(), ActivationPruning(sparsity=0.5, rules=rules, verbose=2), max_steps=1)
     text = " ".join(caplog.text.split())
     for part in (
         "120 linear layers (values as they are, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
@@ -280,7 +294,7 @@ def test_the_sparsity_follows_the_optimizer_step(schedule, scheduling, options, 
     model.watch = sparsities
     callbacks = [ActivationPruning(sparsity=schedule, total_steps=options.pop("total_steps", None))]
     callbacks += [GradientAccumulationScheduler(scheduling)] if scheduling else []
-    trainer(*callbacks, max_epochs=2, **options).fit(model)
+    fit(model, *callbacks, max_epochs=2, **options)
     assert model.seen == [pytest.approx([sparsity] * 3) for sparsity in expected]
 
 
@@ -297,11 +311,11 @@ def test_an_unknown_length_is_an_error_only_if_it_is_needed(endless: str):
     stop = LambdaCallback(on_train_batch_end=lambda *_: 1 / 0)
     schedule = LinearSchedule(end=0.5)
     with pytest.raises(MisconfigurationException, match=r"needs the length of the training.*HINT: set .*total_steps"):
-        trainer(ActivationPruning(sparsity=schedule), **options).fit(Net(), data)
-    for fine in ({"sparsity": schedule, "total_steps": 3}, {"sparsity": ConstantSchedule(0.5)}, {"sparsity": 0.5}):
+        fit(Net(), ActivationPruning(sparsity=schedule), data=data, **options)
+    for fine in ({"sparsity": schedule, "total_steps": 3}, {"sparsity": ConstantSchedule(0.5)}):
         with pytest.raises(ZeroDivisionError):
-            trainer(ActivationPruning(**fine), stop, **options).fit(Net(), data)
-    trainer(ActivationPruning(sparsity=schedule), max_steps=2, **options).fit(Net(), data)
+            fit(Net(), ActivationPruning(**fine), stop, data=data, **options)
+    fit(Net(), ActivationPruning(sparsity=schedule), data=data, max_steps=2, **options)
 
 
 def test_a_schedule_of_ones_own_is_checked():
@@ -311,7 +325,7 @@ def test_a_schedule_of_ones_own_is_checked():
 
     model = Net()
     with pytest.raises(MisconfigurationException, match=r"`Percent\(\)\(0.017\)` must be in \[0, 1\), got 1.02"):
-        trainer(ActivationPruning(sparsity=Percent(), verbose=False)).fit(model)
+        fit(model, ActivationPruning(sparsity=Percent(), verbose=False))
     assert_plain(model)
     assert model.seen == []  # the highest sparsity is needed, and so known, before the first step
 
@@ -325,7 +339,7 @@ def test_schedule_reaches_both_projections_of_attention():
     model, attention = AttentionNet(), ["body.self_attn", "body.self_attn.out_proj"]
     model.watch = lambda m: [m.get_submodule(name).sparsity for name in attention]
     rules = {"body.self_attn*": Keep(sparsity=LinearSchedule(end=0.8)), "*": None}
-    trainer(callback := ActivationPruning(rules=rules, skip_retained=False)).fit(model)
+    fit(model, callback := ActivationPruning(rules=rules, skip_retained=False))
     assert model.seen == [pytest.approx([0.8 * step / BATCHES] * 2) for step in range(BATCHES)]
     assert [layer.fqn for layer in callback.converted] == attention
     assert type(model.body.self_attn) is nn.MultiheadAttention
@@ -346,21 +360,21 @@ def test_save_on_cpu_inside_and_around_a_fit_changes_nothing():
         torch.manual_seed(0)
         model, pruning = make(), ActivationPruning(sparsity=0.6, verbose=False)
         with around:
-            trainer(pruning, ActivationMemoryMonitor(1)).fit(model)
+            fit(model, pruning, ActivationMemoryMonitor(1))
         assert pruning.skipped == []
         states.append(model.state_dict())
     torch.testing.assert_close(states, [states[0]] * 3, rtol=0, atol=0)
 
 
-# What every exit restores; see test_interruptions for all operators.
+# What every exit restores; see test_interruptions for other phases, and for all operators.
 
 
 @pytest.mark.parametrize(
     ("make", "phase", "place"),
     [
-        *((Net, phase, "model") for phase in ("setup", "on_before_zero_grad", "on_before_backward")),
-        *((ConfiguredNet, phase, "model") for phase in ("configure_optimizers", "forward", "on_after_backward")),
-        *((ConfiguredNet, phase, "model") for phase in ("configure_model", "validation_step", "on_train_end")),
+        *((Net, phase, "model") for phase in ("setup", "on_before_zero_grad")),
+        *((ConfiguredNet, phase, "model") for phase in ("configure_model", "forward", "on_after_backward")),
+        (ConfiguredNet, "on_train_end", "model"),
         *((ConfiguredNet, phase, "before") for phase in ("setup", "on_fit_start")),
         *((ConfiguredNet, phase, "after") for phase in ("setup", "state_dict")),
     ],
@@ -375,14 +389,14 @@ def test_an_exception_in_any_phase_of_the_model_or_another_callback_leaves_a_pla
     ours = ActivationPruning(sparsity=0.6, rules={"head": None}), ActivationPruning(rules={"body.*": None}), monitor
     callbacks = (*ours, other) if place == "after" else (other, *ours)
     with pytest.raises(ZeroDivisionError):
-        trainer(*callbacks, enable_checkpointing=True, default_root_dir=tmp_path, num_sanity_val_steps=0).fit(model)
+        fit(model, *callbacks, enable_checkpointing=True, default_root_dir=tmp_path, num_sanity_val_steps=0)
     assert_hooks_gone(model)
     assert unpack_listeners == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert "configure_model" not in vars(model) or vars(model)["configure_model"] is fail
     vars(model).pop(phase, None)
     model.seen.clear()
-    trainer(ActivationPruning(sparsity=0.5), monitor).fit(model)
+    fit(model, ActivationPruning(sparsity=0.5), monitor)
     assert model.seen == [PRUNED] * BATCHES
     assert monitor.report is not None
     assert_plain(model)
@@ -390,7 +404,7 @@ def test_an_exception_in_any_phase_of_the_model_or_another_callback_leaves_a_pla
 
 def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
     with pytest.raises(TypeError, match="LightningModule"):
-        trainer(ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()).fit(nn.Linear(3, 3))
+        fit(nn.Linear(3, 3), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor())
 
 
 def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer():
@@ -403,7 +417,7 @@ def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer(
             copies.extend([copy.deepcopy(module), pickle.loads(state)])
 
     ours = ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(measure_batch=0)
-    trainer(*ours, LambdaCallback(on_train_batch_end=copy_parts)).fit(model)
+    fit(model, *ours, LambdaCallback(on_train_batch_end=copy_parts))
     for module in copies:
         assert not any(m._forward_hooks for m in module.modules())
         module(torch.randn(2, 3, next(module.parameters()).shape[1])).sum().backward()
@@ -411,8 +425,7 @@ def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer(
 
 def test_nothing_is_left_alive_after_the_fit():
     model, callback, monitor = ConfiguredNet(), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor()
-    made = trainer(callback, monitor)
-    made.fit(model)
+    made = fit(model, callback, monitor)
     alive = weakref.ref(model)
     for ours in callback, monitor:
         del ours.log, ours.log_dict  # which Lightning put there
@@ -421,3 +434,46 @@ def test_nothing_is_left_alive_after_the_fit():
     assert alive() is None
     assert len(callback.converted) == 3
     assert monitor.report is not None
+
+
+# Warnings before the first step of a fit.
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_fit_warns_once_of_each(monkeypatch: pytest.MonkeyPatch):
+    def fit(**options: Any) -> list[str]:
+        callback = ActivationPruning(sparsity=LinearSchedule(end=0.5), verbose=0, **options)
+        return warnings_of(trainer(callback, max_steps=4).fit, ByHand())
+
+    assert fit(rules={"head": Keep(bits=4)}, total_steps=8) == []
+    monkeypatch.setattr(dispatch, "_interpreting", lambda: False)
+    kernels, optimizers, idle = fit(rules={"head": Keep(sparsity=0.0)})
+    assert "device cpu is not cuda" in kernels
+    assert "compute capability 8.0" in kernels
+    assert "all 2 optimizers" in optimizers
+    assert "saves nothing: head." in idle
+
+
+def test_the_dtype_and_an_open_dispatch_mode_are_named():
+    [text] = warnings_of(warn_of_surroundings, SimpleNamespace(precision="64-true"), CPU)
+    assert "dtype torch.float64" in text
+    with FlopCounterMode(display=False):
+        [text] = warnings_of(warn_of_surroundings, SimpleNamespace(precision="32-true"), CPU)
+    assert "FlopCounterMode" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "total_steps", "horizon", "count"),
+    [(2, None, 8, 1), (2, 8, 8, 0), (1, None, 8, 0), (2, None, None, 0)],
+)
+def test_schedules_that_would_end_early_for_several_optimizers(optimizers, total_steps, horizon, count):
+    made = SimpleNamespace(optimizers=[None] * optimizers)
+    assert len(warnings_of(warn_of_optimizers, made, total_steps, horizon)) == count
+
+
+def test_a_state_dict_is_no_model_and_is_not_printed():
+    with pytest.raises(TypeError, match="state_dict") as error:
+        convert(nn.Linear(64, 64).state_dict())  # type: ignore[arg-type]
+    assert len(str(error.value)) < 250

@@ -1,31 +1,47 @@
 """Fits in two processes: gradients, what is left, and what the processes decide and log together.
 
-One pair of processes runs all fits of an accelerator.
+One pair of processes runs all fits of an accelerator, since starting them takes long.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import socket
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
-from tests.callbacks.test_loggers import MIB, TOTALS, Noting
-from tests.support.budgets import AGAIN
-from tests.support.budgets import DENSE as DENSE_STACK
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, trainer
-from tests.support.ranks import RANKS, STEPS, Case, RankNet, Seen, fit_all, strategy_of
+from lightning_actprune.schedules import LinearSchedule
+from tests.callbacks.test_budget import AGAIN
+from tests.callbacks.test_budget import DENSE as DENSE_STACK
+from tests.callbacks.test_memory import MIB, TOTALS, Noting
+from tests.support.helpers import FEATURES, ConfiguredNet, Net, all_traces, assert_plain, fit, loader
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.integration
+
+RANKS = 2
+STEPS = 4
+BATCH = 4
+COMPILER = "aot_eager"
+_LIMIT = timedelta(seconds=120)
 
 ZERO, DEEPSPEED = ("zero1", "zero2"), find_spec("deepspeed") is not None
 PRECISIONS = {
@@ -43,6 +59,189 @@ MAX = {"preset": "max", "sparsity": 0.5}
 CLIP = {"norm": (0.1, nn.utils.clip_grad_norm_), "value": (0.002, nn.utils.clip_grad_value_)}
 TOKENS = 512
 """Of 64 values: large enough to be packed in compiled code."""
+
+
+# What one process does.
+
+
+class Case(NamedTuple):
+    """A fit in two processes."""
+
+    strategy: str  # "ddp", "fsdp", "fsdp2", "zero1" and "zero2" of DeepSpeed, or "tensor": layers are split
+    precision: str
+    pruning: Mapping[str, Any] | None  # arguments of the callback; None is without it
+    options: Mapping[str, Any] = {}  # of the Trainer
+    compiled: bool = False  # with DDP as a whole, with FSDP2 what is sharded by itself
+    tokens: int = 8
+
+
+class Seen(NamedTuple):
+    """What one process has seen of a fit."""
+
+    gradients: list[dict[str, Tensor]]  # before each optimizer step
+    state: Mapping[str, Tensor]  # of a checkpoint at the end of the fit, gathered from all processes
+    layers: list[list[str]]  # classes of the linear layers in each training step
+    metrics: Mapping[str, float]
+    left: Mapping[str, list[str]]  # class, attributes and hooks of every module after the fit
+    packed: list[str]  # readers of what a compiler packs
+    error: str | None
+
+
+class RankNet(ConfiguredNet):
+    """Gives each process every other sample; where the strategy leaves it to the model, it is split there."""
+
+    def __init__(self, tensor_parallel: bool = False, tokens: int = 8) -> None:
+        super().__init__()
+        self.tensor_parallel, self.tokens = tensor_parallel, tokens
+
+    def make(self) -> None:
+        """Draw the weights on the CPU, wherever the strategy makes them, so that one process can draw the same."""
+        super().make()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator, device="cpu"))
+
+    def configure_model(self) -> None:
+        if self.body is None:
+            super().configure_model()
+        mesh = getattr(self, "_device_mesh", None)
+        if mesh is not None and self.tensor_parallel:
+            parallelize_module(self.body, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        elif mesh is not None:
+            fully_shard(self.body, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.tokens == TOKENS:  # compiled, where what is logged would break the graph
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        made = loader(STEPS * RANKS * BATCH, BATCH, self.tokens)
+        if not dist.is_initialized():
+            return made
+        # A sampler of our own is left alone: Lightning's would shuffle, and deal out samples to parts of one model.
+        parts = (1, 0) if self.tensor_parallel else (RANKS, dist.get_rank())
+        sampler = DistributedSampler(made.dataset, *parts, shuffle=False)
+        return DataLoader(made.dataset, BATCH, sampler=sampler)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+class Witness(pl.Callback):
+    """Notes whole gradients, of sharded parameters too, and saves a checkpoint while the layers are still pruned."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+        self.checkpoint = checkpoint
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.checkpoint)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        model = trainer.strategy.model
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            if model.is_gradient_accumulation_boundary():  # it accumulates itself, and Lightning calls each time
+                self.seen.append(_zero_gradients(pl_module))
+        elif isinstance(model, FullyShardedDataParallel):
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                self.seen.append(_gradients(pl_module))
+        else:
+            self.seen.append(_gradients(pl_module))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+    return {
+        name: (g.full_tensor() if isinstance(g, DTensor) else g).detach().cpu().clone() for name, g in named.items()
+    }
+
+
+def _zero_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of which DeepSpeed leaves each process a part."""
+    from deepspeed.utils import safe_get_full_grad
+
+    return {name: safe_get_full_grad(parameter).cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def strategy_of(name: str) -> Strategy:
+    if name.startswith("zero"):
+        return DeepSpeedStrategy(stage=int(name[-1]), timeout=_LIMIT)
+    if name == "fsdp":
+        return FSDPStrategy(auto_wrap_policy={nn.Sequential, nn.Linear}, state_dict_type="full", timeout=_LIMIT)
+    if name in ("fsdp2", "tensor"):
+        parallel = (1, RANKS) if name == "tensor" else (RANKS, 1)
+        return ModelParallelStrategy(*parallel, save_distributed_checkpoint=False, timeout=_LIMIT)
+    return DDPStrategy(timeout=_LIMIT)
+
+
+def fit_case(case: Case, accelerator: str, folder: Path) -> Seen:
+    """Return what this process has seen of ``case``."""
+    torch.manual_seed(0)
+    model, witness = RankNet(case.strategy == "tensor", case.tokens), Witness(folder / "last.ckpt")
+    callbacks: list[pl.Callback] = [witness, ActivationMemoryMonitor(1, verbose=False)]
+    pruning = None if case.pruning is None else ActivationPruning(**case.pruning, verbose=False)
+    if pruning is not None:
+        callbacks.append(pruning)
+    if case.compiled and case.strategy == "fsdp2":
+        model.make()
+        for block in (model.body, model.head):
+            block.compile(backend=COMPILER)
+    made = fit(
+        torch.compile(model, backend=COMPILER) if case.compiled and case.strategy == "ddp" else model, *callbacks,
+        accelerator=accelerator, devices=RANKS, strategy=strategy_of(case.strategy), precision=case.precision,
+        limit_train_batches=STEPS, limit_val_batches=0, default_root_dir=folder, **case.options,
+    )  # fmt: skip
+    metrics = {name: float(value) for name, value in made.callback_metrics.items()}
+    state = _saved_state(witness.checkpoint)
+    packed = [] if pruning is None else [row.name for row in pruning.compiled if row.how == "packed"]
+    return Seen(witness.seen, state, model.seen, metrics, all_traces(model), packed, None)
+
+
+def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
+    if checkpoint.is_dir():  # DeepSpeed's, with whole weights in the file of the first process
+        saved = torch.load(
+            checkpoint / "checkpoint" / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False
+        )
+        return saved["module"]
+    return torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+
+
+def fit_all(cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path) -> list[list[Any]]:
+    """Return, for each case, what each process has seen of it; for a function, what it returns."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A fork spares the seconds that two processes need for their imports. CUDA, once in use, does not survive it, nor
+    # do threads of autograd, which tests that compile may have left in this process.
+    compiles = any(isinstance(case, Case) and case.compiled for case in cases)
+    method = "spawn" if torch.cuda.is_available() or compiles else "fork"
+    mp.start_processes(_rank, (cases, accelerator, folder, port), RANKS, start_method=method)
+    by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return [list(seen) for seen in zip(*by_rank, strict=True)]
+
+
+def _rank(rank: int, cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path, port: int) -> None:
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    told |= {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "TORCHELASTIC_RUN_ID": "tests"}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    torch.set_num_threads(1)
+    seen = []
+    for number, case in enumerate(cases):
+        path = folder / str(number)
+        path.mkdir(exist_ok=True)
+        try:
+            seen.append(fit_case(case, accelerator, path) if isinstance(case, Case) else case(path))
+        except Exception:
+            seen.append(Seen([], {}, [], {}, {}, [], traceback.format_exc()))
+    torch.save(seen, folder / f"{rank}.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# The cases.
 
 
 def on(*entries: tuple[str, ...]) -> Any:
@@ -65,8 +264,15 @@ def accumulated(strategy: str) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, **clip}
 
 
-def compiled(strategy: str, pruning: Any, compiles: bool) -> Case:
+def compiled(strategy: str, pruning: Any, compiles: bool = True) -> Case:
     return Case(strategy, "32-true", pruning, {}, compiles, TOKENS)
+
+
+COMPILED = {
+    "ddp": (compiled("ddp", {"preset": "max"}), compiled("ddp", DENSE, False)),
+    "fsdp2": (compiled("fsdp2", {"preset": "max"}), compiled("fsdp2", DENSE)),
+}
+"""Of each strategy a compiled fit, and a dense one that leaves the same traces: compiled blocks have one more."""
 
 
 def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
@@ -80,9 +286,7 @@ def cases(accelerator: str) -> list[Case | Callable[[Path], Any]]:
     ]
     if accelerator == "gpu":
         return of_all
-    both = [({"preset": "max"}, False), ({"preset": "max"}, True), (None, False), (None, True)]
-    of_all += [compiled(strategy, *each) for strategy in ("ddp", "fsdp2") for each in both]
-    return [*of_all, decided_by_energy, measured_alone, with_a_budget]
+    return [*of_all, *COMPILED["ddp"], *COMPILED["fsdp2"], decided_by_energy, measured_alone, with_a_budget]
 
 
 @pytest.fixture(scope="module")
@@ -200,15 +404,13 @@ def test_tensor_parallel_layers_are_pruned_on_their_shards(runs, accelerator):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_compiled_models_in_both_processes(runs, strategy):
     """The first step runs eagerly with the callback, so that the second one is compared."""
-    one, other = seen(runs, "cpu", compiled(strategy, {"preset": "max"}, True))
-    eager, dense = (seen(runs, "cpu", compiled(strategy, pruning, False))[0] for pruning in ({"preset": "max"}, None))
+    (one, other), (dense, _) = (seen(runs, "cpu", case) for case in COMPILED[strategy])
     assert len(one.gradients) == STEPS
     assert_equal(one.gradients, other.gradients)
     assert one.packed == other.packed
     assert "body.*" in one.packed
-    assert eager.packed == []
-    assert list(one.state) == list(eager.state)
-    assert one.left == seen(runs, "cpu", compiled(strategy, None, True))[0].left
+    assert list(one.state) == list(dense.state)
+    assert {**one.left, "": None} == {**dense.left, "": None}  # the compiler leaves more on what it was given
     found, exact = (torch.cat([grad.flatten() for grad in of_run.gradients[1].values()]) for of_run in (one, dense))
     assert torch.cosine_similarity(found, exact, 0) > 0.98
     assert not torch.allclose(found, exact, rtol=1e-3)
@@ -217,13 +419,9 @@ def test_compiled_models_in_both_processes(runs, strategy):
 # What the processes decide and log together: functions that both of them run.
 
 
-def fit(model: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    made = trainer(
-        *callbacks, strategy=strategy_of("ddp"), devices=RANKS, num_sanity_val_steps=0, limit_val_batches=0,
-        default_root_dir=folder, **options,
-    )  # fmt: skip
-    made.fit(model)
-    return made
+def fit_both(model: pl.LightningModule, folder: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    options |= {"strategy": strategy_of("ddp"), "devices": RANKS, "limit_val_batches": 0, "default_root_dir": folder}
+    return fit(model, *callbacks, **options)
 
 
 LIMITS = {"low": 0.1, "high": 0.3}
@@ -253,29 +451,30 @@ def samples() -> TensorDataset:
 
 
 def judging() -> list[ActivationPruning]:
-    rules = ({name: Keep(4, 0.5, max_dropped_energy=limit), "*": None} for name, limit in LIMITS.items())
+    schedule = LinearSchedule(end=0.5, until=0.5)
+    rules = ({name: Keep(4, schedule, max_dropped_energy=limit), "*": None} for name, limit in LIMITS.items())
     return [ActivationPruning(rules=each, verbose=0) for each in rules]
 
 
 def decided_by_energy(folder: Path) -> Any:
-    callbacks, model, found = judging(), Forked(batch_size=BATCHES), list[Any]()
-    model.watch = lambda m: found.append((m.low.sparsity, m.high.sparsity))
-    fit(model, folder, *callbacks)
-    return {name: share for callback in callbacks for name, share in callback.spread.items()}, found[-1]
+    callbacks, model = judging(), Forked(batch_size=2)
+    model.watch = lambda m: (m.low.sparsity, m.high.sparsity)
+    fit_both(model, folder, *callbacks)
+    return {name: share for callback in callbacks for name, share in callback.spread.items()}, model.seen
 
 
 @pytest.mark.parametrize(("first", "expected"), [(0, []), (1, ["low", "high"])])
 def test_alone_either_process_would_decide_differently(first, expected):
     callbacks = judging()
-    trainer(*callbacks).fit(Forked(), DataLoader(Subset(samples(), range(first, 16, 2)), batch_size=4))
+    fit(Forked(), *callbacks, data=DataLoader(Subset(samples(), range(first, 16, 2)), batch_size=4))
     assert [name for callback in callbacks for name in callback.spread] == expected
 
 
 def test_both_processes_decide_alike_by_the_energy_of_all_their_data(runs):
     first, second = seen(runs, "cpu", decided_by_energy)
     assert first == second
-    spread, last = first
-    assert last == (0.0, 0.5)
+    spread, sparsities = first
+    assert sparsities == [(0.0, sparsity) for sparsity in (0.0, 0.25, 0.5, 0.5)]
     assert spread.keys() == {"low"}
     assert LIMITS["low"] < spread["low"] < LIMITS["high"]
 
@@ -297,7 +496,7 @@ class Longer(Net):
 
 def measured_alone(folder: Path) -> Any:
     monitor, logger = MeasuresAlone(verbose=False, log_layers=True), Noting()
-    made = fit(Longer(), folder, monitor, max_epochs=2, logger=logger)
+    made = fit_both(Longer(), folder, monitor, max_epochs=2, logger=logger)
     totals = [metrics["actprune/dense_mib"] for _, metrics in logger.got if metrics.keys() >= TOTALS]
     layers = [step for step, metrics in logger.got if "actprune_layers.head.sparsity" in metrics]
     monitored = made.callback_metrics["actprune/dense_mib"].item()
@@ -313,7 +512,7 @@ def test_ranks_that_measure_different_things_wait_for_each_other(runs):
 
 def with_a_budget(folder: Path) -> Any:
     pruning, model = ActivationPruning(memory_budget=0.96, verbose=0), Stack()  # of which most are workspaces
-    fit(model, folder, pruning)
+    fit_both(model, folder, pruning)
     return pruning.state_dict()["memory_budget"]["number"], model.kinds
 
 
@@ -337,8 +536,7 @@ class Logging(RankNet):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA, once in use, does not survive the fork")
 def test_the_processes_of_a_notebook_with_metrics_reduced_for_the_progress_bar_of_one():
     model = Logging()
-    made = trainer(strategy="ddp_notebook", devices=RANKS, limit_val_batches=0, enable_progress_bar=True)
-    made.fit(model)
+    made = fit(model, strategy="ddp_notebook", devices=RANKS, limit_val_batches=0, enable_progress_bar=True)
     assert made.callback_metrics["mean"] == 0.5
     assert made.callback_metrics["actprune/saved_frac"] > 0.3
     assert_plain(model)

@@ -79,14 +79,6 @@ def test_plain_eager_mode_and_what_ends_it():
     assert [where for where, _ in modes] == 4 * ["forward", "backward"]
 
 
-def test_compilers_trace_it_in_one_graph():
-    x, w = leaves()
-    compiled = torch.compile(lambda x, w: product(x, w, "name") + 1, backend="aot_eager", fullgraph=True)
-    grads = torch.autograd.grad(compiled(x, w).sum(), (x, w))
-    assert modes == []
-    torch.testing.assert_close(grads, (w.detach(), 2 * x.detach()))
-
-
 class Rows(torch.autograd.Function):
     """Twice the values of ``x``, as rows: a view where they are made."""
 
@@ -120,23 +112,6 @@ def test_a_result_may_be_written_to_and_is_no_copy(mode):
     (grad,) = torch.autograd.grad(y.sum(), x)
     right = 2 * torch.tensor([3, 1, 1]) * (x > 0)
     assert torch.equal(grad, right)
-
-
-def test_where_nothing_depends_on_the_output_gradients_stay_undefined():
-    class ReadsOnly(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: Tensor) -> Tensor:
-            return y.sum()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
-    x, w = leaves()
-    ReadsOnly.apply(product(x, w, "name")).backward()
-    assert x.grad is None
-    assert w.grad is None
-    assert modes == [("forward", True)]
 
 
 def test_second_derivatives_are_refused_at_once():

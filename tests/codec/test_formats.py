@@ -112,10 +112,7 @@ def test_dither_of_a_place_changes_with_the_header(bits: int):
 
 @each_bits
 def test_codes_never_leave_their_bits(bits: int):
-    """The largest and least values with any dither: of blocks of two, far from zero and near to it, any way.
-
-    A code too large or too small would be off by a whole range.
-    """
+    """Of blocks of two, far from zero and near to it: one too large or too small would be off by a whole range."""
     spread = torch.rand(200_000, 1) * 10.0 ** torch.randint(-11, 3, (200_000, 1))
     low = spread * torch.randn(200_000, 1) * 10.0 ** torch.randint(-3, 4, (200_000, 1))
     low[:20_000] = (low[:20_000] / spread[:20_000]).round() * spread[:20_000]

@@ -13,7 +13,6 @@ from lightning_actprune.codec import sharing
 from lightning_actprune.codec.dispatch import force_backend
 from tests.support import oracle
 from tests.support.compressed import compressed
-from tests.support.measured import kept_bytes
 
 
 def made(x: Tensor, **settings) -> nn.Module:
@@ -133,35 +132,6 @@ def test_the_packed_input_goes_with_the_last_backward():
     assert packed() is None
     _, again = layer(x)
     again.sum().backward()  # the input lives on, and is packed again
-
-
-class Attention(nn.Module):
-    """Query, key and value of one normalised input, as separate layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64)
-        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x):
-        y = self.norm(x)
-        q, k, v = self.q(y), self.k(y), self.v(y)
-        return x + self.out(torch.nn.functional.gelu(q * k + v))
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-def test_what_is_shared_is_kept_once(autocast):
-    x, nbytes = torch.randn(4, 16, 64), []
-    for converted in ("q", "qkv"):
-        model = Attention()
-        for name in converted:
-            setattr(model, name, compressed(getattr(model, name), sparsity=0.5, block_size=8))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            nbytes.append(kept_bytes(model, x))
-    # Two layers more, and no pack more: what they kept is gone, with autocast a copy for each, else the one of both.
-    dense = x.numel() * (2 * 2 if autocast else 4)
-    weights = 2 * 64 * 64 * 2 if autocast else 0  # the copy of a weight is made anew in backward
-    assert nbytes[0] - nbytes[1] in (dense, dense + weights)
 
 
 @pytest.mark.gpu

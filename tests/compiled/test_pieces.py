@@ -9,8 +9,7 @@ from torch._dynamo.backends.distributed import DDPOptimizer
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import Block, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.compilers import uncached
+from tests.compiled.support import Block, Marked, Result, Scheduled, mark, nbytes, step, uncached, worst_cosine
 from tests.support.marks import only
 
 
@@ -103,24 +102,10 @@ def test_a_view_of_an_input_may_lie_in_the_piece_before(tokens):
     assert max(stored) < 0.6 * 4 * tokens * 64 // 32 * 18
 
 
-class Scheduled(nn.Module):
-    """Two layers, of which the sparsity of the second is the size of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (Marked(nn.Linear(64, 64), mark("linear", 4)) for _ in range(2))
-        self.act = Marked(nn.GELU(), mark("activation", 4))
-        self.sparsity = torch.empty(SPARSITY_PARTS // 2, 0, device="meta")
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.second.parts = self.sparsity.size(0)
-        return self.second(self.act(self.first(x)))
-
-
 @pytest.mark.integration
 def test_a_schedule_goes_through_the_pieces():
     x = torch.randn(8, 32, 64, requires_grad=True)
-    cut = assert_packed_in_pieces(Scheduled(), x, 2, off=0.05)  # whole, nothing is dropped
+    cut = assert_packed_in_pieces(Scheduled(SPARSITY_PARTS // 2), x, 2, off=0.05)  # whole, nothing is dropped
     first, second = (row.stored_bytes for row in cut.rows if row.name == "linear")
     assert 0 < second < 0.6 * first
 

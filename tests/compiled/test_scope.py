@@ -15,8 +15,7 @@ from lightning_actprune.codec import private
 from lightning_actprune.compiled import scope
 from lightning_actprune.compiled.marks import Mark, Model, general_name, marked
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import Marked, mark, step
-from tests.support.compilers import planned, uncached
+from tests.compiled.support import Marked, mark, planned, step, uncached
 
 
 def net() -> nn.Module:

@@ -11,8 +11,7 @@ from lightning_actprune.compiled import told
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.compiled.told import Report, Rows, listen, listening
-from tests.compiled.support import Block, Marked, mark, run
-from tests.support.compilers import uncached
+from tests.compiled.support import Block, Marked, mark, run, uncached
 from tests.support.marks import only
 
 ROWS = [

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.scope import CompiledPacking
-from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, step, worst_cosine
-from tests.support.compilers import planned, uncached
+from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, planned, step, uncached, worst_cosine
 from tests.support.marks import only
 
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
@@ -118,21 +117,28 @@ def test_weights_are_kept_in_eight_bits(attend, backend, hows, autocast):
     assert nbytes(found.kept) < 0.7 * nbytes(dense.kept)
 
 
-@pytest.mark.integration
+WEIGHS_NO_VALUES = "it is a softmax that does more than weigh values"
+READS = [
+    lambda p: p * (p + 1e-6).log(),
+    lambda p: p + p.mean(-1, keepdim=True),
+    lambda p: p.cumsum(-1),
+    lambda p: p @ torch.eye(48),
+    lambda p: F.pad(p, (0, 4), value=1.0)[..., :48],
+    lambda p: F.pad(F.pad(p, (0, -4)), (0, 4)),
+]
+
+
 @pytest.mark.parametrize(
-    "read",
+    ("attend", "query", "reason"),
     [
-        lambda p: p * (p + 1e-6).log(),
-        lambda p: p + p.mean(-1, keepdim=True),
-        lambda p: p.cumsum(-1),
-        lambda p: p @ torch.eye(48),
-        lambda p: F.pad(p, (0, 4), value=1.0)[..., :48],
-        lambda p: F.pad(F.pad(p, (0, -4)), (0, 4)),
+        (written_out(), 0, "the rule for what operations save keeps it as it is"),
+        (quotient, 8, "it is a quotient by a sum"),
+        *(pytest.param(written_out(read), 8, WEIGHS_NO_VALUES, marks=pytest.mark.integration) for read in READS),
     ],
 )
-def test_what_anything_else_reads_stays_as_it_is(read):
-    found = stepped(written_out(read))
-    assert "it is a softmax that does more than weigh values" in {row.reason for row in found.rows}
+def test_weights_without_bits_quotients_and_what_anything_else_reads_stay(attend, query: int, reason: str):
+    rows = [row for row in stepped(attend, query).rows if row.shape == SHAPE and row.reason.startswith(reason)]
+    assert [row.how for row in rows] == ["as it is"]
 
 
 @pytest.mark.integration
@@ -180,22 +186,6 @@ def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros():
     (row,) = (row for row in found.rows if row.shape == (64, 96))
     assert (row.how, row.bits) == ("packed", 4)
     assert 0.9 < worst_cosine(found, dense) < 1
-
-
-@pytest.mark.parametrize(
-    ("attend", "query", "reason"),
-    [
-        (written_out(), 0, "the rule for what operations save keeps it as it is"),
-        (
-            lambda q, k, v: (s := (q @ k.mT).square() + 0.1) / s.sum(-1, keepdim=True) @ v,
-            8,
-            "it is a quotient by a sum",
-        ),
-    ],
-)
-def test_weights_without_bits_and_quotients_stay(attend, query, reason):
-    rows = [row for row in stepped(attend, query).rows if row.shape == SHAPE and row.reason.startswith(reason)]
-    assert [row.how for row in rows] == ["as it is"]
 
 
 @pytest.mark.integration

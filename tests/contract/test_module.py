@@ -17,6 +17,7 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.base import CompressedLayer
 from tests.support.cases import CASES, Case, Holder, tables
 from tests.support.compressed import compressed
+from tests.support.helpers import all_traces
 from tests.support.measured import gradients, run
 
 
@@ -24,15 +25,6 @@ def saved_and_loaded(model: Holder) -> Holder:
     torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
-
-
-def traces(model: nn.Module) -> dict[str, tuple[type, list[str], int]]:
-    """Return what conversion could leave behind: classes, attributes and hooks."""
-    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"
-    return {
-        name: (type(module), list(vars(module)), sum(len(getattr(module, hook)) for hook in hooks))
-        for name, module in model.named_modules()
-    }
 
 
 def assert_same_gradients(first: Holder, second: Holder, case: Case) -> None:
@@ -44,7 +36,7 @@ def assert_same_gradients(first: Holder, second: Holder, case: Case) -> None:
 
 def test_conversion_leaves_everything_in_place_and_reverting_leaves_nothing(case: Case):
     model = case.dense()
-    reference, before = copy.deepcopy(model), traces(model)
+    reference, before = copy.deepcopy(model), all_traces(model)
     state = copy.deepcopy(model.state_dict())
     parameters, modules = list(model.named_parameters()), list(model.modules())
     convert(model, rules={f"type:{case.operator}": case.keep, "*": None})
@@ -57,7 +49,7 @@ def test_conversion_leaves_everything_in_place_and_reverting_leaves_nothing(case
     assert [(name, id(p)) for name, p in model.named_parameters()] == [(name, id(p)) for name, p in parameters]
     assert [id(m) for m in model.modules()] == [id(m) for m in modules]
     assert revert(model)
-    assert traces(model) == before
+    assert all_traces(model) == before
     assert repr(model) == repr(reference)
     assert_same_gradients(model, reference, case)
     assert revert(model) == []
@@ -70,11 +62,11 @@ def test_copies_and_pickles(case: Case):
         assert repr(other) == repr(model)
         assert_same_gradients(other, model, case)
         assert revert(other) == revert(copy.deepcopy(model))
-        assert traces(other) == traces(dense)
+        assert all_traces(other) == all_traces(dense)
         assert_same_gradients(other, dense, case)
     revert(model)
     for other in (copy.deepcopy(model), saved_and_loaded(model)):
-        assert traces(other) == traces(dense)
+        assert all_traces(other) == all_traces(dense)
         assert_same_gradients(other, dense, case)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.config import Keep
 from tests.support.cases import Case
 from tests.support.measured import grad_of, gradients, kept_bytes, run, same
-from tests.support.saving import saved_tensors
+from tests.support.saving import saved_tensors, storage_bytes
 
 
 def test_as_many_bytes_as_announced(case: Case, device: torch.device):
@@ -124,14 +124,17 @@ def test_a_layer_used_twice_adds_up(case: Case, device: torch.device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_an_activation_checkpoint(case: Case, reentrant: bool, device: torch.device):
-    model, checkpointed = (case.compressed(case.dense(device)) for _ in range(2))
-    # The running statistics of norms move twice, as those of dense norms do.
+    (dense, checkpointed), (_, model) = case.pair(device=device), case.pair(device=device)
     expected, x = gradients(model, case.input(device)), case.input(device)
-    y = run(lambda x: checkpoint(checkpointed, x, use_reentrant=reentrant), x)
-    y.backward(grad_of(y))
+    for module in (dense, checkpointed):
+        x.grad = None
+        y = run(lambda x: checkpoint(module, x, use_reentrant=reentrant), x)  # noqa: B023
+        y.backward(grad_of(y))
     found = {"input": x.grad} | {name: p.grad for name, p in checkpointed.named_parameters()}
     for name, grad in expected.items():
         assert torch.equal(found[name], grad), name
+    # The running statistics of norms move twice, as those of dense norms do.
+    torch.testing.assert_close(list(checkpointed.buffers()), list(dense.buffers()))
 
 
 def test_what_hooks_of_others_hold_is_enough(case: Case, device: torch.device):
@@ -162,10 +165,8 @@ def test_the_allocator_grows_by_what_is_kept(case: Case):
     model.zero_grad(set_to_none=True)
     with saved_tensors() as saved:
         y = run(model, given)
-    own = {t.untyped_storage().data_ptr() for t in (given, *model.parameters(), *model.buffers())}
-    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, y)}
-    expected = sum(nbytes for pointer, nbytes in kept.items() if pointer not in own)
-    del saved, kept, y
+    expected = storage_bytes((*saved, y), but=(given, *model.parameters(), *model.buffers()))
+    del saved, y
     requested = []
     for call in (lambda: None, lambda: run(model, given)):
         y = call()

@@ -18,9 +18,9 @@ from lightning_actprune.operators.gated import (
     gate_grad_eagerly,
     gated_halves,
 )
-from tests.support.activations import BITS, inputs, stored_of
-from tests.support.gates import largest_error, oracle
+from tests.support.activations import BITS, gated_oracle, inputs, stored_of
 from tests.support.marks import cover
+from tests.support.oracle import largest_error
 from tests.support.packing import rounded
 from tests.support.workload import launches
 
@@ -41,7 +41,7 @@ def check(a: Tensor, u: Tensor, name: str, bits: int, block_size: int) -> None:
         _, same = gate_eagerly(a.cpu(), u.cpu(), function, stored, a.dtype)
     for ours, right in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu(), rounded(right, a.dtype, a.device))
-    right, q, p = oracle(name, a, u)
+    right, q, p = gated_oracle(name, a, u)
     # A unit in the last place, and of fp32 maths a few of its own, more where 1 + erf cancels.
     maths = 2**-20 * (a.double().cpu().abs() + 1) * u.double().cpu().abs()
     least = torch.finfo(a.dtype).smallest_normal

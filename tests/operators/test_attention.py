@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,22 +16,9 @@ from torch import Tensor, nn
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators import attention
-from lightning_actprune.operators.base import CompressedLayer
-from tests.support.attention import (
-    BLOCK,
-    HEADS,
-    SPARSITY,
-    Case,
-    E,
-    L,
-    N,
-    S,
-    copies,
-    distinct,
-    expected,
-    projections,
-    pruned_copy,
-)
+from tests.support import oracle
+from tests.support.attention import BLOCK, HEADS, SPARSITY, Case, E, Inputs, L, N, S
+from tests.support.compressed import compressed
 from tests.support.marks import in_turn
 from tests.support.saving import saved_tensors
 
@@ -55,15 +43,27 @@ CASES = {
 }
 
 
-def run(
-    module: Callable[..., tuple[Tensor, Tensor | None]], inputs: tuple[Tensor, Tensor, Tensor], **call: object
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the results and the gradients of the inputs; those of the parameters are left on them."""
+def run(module: Callable[..., Any], inputs: tuple[Tensor, ...], **call: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the results and the gradients of copies of the inputs; those of the parameters are left on them."""
     torch.manual_seed(1)
-    output, weights = module(*inputs, **call)
-    results = [output] if weights is None else [output, weights]
-    sum((r * torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view_as(r)).sum() for r in results).backward()
-    return results, [x.grad for x in distinct(inputs)]
+    leaves = {id(x): x.detach().clone().requires_grad_() for x in inputs}  # one where it was one
+    results = module(*(leaves[id(x)] for x in inputs), **call)
+    results = [y for y in ([results] if isinstance(results, Tensor) else results) if y is not None]
+    sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in results).backward()
+    return results, [leaf.grad for leaf in leaves.values()]
+
+
+def pruned_copy(module: nn.Module, **settings: Any) -> nn.Module:
+    return compressed(module, **{"sparsity": SPARSITY, "block_size": BLOCK, **settings})
+
+
+def assert_only_projections_differ(pruned: nn.Module, dense: nn.Module, prunes: bool = True, **exact: float) -> None:
+    """Compare the gradients; those of weights of linear layers, which have two dimensions, are the pruned ones."""
+    for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
+        if mine.dim() == 2 and prunes:
+            assert not torch.allclose(mine.grad, its.grad, rtol=1e-3), name
+        else:
+            torch.testing.assert_close(mine.grad, its.grad, msg=name, **exact)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -74,30 +74,51 @@ def test_all_but_the_projection_weights_is_torchs_own(case: Case):
     for sparsity, need_weights in itertools.product((0.0, SPARSITY), (True, False)):
         pruned, inputs = pruned_copy(dense, sparsity=sparsity), case.tensors()
         dense.zero_grad()
-        found = run(pruned, copies(inputs), need_weights=need_weights, **case.call)
+        found = run(pruned, inputs, need_weights=need_weights, **case.call)
         wanted = run(dense, inputs, need_weights=need_weights, **case.call)
         torch.testing.assert_close(found, wanted, **exact)
-        changed = projections(pruned).keys()
-        for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
-            if name not in changed or sparsity == 0:
-                torch.testing.assert_close(mine.grad, its.grad, **exact)
-            else:
-                assert not torch.allclose(mine.grad, its.grad, rtol=1e-3)
+        assert_only_projections_differ(pruned, dense, sparsity > 0, **exact)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scope: str) -> Tensor:
+    """Return ``F.linear`` of ``x [N, T, E]`` whose weight gradient comes from the pruned input."""
+    x_hat = oracle.pruned(oracle.as_samples(x.detach(), scope), BLOCK, SPARSITY).view_as(x)
+    straight = F.linear(x_hat, weight)
+    return F.linear(x, weight.detach(), bias) + straight - straight.detach()
+
+
+def expected(module: nn.MultiheadAttention, inputs: Inputs, scope: str) -> tuple[Tensor, Tensor]:
+    """Return the output and the average weights of attention ``[N, T, E]`` by formula, gradients as the design says."""
+    apart = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    weights = apart if module.in_proj_weight is None else module.in_proj_weight.chunk(3)
+    q, k, v = (
+        linear(x, w, b, scope).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        for x, w, b in zip(inputs, weights, module.in_proj_bias.chunk(3), strict=True)
+    )
+    attention = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.shape[-1]), -1)
+    heads = (attention @ v).transpose(1, 2).flatten(2)
+    return linear(heads, module.out_proj.weight, module.out_proj.bias, scope), attention.mean(1)
 
 
 @pytest.mark.parametrize("name", list(CASES)[:10])
 def test_weight_gradients_are_those_of_the_pruned_inputs(name: str):
     case = CASES[name]
+
+    def samples_first(x: Tensor) -> Tensor:
+        if not case.batched:
+            return x.unsqueeze(0)
+        return x if case.batch_first else x.transpose(0, 1)
+
     for scope, need_weights in (("sample", True), ("token", False)):
         dense, inputs = case.make(torch.float64), case.tensors(torch.float64)
         pruned = pruned_copy(dense, scope=scope)
         output, weights = pruned(*inputs, need_weights=need_weights)
-        wanted, wanted_weights = expected(dense, tuple(case.samples_first(x) for x in inputs), SPARSITY, scope)
-        torch.testing.assert_close(case.samples_first(output), wanted)
+        wanted, wanted_weights = expected(dense, tuple(samples_first(x) for x in inputs), scope)
+        torch.testing.assert_close(samples_first(output), wanted)
         if need_weights:
             torch.testing.assert_close(weights, wanted_weights if case.batched else wanted_weights[0])
         grad = torch.randn_like(wanted)
-        case.samples_first(output).backward(grad)
+        samples_first(output).backward(grad)
         wanted.backward(grad)
         for (parameter, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, its.grad, rtol=1e-10, atol=1e-10, msg=parameter)
@@ -135,7 +156,7 @@ def test_one_projection_alone():
         pruned = copy.deepcopy(dense)
         pruned.zero_grad()
         convert(pruned, rules={**rules, "*": None})
-        run(pruned, copies(inputs))
+        run(pruned, inputs)
         assert torch.equal(pruned.get_parameter(exact).grad, dense.get_parameter(exact).grad)
         assert not torch.allclose(pruned.get_parameter(changed).grad, dense.get_parameter(changed).grad, rtol=1e-3)
 
@@ -147,7 +168,7 @@ def test_one_that_only_routes_compiles():
     dense, inputs = case.make(), case.tensors()
     pruned = copy.deepcopy(dense)
     convert(pruned, rules={"out_proj": Keep(sparsity=SPARSITY, block_size=BLOCK), "*": None})
-    expected, found = dense(*inputs)[0], torch.compile(pruned, backend="aot_eager")(*copies(inputs))[0]
+    expected, found = dense(*inputs)[0], torch.compile(pruned, backend="aot_eager")(*inputs)[0]
     torch.testing.assert_close(found, expected)
 
 
@@ -159,7 +180,7 @@ def test_a_frozen_projection_packs_nothing(frozen: list[str]):
         dense.get_parameter(name).requires_grad_(False)
     pruned = pruned_copy(dense)
     assert sum(t.dtype == torch.int32 for t in saved_by(pruned, inputs)) == 2 * (2 - len(frozen))
-    run(pruned, copies(inputs))
+    run(pruned, inputs)
     assert [name for name, p in pruned.named_parameters() if p.grad is None] == frozen
 
 
@@ -180,35 +201,13 @@ def test_without_gradients_the_fast_path_of_torch_runs(monkeypatch: pytest.Monke
     assert len(calls) == 3
 
 
-T, WIDTH = 6, 96
-MASKED = torch.arange(T) >= torch.tensor([[T], [4], [2]])
-AHEAD = nn.Transformer.generate_square_subsequent_mask(T)
-
-
 def encoder(**options: object) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(E, HEADS, WIDTH, **options)
+    layer = nn.TransformerEncoderLayer(E, HEADS, 96, **options)
     nested = options.get("batch_first", False) and not options.get("norm_first")  # else torch warns
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
 
 
-def trained(model: nn.Module, *inputs: Tensor, **call: object) -> tuple[Tensor, list[Tensor]]:
-    torch.manual_seed(1)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    y = model(*leaves, **call)
-    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    return y, [x.grad for x in leaves]
-
-
-def assert_only_weights_differ(pruned: nn.Module, dense: nn.Module) -> None:
-    """Compare the gradients; those of two-dimensional parameters are the pruned ones."""
-    for (name, mine), its in zip(pruned.named_parameters(), dense.parameters(), strict=True):
-        if mine.dim() == 1:
-            torch.testing.assert_close(mine.grad, its.grad, msg=name)
-        else:
-            assert not torch.allclose(mine.grad, its.grad, rtol=1e-3), name
-
-
-MASKS = {"none": {}, "padding": {"src_key_padding_mask": MASKED}, "causal": {"mask": AHEAD, "is_causal": True}}
+MASKS = {"none": {}, "padding": {"src_key_padding_mask": PADDING[:, :L]}, "causal": {"mask": CAUSAL, "is_causal": True}}
 
 
 @pytest.mark.parametrize(
@@ -218,9 +217,9 @@ MASKS = {"none": {}, "padding": {"src_key_padding_mask": MASKED}, "causal": {"ma
 def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool):
     dense = encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.2).train(training)
     pruned, call = pruned_copy(dense), MASKS[mask]
-    x = torch.randn((N, T, E) if batch_first else (T, N, E))
-    torch.testing.assert_close(trained(pruned, x, **call), trained(dense, x, **call))
-    assert_only_weights_differ(pruned, dense)
+    x = torch.randn((N, L, E) if batch_first else (L, N, E))
+    torch.testing.assert_close(run(pruned, (x,), **call), run(dense, (x,), **call))
+    assert_only_projections_differ(pruned, dense)
     with torch.no_grad():
         torch.manual_seed(1)
         found = pruned(x, **call)
@@ -228,24 +227,14 @@ def test_encoder(mask: str, batch_first: bool, norm_first: bool, training: bool)
         assert torch.equal(found, dense(x, **call))
 
 
-def test_encoder_and_decoder():
-    dense = nn.Transformer(E, HEADS, 1, 2, WIDTH, dropout=0.2, batch_first=True)
-    pruned = pruned_copy(dense)
-    names = [name for name, m in pruned.named_modules() if isinstance(m, CompressedLayer)]
-    assert {"decoder.layers.1.self_attn", "decoder.layers.1.multihead_attn.out_proj"} <= set(names)
-    source, target = torch.randn(N, T, E), torch.randn(N, 4, E)
-    torch.testing.assert_close(trained(pruned, source, target), trained(dense, source, target))
-    assert_only_weights_differ(pruned, dense)
-
-
 def test_fused_paths_of_inference_run(monkeypatch: pytest.MonkeyPatch):
     seen: list[bool] = []
     fused = torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *a: seen.append(a[0].is_nested) or fused(*a))
     dense = encoder(batch_first=True).eval()
-    pruned, x = pruned_copy(dense), torch.randn(N, T, E)
+    pruned, x = pruned_copy(dense), torch.randn(N, L, E)
     with torch.no_grad():
-        for padding, nested in ((None, False), (MASKED, True)):
+        for padding, nested in ((None, False), (PADDING[:, :L], True)):
             assert torch.equal(pruned(x, src_key_padding_mask=padding), dense(x, src_key_padding_mask=padding))
             assert seen == [nested] * 4
             seen.clear()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_actprune.operators.readers import ATTENTION, READERS, is_masked, loses_values, may_read
+from tests.support.saving import nodes_of
 
 D = 0.01
 """Largest error of what was saved."""
@@ -25,7 +26,6 @@ def bounded(slope: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def of_norm(dims: tuple[int, ...]) -> Callable[[Tensor, Tensor], Tensor]:
-
     def bound(x: Tensor, g: Tensor) -> Tensor:
         r = x.var(dims, correction=0, keepdim=True).add(1e-5).rsqrt()
         z = (x - x.mean(dims, keepdim=True)) * r
@@ -105,17 +105,6 @@ def disturbed_gradient(function: Callable[[Tensor], Tensor], x: Tensor, noise: T
     torch.autograd.backward([y], [outer], inputs=others)
     found = [leaf.grad, *(other.grad for other in others if other is not leaf)]
     return torch.cat([grad.flatten() for grad in found if grad is not None]), readers[0] if readers else ""
-
-
-def nodes_of(y: Tensor) -> list[object]:
-    found: list[object] = []
-    waiting = [y.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.append(node)
-            waiting += [before for before, _ in node.next_functions]
-    return found
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -61,6 +61,10 @@ def cosine(found: Tensor, right: Tensor) -> float:
     return torch.cosine_similarity(found.double().flatten(), right.double().flatten(), dim=0).item()
 
 
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 def step(model: nn.Module, x: Tensor, around: Any = None) -> tuple[Tensor, Tensor, int]:
     """Return output, gradient of all parameters, and bytes kept, of a step from the same random numbers."""
     model.zero_grad()
@@ -70,7 +74,7 @@ def step(model: nn.Module, x: Tensor, around: Any = None) -> tuple[Tensor, Tenso
         loss = y.float().square().mean()
     stored = meter.report().stored_bytes
     loss.backward()
-    return y.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), stored
+    return y.detach(), gradient_of(model), stored
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -107,20 +111,6 @@ def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, a
     again = step(model, x, around())
     assert torch.equal(again[1], exact)
     assert not any(isinstance(module, Converted) or "_recompute" in vars(module) for module in model.modules())
-
-
-def test_the_preset_runs_blocks_again_and_leaves_their_layers_dense():
-    model, x = made()
-    exact = step(model, x)
-    for _ in range(2):  # converted again, as by a callback, it is the same
-        report = convert(model, "recompute", rules={"head": Keep(bits=8)})
-        assert {block.recompute for block in report.recomputed} == {Recompute(8)}
-        assert [layer.fqn for layer in report.converted] == ["head"]  # the stem has too few features
-        y, gradient, stored = step(model, x)
-        assert torch.equal(y, exact[0])
-        assert cosine(gradient, exact[1]) > 0.9999
-        assert stored < exact[2] / 10
-        assert len(revert(model)) == 4
 
 
 def test_compressed_layers_inside_make_the_second_run_small():
@@ -194,31 +184,25 @@ class WritesTo(nn.Sequential):
         return x.mul_(2).add_(super().forward(x.clone().sin()))
 
 
-@pytest.mark.parametrize(("bits", "least"), [(8, 0.9999), (16, 0.9999), (4, 0.97)])
-def test_quantized_inputs_may_be_written_to(bits: int, least: float):
-    """By the block, and by whoever comes after its call."""
+@pytest.mark.parametrize(("bits", "least"), [(8, 0.9999), (16, 0.9999), (4, 0.97), (None, 1)])
+def test_quantized_inputs_may_be_written_to(bits: int | None, least: float):
+    """By the block, and by whoever comes after its call; what is kept as it is may not be."""
+    convert(block := nn.Sequential(Block()), rules={"0": Recompute(bits), **ALONE})
+    h = torch.randn(4, TOKENS, WIDTH, requires_grad=True) * 1
+    loss = block(h).sum()
+    with torch.no_grad():
+        h.zero_()
+    if bits is None:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return
+    loss.backward()
     model, x = made(lambda: WritesTo(nn.Linear(WIDTH, WIDTH)))
     exact = step(model, x)
     convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
     y, gradient, _ = step(model, x)
     assert torch.equal(y, exact[0])
     assert cosine(gradient, exact[1]) > least
-
-    written_to(bits)
-
-
-def written_to(bits: int | None) -> None:
-    convert(block := nn.Sequential(Block()), rules={"0": Recompute(bits), **ALONE})
-    h = torch.randn(4, TOKENS, WIDTH, requires_grad=True) * 1
-    loss = block(h).sum()
-    with torch.no_grad():
-        h.zero_()
-    loss.backward()
-
-
-def test_what_is_kept_as_it_is_may_not_be_written_to():
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        written_to(None)
 
 
 def test_what_several_blocks_get_is_stored_once():
@@ -243,8 +227,7 @@ def test_several_calls_accumulation_and_frozen_blocks():
     step(model, x)
     torch.manual_seed(1)
     model(x).square().mean().backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    assert cosine(gradient, sum(exact)) > 0.9999
+    assert cosine(gradient_of(model), sum(exact)) > 0.9999
     model.requires_grad_(False)
     assert not model(x).requires_grad
 
@@ -262,7 +245,7 @@ def test_hooks_and_checkpoints_around():
         model.zero_grad()
         torch.manual_seed(1)
         checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
-        assert cosine(torch.cat([p.grad.flatten() for p in model.parameters()]), expected) > 0.9999
+        assert cosine(gradient_of(model), expected) > 0.9999
 
 
 def test_copies_and_pickles():
@@ -289,6 +272,10 @@ def test_rules_name_the_outermost_modules():
     assert again == [("blocks.0", Recompute(2)), ("blocks.1", Recompute(2))]
     bits = {row.fqn: row.keep.bits for row in report.converted}
     assert (bits["blocks.0.norm"], bits["blocks.1.mlp.0"]) == (8, 2)
+    revert(model)
+    report = convert(model, "recompute", rules={"head": Keep(bits=8)})
+    assert {block.recompute for block in report.recomputed} == {Recompute(8)}
+    assert [layer.fqn for layer in report.converted] == ["head"]  # those in blocks are dense
 
 
 def test_what_cannot_run_again_is_listed_with_the_reason():
@@ -320,35 +307,33 @@ def test_a_module_runs_again_for_one_owner_and_by_rules_that_mean_something():
             convert(made()[0], rules=rules)
 
 
-def test_blocks_are_the_largest_repeated_class():
+def repeated(times: int, make: Callable[[], nn.Module] = Block) -> nn.Sequential:
+    return nn.Sequential(*(make() for _ in range(times)))
+
+
+def test_blocks_are_the_largest_repeated_classes():
     assert find_blocks(made()[0]) == [f"blocks.{n}" for n in range(3)]
-    stages = lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(Block() for _ in range(3))))  # noqa: E731
-    hierarchical = nn.Sequential(*(stages() for _ in range(4)))
-    assert find_blocks(hierarchical) == [f"{stage}.1.{n}" for stage in range(4) for n in range(3)]
-    experts = lambda: nn.ModuleDict({"norm": nn.LayerNorm(8), "experts": nn.ModuleList(Block() for _ in range(4))})  # noqa: E731
-    assert find_blocks(nn.ModuleList(experts() for _ in range(6))) == [str(n) for n in range(6)]
-    assert find_blocks(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == []
+    stages = repeated(4, lambda: nn.Sequential(nn.Linear(8, 8), repeated(3)))
+    assert find_blocks(stages) == [f"{stage}.1.{n}" for stage in range(4) for n in range(3)]
+    experts = repeated(6, lambda: nn.ModuleDict({"norm": nn.LayerNorm(8), "experts": repeated(4)}))
+    assert find_blocks(experts) == [str(n) for n in range(6)]
+    both = nn.ModuleDict({"decoder": repeated(6, type("Decoder", (Block,), {})), "encoder": repeated(6)})
+    assert find_blocks(both) == [f"{kind}.{n}" for kind in both for n in range(6)]
+    both["encoder"] = both["encoder"][:5]  # too few to count beside others
+    assert find_blocks(both) == [f"decoder.{n}" for n in range(6)]
+    assert find_blocks(repeated(2, lambda: nn.Linear(8, 8))) == []
     with pytest.raises(ValueError, match="blocks"):
         convert(nn.Sequential(nn.Linear(64, 64), nn.GELU()), "recompute")
 
 
-def test_blocks_of_encoder_and_decoder_are_both_found():
-    kinds = type("Decoder", (Block,), {}), Block
-    both = nn.ModuleDict({kind.__name__: nn.Sequential(*(kind() for _ in range(6))) for kind in kinds})
-    assert find_blocks(both) == [f"{kind}.{n}" for kind in ("Decoder", "Block") for n in range(6)]
-    both["Block"] = both["Block"][:5]  # too few to count beside others
-    assert find_blocks(both) == [f"Decoder.{n}" for n in range(6)]
-
-
 @pytest.mark.integration
-def test_compiled_modules_keep_inputs_as_they_are():
+def test_compiled_alone_modules_keep_inputs_as_they_are():
     model, x = made()
-    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
-    model.eval()  # without dropout, whose random numbers a compiler draws in another way
+    convert(model.eval(), rules={"blocks.*": Recompute(8), **ALONE})  # a compiler draws dropout in another way
     expected = step(model, x)[1]
     model.zero_grad()
     torch.compile(model, backend="aot_eager")(x).square().mean().backward()
-    assert cosine(torch.cat([p.grad.flatten() for p in model.parameters()]), expected) > 0.9999
+    assert cosine(gradient_of(model), expected) > 0.9999
 
 
 def test_converting_again_is_as_converting_for_the_first_time():

@@ -10,26 +10,77 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_actprune.codec import packed
 from lightning_actprune.operators import reuse
+from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
-from tests.support.reuse import (
-    LENGTH,
-    READS,
-    SAMPLES,
-    TOKENS,
-    activation,
-    as_known,
-    kept_values,
-    linear,
-    norm_of,
-    own_pack,
-    reuses,
-)
+from tests.support.saving import nodes_of
 
 ROUNDED = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+SAMPLES, TOKENS, LENGTH, OUTPUTS = 3, 10, 72, 24
+"""Blocks of 32 end short in rows of 72."""
+NORMS = {
+    "layer": lambda: nn.LayerNorm(LENGTH),
+    "layer-plain": lambda: nn.LayerNorm(LENGTH, elementwise_affine=False),
+    "layer-unshifted": lambda: nn.LayerNorm(LENGTH, bias=False),
+    "rms": lambda: nn.RMSNorm(LENGTH),
+    "affine": lambda: Affine(LENGTH),
+    "affine-unshifted": lambda: Affine(LENGTH, bias=False),
+}
+READS = {
+    "rows": lambda y: y,
+    "flat": lambda y: y.view(-1, LENGTH),
+    "turned": lambda y: y.transpose(1, 2),
+}
+
+
+def norm_of(name: str = "layer", bits: int = 4, device="cpu", dtype=torch.float32, **settings) -> nn.Module:
+    """Return a compressed norm or affine layer with random parameters."""
+    dense = NORMS[name]().to(device, dtype)
+    for parameter in dense.parameters():
+        nn.init.normal_(parameter, mean=1.0)
+    operator = {"affine": "affine", "affine-unshifted": "scale"}.get(name, "norm")
+    return compressed(dense, operator, bits=bits, **settings)
+
+
+def linear(
+    features=LENGTH, bits: int | None = 2, device="cpu", dtype=torch.float32, bias=True, **settings
+) -> nn.Module:
+    """Return a compressed linear layer."""
+    return compressed(nn.Linear(features, OUTPUTS, bias, device=device, dtype=dtype), bits=bits, **settings)
+
+
+def activation(device="cpu", dtype=torch.float32) -> Tensor:
+    return torch.randn(SAMPLES, TOKENS, LENGTH, device=device, dtype=dtype).requires_grad_()
+
+
+def kept_values(y: Tensor) -> Tensor:
+    """Return the bytes that the norm whose output ``y`` is keeps."""
+    [values] = [t for t in y.grad_fn.saved_tensors if t is not None and t.dtype == torch.uint8]
+    return values
+
+
+def reuses(z: Tensor, y: Tensor) -> bool:
+    """Return whether the layer whose output ``z`` is keeps what that of ``y`` does, and no copy of it."""
+    return any(t is not None and t.data_ptr() == kept_values(y).data_ptr() for t in z.grad_fn.saved_tensors)
+
+
+def own_pack(z: Tensor) -> bool:
+    """Return whether a layer keeps a pack with positions of its own, even if these are empty."""
+    return sum(t is not None and t.dtype == torch.int32 for t in z.grad_fn.saved_tensors) == 2
+
+
+def as_known(y: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what is stored of ``y``, in fp64: values before they are scaled, scale and shift."""
+    rows = y.numel() // LENGTH
+    x = packed.unpack_all(kept_values(y).cpu(), rows, LENGTH, norm.block_size, norm.bits, torch.float32)
+    x = x.reshape(y.shape).double().to(y.device)
+    weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
+    one, zero = x.new_ones(LENGTH), x.new_zeros(LENGTH)
+    return x, one if weight is None else weight.detach().double(), zero if bias is None else bias.detach().double()
 
 
 @pytest.fixture(autouse=True)
@@ -45,20 +96,25 @@ CASES = [
     *((name, "rows") for name in ("layer", "layer-plain", "layer-unshifted", "rms", "affine")),
     *((name, "turned") for name in ("affine", "affine-unshifted", "layer-plain")),
     ("layer", "flat"),
+    ("affine", "flat"),
 ]
 
 
 @pytest.mark.parametrize(("case", "autocast"), [*in_turn(CASES, (False, True)), (CASES[0], True)], ids=str)
-def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, case, autocast):
+def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps_and_all_else_as_ever(device, case, autocast):
     made, read = case
     norm, x = norm_of(made, device=device), activation(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         y = norm(x)
-        layer = linear(READS[read](y).shape[-1], device=device)
-        z = layer(READS[read](y))
-        assert reuses(z, y)
+        seen = READS[read](y)
+        layer = linear(seen.shape[-1], device=device)
+        z, alone = layer(seen), layer(seen.clone())
+    assert reuses(z, y)
+    assert not reuses(alone, y)
+    wanted, g = (x, layer.bias, *norm.parameters()), torch.randn_like(z)
+    results = [[out, *torch.autograd.grad(out, wanted, g, retain_graph=True)] for out in (z, alone)]
+    assert all(map(torch.equal, *results))
     known, weight, bias = as_known(y, norm)
-    g = torch.randn_like(z)
     z.backward(g, retain_graph=True)
     grad_y = g.double().flatten(0, -2).t()
 
@@ -74,22 +130,6 @@ def test_the_weight_gradient_is_that_of_what_the_layer_before_keeps(device, case
     assert ((found - expected).abs() <= bound).all()
     most = unit * float(grad_y.abs().sum(1).max())
     torch.testing.assert_close(layer.bias.grad.double(), grad_y.sum(1), rtol=0, atol=most)
-
-
-@pytest.mark.parametrize(("read", "autocast"), [*in_turn(READS, (False, True)), ("rows", True)])
-def test_nothing_but_the_weight_gradient_depends_on_who_keeps_the_input(device, read, autocast):
-    norm, x = norm_of("affine", device=device), activation(device)
-    layer = linear(TOKENS if read == "turned" else LENGTH, device=device)
-    results = []
-    for own in (False, True):
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            y = norm(x)
-            seen = READS[read](y)
-            z = layer(seen.clone() if own else seen)
-        assert reuses(z, y) is not own
-        wanted = x, layer.bias, *norm.parameters()
-        results.append([z, *torch.autograd.grad(z, wanted, torch.ones_like(z))])
-    assert all(map(torch.equal, *results))
 
 
 def test_several_layers_read_what_one_keeps():
@@ -117,22 +157,14 @@ def test_frozen_parameters():
     assert kept_bytes(layer, x) == 0
 
 
-def held(out: Tensor) -> list[int]:
-    """Return the addresses of the compressed tensors that the graph of ``out`` holds, each for every node."""
-    nodes, found = [out.grad_fn], []
-    for node in nodes:
-        found += [t.data_ptr() for t in getattr(node, "saved_tensors", ()) if t is not None and t.dtype == torch.uint8]
-        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
-    return found
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_projections_of_attention(batch_first):
     norm, dense = norm_of(bits=4), nn.MultiheadAttention(LENGTH, 4, batch_first=batch_first)
     attention, x = compressed(dense, bits=2), activation()
     y = norm(x)
     out, _ = attention(y, y, y, need_weights=False)
-    found = held(out)
+    saved = [t for node in nodes_of(out) for t in getattr(node, "saved_tensors", ()) if t is not None]
+    found = [t.data_ptr() for t in saved if t.dtype == torch.uint8]
     assert found.count(kept_values(y).data_ptr()) == 2  # of the norm and of the in-projection
     assert len(set(found)) == 2  # and what the output projection keeps
     g = torch.randn_like(out)
@@ -178,7 +210,7 @@ def test_other_tensors_are_packed(read):
     assert oracle.relative_error(grad, expected) < 0.15  # 4 bits: 0.09 of normal values
 
 
-def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own():
+def test_a_layer_that_asks_for_as_many_bits_drops_blocks_or_computes_in_fp16_packs_its_own():
     for there, asked, packs in (
         (2, {"bits": 3}, True),
         (3, {"bits": 3}, True),
@@ -189,12 +221,8 @@ def test_a_layer_that_asks_for_as_many_bits_or_drops_blocks_packs_its_own():
         (4, {"bits": None, "sparsity": 0.5}, True),
     ):
         assert own_pack(linear(**asked)(norm_of(bits=there)(activation()))) is packs, (there, asked)
-
-
-def test_what_computes_in_fp16_packs_its_own():
-    """Values of the input that y makes small, or products before these are scaled, may be too large for fp16."""
-    y = norm_of(dtype=torch.float16)(activation().half())
-    assert own_pack(linear(dtype=torch.float16)(y))
+    # Values of the input that y makes small, or products before these are scaled, may be too large for fp16.
+    assert own_pack(linear(dtype=torch.float16)(norm_of(dtype=torch.float16)(activation().half())))
     y = norm_of()(activation())
     with torch.autocast("cpu", torch.float16):
         assert own_pack(linear()(y))

@@ -83,20 +83,30 @@ def test_attaching_twice_is_once_and_detaching_leaves_no_trace():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_raises_leaves_no_hooks_open(error: type[BaseException]):
+def test_a_forward_that_raises_keeps_and_decides_nothing_and_leaves_no_hooks_open(error: type[BaseException]):
     """Torch runs no forward hooks after an interruption: what it leaves open, ``detach`` closes."""
 
-    def run(x: Tensor) -> Tensor:
-        raise error
+    def run(x: Tensor, gamma: Tensor) -> Tensor:
+        y = x * gamma
+        alive.append(StorageWeakRef(y.untyped_storage()))
+        y = y.square()  # a first forward does not know yet how its input is kept
+        if fails:
+            raise fails.pop()
+        return y
 
-    model = nn.Sequential(nn.GELU(), Runs(run))
+    model, fails, alive = nn.Sequential(nn.GELU(), Runs(run, (64,))), [error], []
     saving = SavedTensorCompression(model, min_values=256).attach()
     with pytest.raises(error):
         model(activation())
     assert (top_hooks() is None) == (error is ValueError)
+    assert packed(saving) == 1
+    gc.collect()
+    assert alive[0].expired() or error is KeyboardInterrupt
+    model(activation())
+    assert [(row.fqn, row.count) for row in saving.rows] == [("0", 2), ("1", 2)]
+    assert saving.left == []
     saving.detach()
     assert top_hooks() is None
-    assert packed(saving) == 1
 
 
 def test_a_hook_that_raises_before_ours_leaves_the_scope_closed_and_usable():

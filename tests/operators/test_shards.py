@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -29,11 +26,12 @@ from lightning_actprune import Keep, Recompute, convert
 from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner
+from tests.callbacks.test_ranks import RANKS, Seen, fit_all
 from tests.operators.test_recompute import ALONE, Net, cosine
 from tests.support.compressed import compressed
 from tests.support.saving import saved_tensors
 
-RANKS, WIDTH, HIDDEN, TOKENS = 2, 80, 66, 6
+WIDTH, HIDDEN, TOKENS = 80, 66, 6
 EIGHT_BITS = {f"type:{operator}": Keep(bits=8) for operator in ("linear", "norm", "activation")}
 BY_TOKENS = Shard(1)
 Found = dict[str, Any]
@@ -112,12 +110,18 @@ def assert_found(found: Found, expected: Found, cosine: float = 1, placed: bool 
 
 
 @check
-def dense_where_nothing_is_left_out(mesh: DeviceMesh) -> None:
+def dense_where_nothing_is_left_out_and_near_in_few_bits(mesh: DeviceMesh) -> None:
     for sequence in (False, True):
         dense, ours = block(mesh, sequence), block(mesh, sequence)
         report = convert(ours, sparsity=0.0)
         assert [layer.fqn for layer in report.converted] == ["q", "k", "out", "down", "up"]
-        assert_found(step(ours, *given(sequence)), step(dense, *given(sequence)))
+        expected = step(dense, *given(sequence))
+        assert_found(step(ours, *given(sequence)), expected)
+        report = convert(ours := block(mesh, sequence), rules=EIGHT_BITS)
+        assert {layer.fqn for layer in report.converted} >= {"norm1", "norm2", "q", "out"}
+        found = step(ours, *given(sequence))
+        assert_found(found, expected, 0.999)
+        assert not torch.equal(found["q.weight"], expected["q.weight"])
 
 
 @check
@@ -138,17 +142,6 @@ def blocks_of_each_shard(mesh: DeviceMesh) -> None:
         found = whole(ours[0].weight.grad)
         torch.testing.assert_close(found, torch.cat(by_hand, 1))
         assert not torch.allclose(found, grad_y.flatten(0, 1).T @ x.flatten(0, 1), rtol=0.1)
-
-
-@check
-def few_bits(mesh: DeviceMesh) -> None:
-    for sequence in (False, True):
-        dense, ours = block(mesh, sequence), block(mesh, sequence)
-        report = convert(ours, rules=EIGHT_BITS)
-        assert {layer.fqn for layer in report.converted} >= {"norm1", "norm2", "q", "out"}
-        expected, found = (step(model, *given(sequence)) for model in (dense, ours))
-        assert_found(found, expected, 0.999)
-        assert not torch.equal(found["q.weight"], expected["q.weight"])
 
 
 @check
@@ -275,37 +268,21 @@ def strategies_run_blocks_again(mesh: DeviceMesh) -> None:
         assert 0.9999 < cosine(gradient, exact) <= 1 + 1e-9
 
 
-def run_one(name: str, mesh: DeviceMesh, errors: dict[str, str]) -> None:
-    try:
-        CHECKS[name](mesh)
-    except BaseException as error:  # pytest's own exceptions too
-        errors[name] = "".join(traceback.format_exception(error))
-
-
-def run(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    mesh, errors = init_device_mesh("cpu", (RANKS,)), {}
-    for name in CHECKS:
-        run_one(name, mesh, errors)
-    torch.save(errors, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+def in_process(name: str, folder: Path) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    CHECKS[name](init_device_mesh("cpu", (RANKS,)))
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen | None]]:
     """What went wrong in each process; one pair of them does all checks, since starting it takes longer."""
-    folder = tmp_path_factory.mktemp("shards")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run, (port, folder), RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    checks = [partial(in_process, name) for name in CHECKS]
+    return dict(zip(CHECKS, fit_all(checks, "cpu", tmp_path_factory.mktemp("shards")), strict=True))
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", CHECKS)
-def test_in_two_processes(name: str, errors: list[dict[str, str]]):
-    for rank, of_rank in enumerate(errors):
-        assert name not in of_rank, f"in process {rank}: {of_rank[name]}"
+def test_in_two_processes(name: str, outcomes: dict[str, list[Seen | None]]):
+    for rank, failed in enumerate(outcomes[name]):
+        assert failed is None, f"in process {rank}: {failed.error}"

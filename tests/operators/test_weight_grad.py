@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_actprune import functional
+from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import force_backend
+from lightning_actprune.codec.packed import pack
 from lightning_actprune.operators.weight_grad import force_method, fp32_is_exact, gather_is_faster
 from tests.support.compressed import as_kept
 from tests.support.marks import in_turn
@@ -44,25 +46,21 @@ def errors(actual, exact):
     return float(difference.abs().max() / exact.abs().max()), float(difference.norm() / exact.norm())
 
 
-def weight_gradient(x, weight, grad_y, block_size, method):
-    with force_method(method), launches() as names:
-        y = functional.linear(x, weight, sparsity=0.5, block_size=block_size)
-        (grad,) = torch.autograd.grad(y, weight, grad_y)
-    return grad, "weight_grad_kernel" in names
-
-
-def check(device, dtype, method, shape, block_size, outputs):
+def check(device, dtype, method, shape, block_size, outputs, sparsity=0.5, bits=None, selection="largest"):
     x = torch.randn(shape, device=device).to(dtype)
     weight = torch.randn(outputs, shape[-1], device=device).to(dtype).requires_grad_()
     grad_y = torch.randn(*shape[:-1], outputs, device=device).to(dtype)
-    actual, gathers = weight_gradient(x, weight, grad_y, block_size, method)
-    hat = as_kept(x if x.dim() == 3 else x[:, None], block_size, 0.5).reshape(-1, x.shape[-1])
+    how = {"sparsity": sparsity, "block_size": block_size, "bits": bits, "selection": selection}
+    with force_method(method), launches() as names:
+        (actual,) = torch.autograd.grad(functional.linear(x, weight, **how), weight, grad_y)
+    rows = x if x.dim() == 3 else x[:, None]
+    hat = as_kept(rows, block_size, sparsity, bits or 0, selection).reshape(-1, x.shape[-1])
     g = grad_y.flatten(0, -2)
     exact = g.double().t() @ hat.double()
     assert actual.dtype == dtype
     for ours, torchs in zip(errors(actual, exact), errors(g.t() @ hat, exact), strict=True):
         assert ours <= 2 * torchs, (ours, torchs)
-    return gathers
+    return "weight_grad_kernel" in names
 
 
 @pytest.mark.parametrize(
@@ -74,6 +72,29 @@ def test_small_and_odd_shapes(device, dtype, method, shape, block_size, outputs)
     gathers = check(device, dtype, method, shape, block_size, outputs)
     if device.type == "cuda":
         assert gathers == (method == "gather")
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size", "sparsity", "dtype", "bits", "selection"),
+    [
+        ((3, 37, 70), 16, 0.5, torch.float32, 2, "largest"),
+        ((2, 60, 96), 32, 0.0, torch.bfloat16, 3, "largest"),
+        ((2, 60, 96), 32, 0.0, torch.bfloat16, 8, "largest"),
+        ((33, 64), 64, 0.0, torch.float16, 4, "largest"),
+        ((3, 9, 64), 16, 0.5, torch.float32, None, "swap"),
+        ((3, 9, 64), 16, 0.5, torch.float32, None, "unbiased"),
+    ],
+    ids=str,
+)
+def test_few_bits_and_other_selections(device, shape, block_size, sparsity, dtype, bits, selection):
+    check(device, dtype, "unpack", shape, block_size, 48, sparsity, bits, selection)
+
+
+@pytest.mark.parametrize(("keep", "bits"), [(4, 0), (4, 3), (ALL_BLOCKS, 3)])
+def test_the_operator_is_sound(device, keep, bits):
+    stored, grad = pack(torch.randn(2, 3, 20, device=device), 8, keep, bits), torch.randn(6, 5, device=device)
+    given = grad, *stored, 2, 3, 20, False, torch.float32, 8, bits
+    torch.library.opcheck(torch.ops.actprune.weight_grad.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu

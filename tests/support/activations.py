@@ -47,6 +47,14 @@ def oracle(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), derivative
 
 
+def gated_oracle(name: str, a: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``z``, q and p in fp64, on the CPU."""
+    wide = [x.detach().double().cpu().requires_grad_() for x in (a, u)]
+    z = ORACLES[name](wide[0]) * wide[1]
+    q, p = torch.autograd.grad(z.sum(), wide)
+    return z.detach(), q, p
+
+
 def inputs(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values of all sizes: those around zero, tails, zeros of both signs and where pieces meet."""
     special = [0.0, -0.0, 1e-6, -1e-6, 3.0, -3.0, 6.0, 0.75, -0.5, 100.0, -100.0, math.sqrt(2), -math.sqrt(2)]

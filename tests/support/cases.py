@@ -8,12 +8,11 @@ of kept blocks where blocks are dropped.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.scale import Affine
-from tests.support import convolutions, oracle
+from tests.support import oracle
 
 BLOCK = 32
 Key = type[nn.Module] | tuple[str, str]
@@ -158,13 +157,14 @@ class Case:
         return self.exact == ("*",) or name in self.exact
 
 
-def _cut_features(x: Tensor, keep: Keep) -> Tensor:
+def cut_features(x: Tensor, keep: Keep) -> Tensor:
     """Drop blocks along the features; all those of a sample compete."""
     return oracle.pruned(oracle.as_samples(x.detach()), keep.block_size, keep.sparsity).view(x.shape)
 
 
-def _cut_memory(x: Tensor, keep: Keep) -> Tensor:
-    return convolutions.pruned(x, False, keep.block_size, keep.sparsity)
+def cut_memory(x: Tensor, keep: Keep) -> Tensor:
+    """Drop blocks of each sample as it lies in memory."""
+    return oracle.pruned(x.detach().flatten(1).unsqueeze(1), keep.block_size, keep.sparsity).view(x.shape)
 
 
 FEATURES = (3, 5, 72)
@@ -177,7 +177,7 @@ EXACT = "input", "layer.bias"
 LINEAR = {
     "linear": Case(
         (nn.Linear,), lambda: nn.Linear(72, 40), FEATURES, "linear",
-        lambda keep, dense: packed(3, 15, keep), EXACT, wide=True, dropped=_cut_features,
+        lambda keep, dense: packed(3, 15, keep), EXACT, wide=True, dropped=cut_features,
     ),
     "attention": Case(
         (nn.MultiheadAttention, RoutedMultiheadAttention, NonDynamicallyQuantizableLinear),
@@ -187,15 +187,15 @@ LINEAR = {
     ),
     "conv1d": Case(
         (nn.Conv1d,), lambda: nn.Conv1d(12, 7, 3, padding=1), (3, 12, 20), "convolution",
-        lambda keep, dense: packed(3, 8, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(3, 8, keep), EXACT, wide=True, dropped=cut_memory,
     ),
     "conv2d": Case(
         (nn.Conv2d,), lambda: nn.Conv2d(24, 7, 3, stride=2), PIXELS, "convolution",
-        lambda keep, dense: packed(4, 12, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(4, 12, keep), EXACT, wide=True, dropped=cut_memory,
     ),
     "conv3d": Case(
         (nn.Conv3d,), lambda: nn.Conv3d(8, 6, (2, 3, 3)), (2, 8, 3, 4, 5), "convolution",
-        lambda keep, dense: packed(2, 15, keep), EXACT, wide=True, dropped=_cut_memory,
+        lambda keep, dense: packed(2, 15, keep), EXACT, wide=True, dropped=cut_memory,
     ),
 }  # fmt: skip
 
@@ -256,7 +256,7 @@ NORMS = {
     "rms-norm-plain": rows_norm(lambda: nn.RMSNorm(72, elementwise_affine=False), nn.RMSNorm),
     "batch-norm-1d": channel_norm(lambda: nn.BatchNorm1d(24), nn.BatchNorm1d, shape=(10, 24)),
     "batch-norm-2d": channel_norm(lambda: nn.BatchNorm2d(24), nn.BatchNorm2d),
-    "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
+    "batch-norm-3d": channel_norm(lambda: nn.BatchNorm3d(24, momentum=None), nn.BatchNorm3d, shape=(2, 24, 3, 2, 3)),
     "group-norm": channel_norm(lambda: nn.GroupNorm(4, 24), nn.GroupNorm, sets=16),
     "affine": Case(
         (Affine,), lambda: Affine(72), FEATURES, "affine",
@@ -268,8 +268,8 @@ NORMS = {
 # Classes of other packages.
 
 
-def foreign(make_case: Callable[..., Case], module: str, name: str, *arguments: Any, **options: Any) -> Case:
-    """Return the case of a class of another package; its tests are skipped if the installed version has none."""
+def foreign(like: Case, module: str, name: str, *arguments: Any, **changes: Any) -> Case:
+    """Return a case for a class of another package; its tests are skipped if the installed version has none."""
 
     def make() -> nn.Module:
         found = getattr(importlib.import_module(module), name, None)
@@ -277,7 +277,7 @@ def foreign(make_case: Callable[..., Case], module: str, name: str, *arguments: 
             pytest.skip(f"this version of the package has no {name}")
         return found(*arguments)
 
-    return make_case(make, (module, name), **options)
+    return replace(like, covers=((module, name),), make=make, **changes)
 
 
 class Config(SimpleNamespace):
@@ -289,27 +289,20 @@ class Config(SimpleNamespace):
         return False
 
 
-def config() -> Config:
+def config(function: str = "silu") -> Config:
     ones = dict.fromkeys(("n_shared_experts", "moe_num_shared_experts", "logits_scaling", "pretraining_tp"), 1)
-    return Config(hidden_size=72, intermediate_size=40, hidden_act="silu", hidden_activation="silu", **ones)
+    return Config(hidden_size=72, intermediate_size=40, hidden_act=function, hidden_activation=function, **ones)
 
 
-def gated(make: Callable[[], nn.Module], *covers: Key, out: str = "down_proj") -> Case:
-    """Return an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
+def gated(out: str = "down_proj") -> Case:
+    """Return the case of an MLP ``72 -> 40 -> 72`` whose dense layers keep input and product."""
     announced: Announced = lambda keep, dense: 4 * 15 * (72 + 40) + 2 * stored(rows(15, 40), keep)  # noqa: E731
     exact = f"layer.{out}.weight", f"layer.{out}.bias"
-    return Case(covers, make, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True)
+    return Case((), nn.Identity, FEATURES, "activation", announced, exact, rounds=True, slack=1.5, inside=True)
 
 
-def res_block(make: Callable[[], nn.Module], *covers: Key) -> Case:
-    """Return timm's block of ResMLP: two branches, of which the ends are scaled."""
-    announced: Announced = lambda keep, dense: dense - 2 * 4 * 15 * 72 + 2 * stored(rows(15, 72), keep)  # noqa: E731
-    return Case(covers, make, FEATURES, "scale", announced, rounds=True, inside=True)
-
-
-def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
-    """Return a block of torchvision's ResNets, of which only the norms are compressed."""
-    channels = (8, 8) if covers[0][1] == "BasicBlock" else (8, 8, 32)  # type: ignore[index]
+def residual(*channels: int) -> Case:
+    """Return the case of a block of torchvision's ResNets, of which only the norms are compressed."""
 
     def announced(keep: Keep, dense: int) -> int:
         """The dense norm keeps its input, of which the convolution before keeps nothing, and two statistics."""
@@ -319,54 +312,47 @@ def residual(make: Callable[[], nn.Module], *covers: Key) -> Case:
         return total
 
     shape, exact = (6, channels[-1], 6, 4), (f"layer.bn{len(channels)}.bias",)
-    return Case(covers, make, shape, "norm", announced, exact, rounds=True, slack=8.0, inside=True)
-
-
-def conv1d(make: Callable[[], nn.Module], *covers: Key) -> Case:
-    announced: Announced = lambda keep, dense: packed(3, 15, keep)  # noqa: E731
-    return Case(covers, make, FEATURES, "linear", announced, EXACT, wide=True, dropped=_cut_features)
-
-
-def scale(operator: str, make: Callable[[], nn.Module], *covers: Key, names: tuple[str, ...] = ()) -> Case:
-    announced: Announced = lambda keep, dense: stored(rows(15, 72), keep)  # noqa: E731
-    return Case(covers, make, FEATURES, operator, announced, ("input", *names), rounds=True)
-
-
-def norm_2d(make: Callable[[], nn.Module], *covers: Key) -> Case:
-    """Return a norm over the channels of each pixel; blocks are cut to them."""
-    announced: Announced = lambda keep, dense: stored(60, keep, 24) + 240  # noqa: E731
-    return Case(covers, make, PIXELS, "norm", announced, ("layer.bias",), rounds=True)
+    return Case((), nn.Identity, shape, "norm", announced, exact, rounds=True, slack=8.0, inside=True)
 
 
 TIMM_NORM, TIMM_ACT, MIXER = "timm.layers.norm", "timm.layers.norm_act", "timm.models.mlp_mixer"
 RESNET, HF = "torchvision.models.resnet", "transformers.activations"
+LLAMA = "transformers.models.llama.modeling_llama"
 CASES_OF_PACKAGES = {
-    "transformers-conv1d": foreign(conv1d, "transformers.pytorch_utils", "Conv1D", 40, 72),
-    "timm-affine": foreign(functools.partial(scale, "affine"), MIXER, "Affine", 72, names=("layer.beta",)),
-    "timm-layer-scale": foreign(functools.partial(scale, "scale"), "timm.layers.layer_scale", "LayerScale", 72),
-    "timm-res-block": foreign(res_block, MIXER, "ResBlock", 72, 5),
-    "timm-layer-norm": foreign(rows_norm, TIMM_NORM, "LayerNorm", 72),
-    "timm-layer-norm-2d": foreign(norm_2d, TIMM_NORM, "LayerNorm2d", 24),
-    "timm-group-norm": foreign(channel_norm, TIMM_NORM, "GroupNorm", 24, 4, sets=16),
-    "timm-group-norm-1": foreign(channel_norm, TIMM_NORM, "GroupNorm1", 24, sets=4),
-    "timm-batch-norm-act": foreign(channel_norm, TIMM_ACT, "BatchNormAct2d", 24, acts=True),
-    "timm-group-norm-act": foreign(channel_norm, TIMM_ACT, "GroupNormAct", 24, 4, sets=16, acts=True),
-    "timm-glu-mlp": foreign(gated, "timm.layers.mlp", "GluMlp", 72, 80, out="fc2"),
-    "timm-swiglu": foreign(gated, "timm.layers.mlp", "SwiGLU", 72, 40, out="fc2"),
-    "basic-block": foreign(residual, RESNET, "BasicBlock", 8, 8),
-    "bottleneck": foreign(residual, RESNET, "Bottleneck", 32, 8),
-    "llama-norm": foreign(rows_norm, "transformers.models.llama.modeling_llama", "LlamaRMSNorm", 72),
-    "llama-mlp": foreign(gated, "transformers.models.llama.modeling_llama", "LlamaMLP", config()),
-    "phi3-mlp": foreign(gated, "transformers.models.phi3.modeling_phi3", "Phi3MLP", config()),
+    "transformers-conv1d": foreign(LINEAR["linear"], "transformers.pytorch_utils", "Conv1D", 40, 72),
+    "timm-affine": foreign(NORMS["affine"], MIXER, "Affine", 72, exact=("input", "layer.beta")),
+    "timm-layer-scale": foreign(
+        NORMS["affine"], "timm.layers.layer_scale", "LayerScale", 72, operator="scale", exact=("input",),
+    ),
+    "timm-res-block": foreign(  # two branches, of which the ends are scaled
+        NORMS["affine"], MIXER, "ResBlock", 72, 5, operator="scale", exact=(), inside=True,
+        announced=lambda keep, dense: dense - 2 * 4 * 15 * 72 + 2 * stored(rows(15, 72), keep),
+    ),
+    "timm-layer-norm": foreign(NORMS["layer-norm"], TIMM_NORM, "LayerNorm", 72),
+    "timm-layer-norm-2d": foreign(  # over the channels of each pixel; blocks are cut to them
+        NORMS["layer-norm"], TIMM_NORM, "LayerNorm2d", 24, shape=PIXELS,
+        announced=lambda keep, dense: stored(60, keep, 24) + 240,
+    ),
+    "timm-group-norm": foreign(NORMS["group-norm"], TIMM_NORM, "GroupNorm", 24, 4),
+    "timm-group-norm-1": foreign(channel_norm(nn.Identity, sets=4), TIMM_NORM, "GroupNorm1", 24),
+    "timm-batch-norm-act": foreign(channel_norm(nn.Identity, acts=True), TIMM_ACT, "BatchNormAct2d", 24),
+    "timm-group-norm-act": foreign(channel_norm(nn.Identity, sets=16, acts=True), TIMM_ACT, "GroupNormAct", 24, 4),
+    "timm-glu-mlp": foreign(gated("fc2"), "timm.layers.mlp", "GluMlp", 72, 80),
+    "timm-swiglu": foreign(gated("fc2"), "timm.layers.mlp", "SwiGLU", 72, 40),
+    "basic-block": foreign(residual(8, 8), RESNET, "BasicBlock", 8, 8),
+    "bottleneck": foreign(residual(8, 8, 32), RESNET, "Bottleneck", 32, 8),
+    "llama-norm": foreign(NORMS["layer-norm"], LLAMA, "LlamaRMSNorm", 72),
+    "llama-mlp": foreign(gated(), LLAMA, "LlamaMLP", config()),
+    "phi3-mlp": foreign(gated(), "transformers.models.phi3.modeling_phi3", "Phi3MLP", config()),
     **{
-        f"transformers-{name}": foreign(activation, HF, name)
+        f"transformers-{name}": foreign(ACTIVATIONS["gelu"], HF, name)
         for name in (
             "GELUActivation", "NewGELUActivation", "AccurateGELUActivation", "GELUTanh", "PytorchGELUTanh",
             "FastGELUActivation", "QuickGELUActivation", "SiLUActivation", "MishActivation",
         )
     },
     **{
-        f"timm-{name}": foreign(activation, "timm.layers.activations", name)
+        f"timm-{name}": foreign(ACTIVATIONS["gelu"], "timm.layers.activations", name)
         for name in ("GELU", "GELUTanh", "QuickGELU")
     },
 }  # fmt: skip
@@ -393,14 +379,28 @@ COPIES = {
     "phi3-mlp": "dia.DiaMLP glm.GlmMLP",
 }
 """Classes of transformers whose forward is that of a class with a case."""
+GATED = {
+    "GluMlp": [
+        (72, 80, None, nn.GELU, nn.LayerNorm),
+        (72, 80, None, nn.SiLU, None, True, 0.0, False, False),  # the gate first
+        (72, 80, None, nn.Sigmoid, None, True, 0.0, True),  # of images
+    ],
+    "SwiGLU": [(72, 40, None, nn.SiLU, nn.LayerNorm)],
+}
+"""Other arguments of timm's classes."""
 
 
-def copies() -> Iterator[Case]:
-    """Yield a case for each of these classes."""
+def variants() -> Iterator[Case]:
+    """Yield cases of these classes, of whose modules no more than the values is tested."""
     for original, names in COPIES.items():
-        build, argument = (rows_norm, 72) if original == "llama-norm" else (gated, config())
+        like, argument = CASES[original], 72 if original == "llama-norm" else config()
         for model, _, name in (copied.partition(".") for copied in names.split()):
-            yield foreign(build, f"transformers.models.{model}.modeling_{model}", name, argument)
+            yield foreign(like, f"transformers.models.{model}.modeling_{model}", name, argument)
+    yield foreign(gated(), LLAMA, "LlamaMLP", config("gelu_pytorch_tanh"))
+    for name, calls in GATED.items():
+        for arguments in calls:
+            case = foreign(gated("fc2"), "timm.layers.mlp", name, *arguments)
+            yield replace(case, shape=(2, 72, 5, 6)) if arguments[-1] is True else case
 
 
 OWN = {**LINEAR, **ACTIVATIONS, **NORMS}

@@ -67,15 +67,6 @@ def gradients(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = to
     return [leaf.grad, *(p.grad for p in model.parameters())]
 
 
-def bound(blocks: Tensor, bits: int) -> Tensor:
-    """Return how far values of ``blocks [n, b]`` may be off: half a scale, which is rounded up by less than 1/8."""
-    blocks = blocks.double()
-    most = 2**bits - 1
-    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-    need = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / most * (1 + 2**-19)
-    return need * 9 / 8 / 2
-
-
 def typical(bits: int) -> float:
     """Return the relative RMS error of normal values: uniform within a step, a block spans 8 standard deviations."""
     return 8 * 32 / 31 * 9 / 8 / (2**bits - 1) / 12**0.5

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,14 +17,6 @@ from lightning_actprune import ActivationPrunedLinear
 
 FEATURES = 64
 BATCHES = 4
-
-RICH_BAR = pytest.param(
-    RichProgressBar,
-    marks=pytest.mark.skipif(
-        Version(pl.__version__) < Version("2.6"), reason="RichProgressBar of this Lightning fails with this rich"
-    ),
-)
-BARS = [RICH_BAR, TQDMProgressBar, None]
 
 
 class Net(pl.LightningModule):
@@ -96,54 +87,6 @@ class ConfiguredNet(Net):
         self.make()
 
 
-class PlainNet(nn.Module):
-    """The layers of ``Net`` without Lightning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES), nn.GELU())
-        self.head = nn.Linear(FEATURES, 4)
-
-
-class Recorder(pl.Callback):
-    """Notes in which hooks the layers of the model are pruned."""
-
-    HOOKS = (
-        "setup",
-        "on_fit_start",
-        "on_sanity_check_start",
-        "on_train_start",
-        "on_train_batch_start",
-        "on_validation_start",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-        "on_test_start",
-        "on_predict_start",
-    )
-
-    def __init__(self) -> None:
-        self.pruned: dict[str, list[str]] = {}
-        for hook in self.HOOKS:
-            setattr(self, hook, self._noting(hook))
-
-    def _noting(self, hook: str) -> Callable[..., None]:
-        def note(trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
-            self.pruned.setdefault(hook, pruned_layers(pl_module))
-
-        return note
-
-
-class Gradients(pl.Callback):
-    """Notes the gradients before each optimizer step."""
-
-    def __init__(self) -> None:
-        self.seen: list[list[Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
-        self.seen.append([p.grad.clone() for p in pl_module.parameters()])
-
-
 def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
     # On the CPU, said here: DeepSpeed's strategy asks for the data while new tensors are made on the GPU.
     generator, device = torch.Generator("cpu").manual_seed(1), "cpu"
@@ -161,8 +104,35 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(callbacks=list(callbacks), **(quiet | defaults | options))
 
 
+def fit(
+    model: pl.LightningModule, *callbacks: pl.Callback, data: Any = None, ckpt: Path | None = None, **options: Any
+) -> pl.Trainer:
+    """Fit ``model`` with a Trainer of these options and return it."""
+    made = trainer(*callbacks, **options)
+    made.fit(model, data, ckpt_path=ckpt)
+    return made
+
+
+def warnings_of(function: Callable[..., Any], *arguments: Any, about: str = "HINT", **options: Any) -> list[str]:
+    """Call a function and return the texts of its warnings that contain ``about``."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*arguments, **options)
+    return [str(warning.message) for warning in caught if about in str(warning.message)]
+
+
 def kinds(model: nn.Module) -> list[str]:
     return [type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def all_traces(model: nn.Module) -> dict[str, list[str]]:
+    """Return by the module's name all that a conversion could have left on it: class, attributes and hooks."""
+    return {name: _traces(module) for name, module in model.named_modules()}
+
+
+def _traces(module: nn.Module) -> list[str]:
+    hooks = [f"{name}: {len(held)}" for name, held in sorted(vars(module).items()) if name.endswith("_hooks")]
+    return [type(module).__qualname__, *sorted(vars(module)), *hooks]
 
 
 def pruned_layers(model: nn.Module) -> list[str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_actprune.config import Keep
+from tests.support import oracle
 from tests.support.cases import Case, Holder
-from tests.support.saving import saved_tensors
+from tests.support.saving import saved_tensors, storage_bytes
 
 ROUNDING = 2e-5
 """Relative error of sums in fp32, and of statistics of some dozens of values."""
@@ -22,9 +24,7 @@ def kept_bytes(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | N
     given = x * 1.0
     with saved_tensors() as saved:
         (model if call is None else call)(given)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(size for pointer, size in storages.items() if pointer not in own)
+    return storage_bytes(saved, but=(*model.parameters(), *model.buffers()))
 
 
 def run(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -73,10 +73,8 @@ def bound(case: Case, name: str, keep: Keep) -> float:
     return ROUNDING + case.slack * 1.9 / (2**keep.bits - 1)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ``|actual - expected| / |expected|`` in fp64; what should be zero may be as large as a rounding."""
-    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-4))
+relative_error = partial(oracle.relative_error, least=1e-4)
+"""Of what should be zero an error may be as large as a rounding."""
 
 
 def same(ours: Tensor, right: Tensor, rounds: bool) -> None:

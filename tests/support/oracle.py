@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -47,7 +48,26 @@ def integers(*shape: int, dtype: torch.dtype = torch.float32, device: torch.devi
     return torch.randint(-4, 5, shape).to(dtype).to(device)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ``|actual - expected| / |expected|`` in fp64, and NaN if anything is not finite."""
-    actual, expected = actual.double().cpu(), expected.double().cpu()
-    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+def half_a_step(blocks: Tensor, bits: int) -> Tensor:
+    """Return how far values of ``blocks [..., b]`` may be off: half a scale, which is rounded up by less than 1/8."""
+    low, high = (limit(blocks.double(), -1, keepdim=True) for limit in (torch.amin, torch.amax))
+    need = torch.maximum((high - low) * 32 / 31, low.abs() * 32 / 63) / (2**bits - 1) * (1 + 2**-19)
+    return need * 9 / 8 / 2
+
+
+def largest_error(factor: Tensor, block_size: int, bits: int) -> Tensor:
+    """Return by what each value that is read of ``factor [..., L]`` (fp64) may be off: half a step of its block.
+
+    The maths of fp32 adds a few units in the last place.
+    """
+    length = factor.shape[-1]
+    blocks = F.pad(factor, (0, -length % block_size)).unflatten(-1, (-1, block_size))
+    rounding = 2**-20 * blocks.abs().amax(-1, keepdim=True) + 1e-12
+    bound = half_a_step(blocks, bits) * (1 + 8e-6) + rounding
+    return bound.expand_as(blocks).flatten(-2)[..., :length]
+
+
+def relative_error(actual: Tensor, expected: Tensor, least: float = 1e-300) -> float:
+    """Return ``|actual - expected| / |expected|`` in fp64, at least over ``least``; NaN if anything is not finite."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp(min=least))

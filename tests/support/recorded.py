@@ -10,15 +10,11 @@ from torch import Tensor, nn
 from lightning_actprune.analysis.step_memory import StepMemory, StepMemoryRecorder
 
 
-def square_loss(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
 def recorded_step(
     model: nn.Module,
     x: Tensor,
     optimizer: torch.optim.Optimizer,
-    loss: Callable[[nn.Module, Tensor], Tensor] = square_loss,
+    loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean(),
 ) -> StepMemory:
     """Return the record of a step that frees the gradients of the one before when its forward is over."""
     with StepMemoryRecorder(model, x, [optimizer]) as recorder:

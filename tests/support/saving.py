@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,19 @@ def bytes_saved(
     """Return the bytes of the distinct storages that a forward saves, and ``also``, beside parameters and inputs."""
     with saved_tensors() as saved, context or nullcontext():
         model(*inputs)
-    own = {t.untyped_storage().data_ptr() for t in (*inputs, *model.parameters(), *model.buffers())}
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*saved, *also())}
+    return storage_bytes((*saved, *also()), but=(*inputs, *model.parameters(), *model.buffers()))
+
+
+def storage_bytes(tensors: Iterable[Tensor], but: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of ``tensors``, without those of others."""
+    own = {t.untyped_storage().data_ptr() for t in but}
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(nbytes for pointer, nbytes in found.items() if pointer not in own)
+
+
+def nodes_of(y: Tensor) -> list[Any]:
+    """Return the nodes of the graph of ``y``, that of ``y`` first."""
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += [after for after, _ in node.next_functions if after is not None and after not in nodes]
+    return nodes
