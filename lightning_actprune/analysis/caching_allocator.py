@@ -101,14 +101,18 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Hands out memory that takes none until it is touched, and counts what is out as CUDA's caching allocator does."""
+    """Hands out memory that takes none until it is touched, and counts what is out as CUDA's caching allocator does.
 
-    def __init__(self) -> None:
+    Args:
+        workspaces: Whether to count those of cuBLAS, which a CPU has not.
+    """
+
+    def __init__(self, workspaces: bool = True) -> None:
         self._used = self._peak = 0
         self._small, self._large = _Pool(GRAIN - 1), _Pool(SMALL)
         self.without_values: set[int] = set()
         """Addresses of storages whose memory holds no values."""
-        for _ in range(WORKSPACES):
+        for _ in range(WORKSPACES if workspaces else 0):
             self._take(WORKSPACE)
 
     def empty(self, nbytes: int) -> torch.UntypedStorage:

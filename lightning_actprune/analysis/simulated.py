@@ -39,12 +39,14 @@ import copy
 import functools
 import importlib.util
 import inspect
+import linecache
 import pkgutil
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -73,13 +75,14 @@ from lightning_actprune.codec.private import (
     flash_attention,
     has_kernel,
     len_torch_dispatch_stack,
+    no_dispatch_modes,
     require,
     scoped_library,
     tree_leaves,
     tree_map_only,
 )
 from lightning_actprune.config import check_model, listed
-from lightning_actprune.operators.readers import loses_values
+from lightning_actprune.operators.readers import loses_values, tensors_in
 from lightning_actprune.report import ConversionReport
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -126,6 +129,7 @@ def simulate(
     precision: str = "bf16-mixed",
     optimizer: MakeOptimizer | None = None,
     accumulates: bool = False,
+    workspaces: bool = True,
 ) -> StepMemory:
     """Return the memory of one training step on a GPU, which need not be there (see the module).
 
@@ -133,13 +137,15 @@ def simulate(
 
     Args:
         model: The dense model, on whatever device, also ``meta``.
-        batch: What a step gets. Of its tensors, on whatever device, shapes, strides and types count.
+        batch: What a step gets, in containers, dataclasses or other objects. Of its tensors, on whatever device,
+            shapes, strides and types count, and the values of integers and booleans that are not on ``meta``.
         prepare: Converts a copy of the model, as ``lambda model: convert(model, "max")``; returns the report, if any.
         loss: Returns the loss, given the copy of the model and the batch; by default as ``loss_of`` does.
         precision: One of Lightning's names: ``"bf16-mixed"``, ``"16-mixed"``, ``"32-true"``, ``"bf16-true"``,
             ``"16-true"``.
         optimizer: Makes the optimizer of the trained parameters; by default fused AdamW.
         accumulates: Whether gradients are there from the batch before, to which those of this one are added.
+        workspaces: Whether to count cuBLAS's workspaces.
 
     Returns:
         The step, as measured.
@@ -150,7 +156,7 @@ def simulate(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-        >>> batch = torch.empty(512, 64), torch.empty(512, dtype=torch.int64)
+        >>> batch = torch.empty(512, 64), torch.zeros(512, dtype=torch.int64)
         >>> step = simulate(model, batch, precision="32-true")
         >>> step.measured, step.activation_bytes[step.forward_end]
         (True, 1069060)
@@ -158,12 +164,12 @@ def simulate(
     require("Simulating a step", FOR_SIMULATION)
     autocast, whole = PRECISIONS[check_precision(precision)]
     loss = loss_of if loss is None else loss
-    mode = _Mode()
+    mode = _Mode(workspaces)
     with _one_at_a_time, _unchanged_randomness(), _as_on_a_gpu(), mode:
         twin = _twin(check_model(model), mode).train()
         if whole is not None:
             twin.to(whole)
-        inputs = tree_map_only(Tensor, functools.partial(_input, mode, whole), batch)
+        inputs = map_tensors(functools.partial(_input, mode, whole), batch)
         mode.names = ModuleNames(twin)
         report = None if prepare is None else prepare(twin)
         made = _fused_adamw if optimizer is None else optimizer
@@ -272,12 +278,16 @@ class _Step:
             self._optimizer.zero_grad(set_to_none=True)
 
 
+class NoValuesError(ValueError):
+    """A step asks for a value that a simulation does not have."""
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[misc]
     """Runs operations on tensors without values (see the module)."""
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: bool) -> None:
         super().__init__()
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(workspaces)
         self.names: Mapping[nn.Module, str] = {}
         """Names of the modules that run, for errors."""
         self._fakes = _FakeMode()
@@ -302,9 +312,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             kwargs["device"] = torch.device("cpu")
         known = _computes(func) and all(self._has_values(tensor) for tensor in given)
         if given and known and sum(tensor.numel() for tensor in given) <= MOST_VALUES:
-            return self._counted(func(*args, **kwargs), given)
+            return self.counted(func(*args, **kwargs), given)
         if func.overloadpacket.__name__ in _ASKING:
-            raise ValueError(self._no_values(func, "asks for a value"))
+            raise NoValuesError(self._no_values(func, "asks for a value"))
         written = _written(func, args, kwargs)
         for tensor in written:
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
@@ -327,12 +337,12 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             with self._fakes:
                 found = func(*tree_map_only(Tensor, fake, args), **tree_map_only(Tensor, fake, kwargs))
         except Exception as error:  # whatever torch makes of an operation that needs values, or of one that fails
-            raise ValueError(self._no_values(func, f"fails: {type(error).__name__}: {error}")) from error
+            raise NoValuesError(self._no_values(func, f"fails: {type(error).__name__}: {error}")) from error
         if factory and sum(leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)) <= MOST_VALUES:
-            return self._counted(func(*args, **kwargs), [])
+            return self.counted(func(*args, **kwargs), [])
         return tree_map_only(Tensor, lambda t: real[id(t)] if id(t) in real else self.empty_like(t), found)
 
-    def _counted(self, found: Any, given: list[Tensor]) -> Any:
+    def counted(self, found: Any, given: list[Tensor]) -> Any:
         """Return results that have values, in memory of the allocator."""
         own = {id(tensor) for tensor in given}
 
@@ -352,8 +362,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         name = self._running()
         return (
             f"A step of this model cannot be simulated: in {name}, {func.overloadpacket.__name__} {what}, and tensors "
-            "have no values here. HINT: let no control flow depend on values of the batch, of parameters or of random "
-            "numbers, or measure a real step with ActivationMemoryMonitor."
+            f"of floating point have no values here{_caller()}. HINT: let no control flow depend on such values, or "
+            "measure a real step with ActivationMemoryMonitor."
         )
 
     def _running(self) -> str:
@@ -365,6 +375,20 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
                 return f"module {self.names[module] or '(root)'!r} ({type(module).__name__})"
             frame = frame.f_back
         return "the step outside of its modules"
+
+
+def _caller() -> str:
+    """Return the line that called torch, with its file, as a clause."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f" ({file}:{number}: {linecache.getline(file, number).strip()})"
+
+
+_NOT_THE_USERS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), functools.__file__
 
 
 def _meta(tensor: Tensor) -> Tensor:
@@ -418,7 +442,34 @@ def _twin(model: nn.Module, mode: _Mode) -> nn.Module:
         ) from error
 
 
+def has_known_values(tensor: Tensor) -> bool:
+    """Return whether a simulation knows the values of a tensor of the batch: those by which steps choose their way."""
+    known = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+    return known and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() <= MOST_VALUES
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return ``value`` with changed tensors, in copies of the containers, dataclasses and other objects around them."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        if next(tensors_in(leaf), None) is None:
+            return leaf
+        made = copy.copy(leaf)
+        slots = (name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ()))
+        for name in (*getattr(leaf, "__dict__", {}), *slots):
+            if hasattr(leaf, name):
+                object.__setattr__(made, name, map_tensors(change, getattr(leaf, name)))
+        return made
+
+    return tree_map_only(object, changed, value)
+
+
 def _input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
+    if type(tensor) is Tensor and has_known_values(tensor):
+        with no_dispatch_modes():
+            return cast(Tensor, mode.counted(tensor.detach().cpu(), []))
     made = mode.empty_like(_meta(tensor.detach() if tensor.layout == torch.strided else tensor))
     made = made.to(dtype) if dtype is not None and made.is_floating_point() else made
     return made.requires_grad_(tensor.requires_grad)

@@ -29,10 +29,15 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_actprune.analysis.allocation import Allocation, Allocator, prepared
-from lightning_actprune.analysis.simulated import check_precision, simulate
+from lightning_actprune.analysis.simulated import (
+    NoValuesError,
+    check_precision,
+    has_known_values,
+    map_tensors,
+    simulate,
+)
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.callbacks.arguments import checked
-from lightning_actprune.codec.private import tree_map_only
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
 from lightning_actprune.report import ConversionReport
@@ -79,10 +84,16 @@ class MemoryBudget:
         allocator = self._allocator or self._allocator_of(model, _no_steps)  # of modules that may still be made
         return allocator.config(self.number or 0)
 
-    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        """Begin to measure where the last step of those to wait for has ended."""
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
+        """Begin to measure where the last step of those to wait for has ended.
+
+        Raises:
+            MisconfigurationException: In the first batch, if a step cannot be simulated.
+        """
         if self._waits is None:  # for the first step, which makes optimizer state and is probed, also of a resumed fit
             self._waits = trainer.global_step + 1
+            if self.number is None:
+                _by_rank_zero(trainer, lambda: bool(_Simulated(trainer, model, batch)(None)))
         if self._ends_at is None and trainer.global_step >= self._waits and not self._checked:
             self._ends_at = trainer.global_step + 1
             if model.device.type == "cuda":
@@ -225,7 +236,7 @@ class _Simulated:
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, batch: Any) -> None:
         self._trainer, self._model = trainer, model
-        self._batch = tree_map_only(torch.Tensor, _without_memory, batch)
+        self._batch = map_tensors(_without_memory, batch)
         self._precision = str(trainer.precision)
         self._optimizers = trainer.optimizers
         self._twin: nn.Module = model
@@ -250,24 +261,31 @@ class _Simulated:
                     precision=self._precision,
                     optimizer=self._optimizer,
                     accumulates=self._trainer.accumulate_grad_batches > 1,
+                    workspaces=self._model.device.type == "cuda",
                 )
-        except Exception as error:  # whatever a training step raises without values
+        except NoValuesError as error:
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
                 f"{type(self._model).__name__} does not: {error} HINT: keep what looks at values out of training_step, "
                 "or choose a preset in place of a budget; `allocate` takes a loss of your own."
             ) from error
+        except Exception as error:  # whatever a training step raises
+            raise MisconfigurationException(
+                f"`memory_budget` cannot simulate a step of {type(self._model).__name__}: {type(error).__name__}: "
+                f"{error} HINT: choose a preset in place of a budget."
+            ) from error
 
     def _optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         try:
-            made = list(_optimizers_in(self._twin.configure_optimizers()))  # type: ignore[operator]
-        except Exception:  # of one that asks the trainer
-            made = []
-        return made[0] if len(made) == 1 else _OptimizerLike(parameters, self._model, self._optimizers)
+            [made] = _optimizers_in(self._twin.configure_optimizers())  # type: ignore[operator]
+            made.step()  # there are no gradients: it does nothing, or asks for a closure
+        except Exception:  # also of several, and of one that asks the trainer
+            return _OptimizerLike(parameters, self._model, self._optimizers)
+        return made
 
 
 class _OptimizerLike(Optimizer):
-    """An optimizer with a state of the size that other ones have.
+    """An optimizer with a state of the size that other ones have, or will have: a history counts in full.
 
     Args:
         parameters: Those of a copy of the model.
@@ -278,6 +296,8 @@ class _OptimizerLike(Optimizer):
     def __init__(self, parameters: list[nn.Parameter], model: nn.Module, optimizers: list[Optimizer]) -> None:
         super().__init__(parameters, {})
         states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._history = max((group.get("history_size", 0) for group in groups), default=0)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._states = [states.get(id(parameter), {}) for parameter in trained]
 
@@ -285,11 +305,19 @@ class _OptimizerLike(Optimizer):
         """Make the state where it is missing."""
         for parameter, like in zip(self.param_groups[0]["params"], self._states, strict=True):
             if not self.state[parameter]:
-                tensors = {name: value for name, value in like.items() if isinstance(value, torch.Tensor)}
                 self.state[parameter] = {
-                    name: torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
-                    for name, value in tensors.items()
+                    (name, number): torch.empty(value.shape, dtype=value.dtype, device=parameter.device)
+                    for name, values in like.items()
+                    for number, value in enumerate(_in_full(values, self._history))
                 }
+
+
+def _in_full(value: Any, history: int) -> list[torch.Tensor]:
+    """Return the tensors of an entry of an optimizer's state, of a history as many as it can have."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    tensors = [each for each in value if isinstance(each, torch.Tensor)] if isinstance(value, list | tuple) else []
+    return tensors + tensors[:1] * (history - len(tensors))
 
 
 class _Numbers:
@@ -326,6 +354,8 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return what a simulation needs of a tensor of the batch."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return tensor
+    if has_known_values(tensor):
+        return tensor.detach().to("cpu", copy=True)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)
 

@@ -256,7 +256,7 @@ class ActivationPruning(pl.Callback):
             self._convert_and_ask(trainer, pl_module)
         self._progress.follow(trainer)
         if self._budget is not None:
-            self._budget.batch_starts(trainer, pl_module)
+            self._budget.batch_starts(trainer, pl_module, batch)
         self._probe.batch_starts(pl_module, batch)
 
     @override

