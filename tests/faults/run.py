@@ -115,7 +115,7 @@ def try_fault(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:
     failed = FAILED.search(output)
     if status is None:
         result = "late"
-    elif status == 1 and failed:
+    elif status in (1, 2) and failed:  # workers that run side by side are interrupted by the first failure
         result = "caught"
     else:
         result = "missed" if status in (0, NO_TESTS) else "error"
