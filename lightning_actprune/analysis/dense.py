@@ -17,7 +17,7 @@ so. Nothing is known of its module then.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,9 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, shared_copy, storages
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
 from lightning_actprune.operators.base import Converted, dense_class
+from lightning_actprune.operators.containers import map_tensors
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
 """Attributes of a module that hold hooks."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque, UserList, UserDict)
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[misc]
@@ -66,7 +69,7 @@ class DenseForward:
             torch.set_autocast_cache_enabled(False)  # or it would keep copies of fake parameters for the region
             try:
                 twin = self._twin(module)
-                inputs = tree_map_only(Tensor, self._fake, (args, dict(kwargs)))
+                inputs = map_tensors(self._fake, (args, dict(kwargs)))
                 self._output = type(twin).forward(twin, *inputs[0], **inputs[1])
             finally:
                 torch.set_autocast_cache_enabled(cached)
@@ -105,6 +108,9 @@ class DenseForward:
         own["_buffers"] = tree_map_only(Tensor, self._fake, dict(module._buffers))
         # Such as the parts of a flat parameter, which FSDP puts there while a module runs, or a weight with a norm.
         own |= {name: self._fake(value) for name, value in vars(module).items() if isinstance(value, Tensor)}
+        # The twin fills lists and mappings of its own.
+        held = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        own |= {name: map_tensors(self._fake, value) for name, value in held.items() if isinstance(value, _CONTAINERS)}
         vars(twin).update(own)
         return twin
 

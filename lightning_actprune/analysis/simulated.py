@@ -82,7 +82,8 @@ from lightning_actprune.codec.private import (
     tree_map_only,
 )
 from lightning_actprune.config import check_model, listed
-from lightning_actprune.operators.readers import loses_values, tensors_in
+from lightning_actprune.operators.containers import map_tensors
+from lightning_actprune.operators.readers import loses_values
 from lightning_actprune.report import ConversionReport
 
 Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -446,24 +447,6 @@ def has_known_values(tensor: Tensor) -> bool:
     """Return whether a simulation knows the values of a tensor of the batch: those by which steps choose their way."""
     known = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
     return known and tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() <= MOST_VALUES
-
-
-def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return ``value`` with changed tensors, in copies of the containers, dataclasses and other objects around them."""
-
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if next(tensors_in(leaf), None) is None:
-            return leaf
-        made = copy.copy(leaf)
-        slots = (name for cls in type(leaf).__mro__ for name in getattr(cls, "__slots__", ()))
-        for name in (*getattr(leaf, "__dict__", {}), *slots):
-            if hasattr(leaf, name):
-                object.__setattr__(made, name, map_tensors(change, getattr(leaf, name)))
-        return made
-
-    return tree_map_only(object, changed, value)
 
 
 def _input(mode: _Mode, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ from lightning_actprune.analysis.simulated import (
     NoValuesError,
     check_precision,
     has_known_values,
-    map_tensors,
     simulate,
 )
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.callbacks.arguments import checked
 from lightning_actprune.config import Config
 from lightning_actprune.convert import revert
+from lightning_actprune.operators.containers import map_tensors
 from lightning_actprune.report import ConversionReport
 
 OFF = 0.05
@@ -266,7 +266,7 @@ class _Simulated:
         except NoValuesError as error:
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
-                f"{type(self._model).__name__} does not: {error} HINT: keep what looks at values out of training_step, "
+                f"{type(self._model).__name__} does not: {str(error).partition(' HINT:')[0]} HINT: keep what looks at values out of training_step, "
                 "or choose a preset in place of a budget; `allocate` takes a loss of your own."
             ) from error
         except Exception as error:  # whatever a training step raises

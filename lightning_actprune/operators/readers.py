@@ -29,16 +29,15 @@ is not packed, whatever it holds (``is_masked``).
 from __future__ import annotations
 
 import re
-from collections import UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.packed import pack, unpack
+from lightning_actprune.operators.containers import tensors_in
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
 _CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -120,39 +119,6 @@ def may_read(node: Any) -> bool:
     """Return whether the gradient of ``node`` is right, or off by a known bound, if what it saved is quantized."""
     answer = READERS.get(node.name())
     return answer is not None and answer(node)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, dataclasses, and attributes or slots of objects; not in modules.
-
-    The search ends after ``_MOST_OBJECTS`` objects.
-    """
-    waiting, seen = deque([value]), {id(value)}
-    while waiting:
-        each = waiting.popleft()
-        if isinstance(each, Tensor):
-            yield each
-            continue
-        for part in _parts(each):
-            if id(part) not in seen and len(seen) < _MOST_OBJECTS:
-                seen.add(id(part))
-                waiting.append(part)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return what a container or an object holds; nothing of what is no data."""
-    if value is None or isinstance(value, _NO_DATA):
-        return ()
-    if isinstance(value, Mapping):
-        return tuple(value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque, UserList)):
-        return tuple(value)
-    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if hasattr(value, name)]
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots)]
-
-
-_NO_DATA = (bool, int, float, complex, str, bytes, type, nn.Module, ModuleType, FunctionType, MethodType)
-_MOST_OBJECTS = 1000
 
 
 def nodes_since(outputs: Any, number: int) -> dict[int, Any]:

@@ -17,8 +17,8 @@ A module may also depend on what nothing here can put back: a cache of keys and 
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
 that they save for backward must be equal, bit for bit. Of each tensor 64 sums stand for its values, so the comparison
 keeps no tensor. Where values differ, the module runs a third time: the difference of two runs from the same state is
-what kernels without a fixed order of summation account for, and three times that is allowed. Exact inputs take memory,
-so the modules that quantize them take turns, two in a step.
+what kernels without a fixed order of summation account for. Three times that is allowed, if it is small. Exact
+inputs take memory, so the modules that quantize them take turns, two in a step.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from lightning_actprune.operators.hooks import explain
 
 SUMS = 64
 """Sums that stand for the values of a tensor."""
+NOISE, NOISE_16 = 2**-13, 2**-6
+"""Part of the largest sum by which sums may differ for the order of summation in kernels; with values in 16 bits."""
 EVERY = 128
 """Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
 _CURES = (
@@ -120,6 +122,8 @@ class FirstRun:
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
+        self._narrow = False
+        """Whether values in 16 bits are saved."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -197,7 +201,7 @@ class FirstRun:
                 torch.autograd.graph.saved_tensors_hooks(self._summing(_drop, third), _cannot_unpack),
             ):
                 run()
-            if any(_distance(first[n], second[n]) > 3 * _distance(second[n], third[n]) for n in differing):
+            if any(not self._is_noise(first[n], second[n], third[n]) for n in differing):
                 self._refuse(
                     "computes something else when it runs again in backward: it depends on what this run, or another "
                     "module, has changed since (a cache, an attribute, a counter)"
@@ -205,11 +209,18 @@ class FirstRun:
         self._habits.compared = True
         self._sums = []
 
+    def _is_noise(self, first: Tensor | None, second: Tensor | None, third: Tensor | None) -> bool:
+        """Return whether kernels may account for the difference of two runs: what else changes is larger."""
+        difference = _distance(first, second)
+        largest = max(_distance(sums, None if sums is None else sums.new_zeros(())) for sums in (first, second))
+        return difference <= min(3 * _distance(second, third), (NOISE_16 if self._narrow else NOISE) * largest)
+
     def _summing(self, pack: Callable[[Tensor], Any], sums: list[Tensor | None]) -> Callable[[Tensor], Any]:
         """Return a hook that notes sums of each saved tensor before ``pack``."""
 
         def noting(tensor: Tensor) -> Any:
             sums.append(_sums_of(tensor))
+            self._narrow |= tensor.dtype in (torch.float16, torch.bfloat16)
             return pack(tensor)
 
         # Others tell by its module that torch's checkpoint keeps nothing of what is saved.

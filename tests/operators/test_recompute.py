@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections import UserList
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
@@ -14,6 +15,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Keep, Recompute, convert, revert
@@ -21,6 +23,7 @@ from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.config import Config
 from lightning_actprune.convert import LayerClaimedError, convert_layers, new_owner
+from lightning_actprune.operators import base
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.recompute import RecomputedModule, find_blocks
 
@@ -77,6 +80,12 @@ def step(model: nn.Module, x: Tensor, around: Any = None) -> tuple[Tensor, Tenso
     return y.detach(), gradient_of(model), stored
 
 
+def compare_runs(model: nn.Module, x: Tensor) -> None:
+    """Run the steps in which blocks have exact inputs, since their first run is compared with their second one."""
+    for _ in range(2):  # two blocks in each
+        step(model, x)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("bits", "least", "autocast"),
@@ -97,6 +106,7 @@ def test_outputs_are_exact_and_gradients_close(bits: int | None, least: float, a
     y, exact, dense = step(model, x, around())
     report = convert(model, rules={"blocks.*": Recompute(bits), **ALONE})
     assert [(block.fqn, block.kind) for block in report.recomputed] == [(f"blocks.{n}", "Block") for n in range(3)]
+    compare_runs(model, x)
     ours, gradient, stored = step(model, x, around())
     assert torch.equal(ours, y)
     assert cosine(gradient, exact) >= least - 1e-6
@@ -209,6 +219,9 @@ def test_what_several_blocks_get_is_stored_once():
     blocks = nn.ModuleList(nn.TransformerDecoderLayer(WIDTH, 4, WIDTH, batch_first=True) for _ in range(3))
     convert(blocks, rules={"?": Recompute(8), **ALONE})
     leaf = torch.randn(4, TOKENS, WIDTH, requires_grad=True)
+    for _ in range(2):  # compared runs
+        for block in blocks:
+            block(leaf * 1, leaf * 2).sum().backward()
     with SavedTensorMeter(blocks, leaf) as meter:
         x, memory = leaf * 1, leaf * 2
         for block in blocks:
@@ -236,6 +249,7 @@ def test_hooks_and_checkpoints_around():
     model, x = made()
     x.requires_grad_()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    compare_runs(model, x)
     _, expected, _ = step(model, x)
     dtypes: list[torch.dtype] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (dtypes.append(t.dtype), t.clone())[1], lambda t: t)
@@ -248,11 +262,15 @@ def test_hooks_and_checkpoints_around():
         assert cosine(gradient_of(model), expected) > 0.9999
 
 
-def test_copies_and_pickles():
+def test_copies_and_pickles(monkeypatch: pytest.MonkeyPatch):
     model, x = made()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
     expected = step(model, x)[1]
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    assert type(pickle.loads(pickle.dumps(model)).blocks[0]) is Block
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "get_spawning_popen", object)
+        spawned = pickle.loads(pickle.dumps(model))
+    for other in (copy.deepcopy(model), spawned):
         assert torch.equal(step(other, x)[1], expected)
         assert isinstance(other.blocks[0], RecomputedModule)
         assert isinstance(other.blocks[0], Block)
@@ -343,6 +361,8 @@ def test_converting_again_is_as_converting_for_the_first_time():
         convert_layers(again, Config("recompute"), owner)
         convert_layers(again, Config("balanced", rules=after), owner)
         convert_layers(model, Config("balanced", rules=after), owner)
+        for net in (model, again):
+            compare_runs(net, x)
         (_, right, stored), (_, found, stored_again) = step(model, x), step(again, x)
         assert stored_again == stored
         assert torch.equal(found, right)
@@ -399,5 +419,114 @@ def test_a_module_that_draws_later_on_is_found_and_warned_of():
     torch.manual_seed(0)
     model = nn.Sequential(*[Draws(random.random, since=4) for _ in range(2)])
     convert(model, "recompute", rules={"?": Recompute(bits=None)})
-    with pytest.warns(UserWarning, match="Draws .* 4"):
+    with pytest.warns(UserWarning, match="Draws.* 4"):
         drawn_gradients(model, 4)
+
+
+class Stateful(nn.Module):
+    """A block that changes something when it runs, and computes with it."""
+
+    def __init__(self, kind: str, shared: Any = None) -> None:
+        super().__init__()
+        self.kind, self.shared, self.fc = kind, shared, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(16, WIDTH))
+        if kind == "old spectral norm":
+            nn.utils.spectral_norm(self.fc)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        match self.kind:
+            case "codebook":
+                nearest = torch.cdist(h.flatten(0, 1), self.codes).argmin(1)
+                h = h * self.codes[nearest].view_as(h)
+                with torch.no_grad():
+                    self.codes[nearest] = self.codes[nearest].lerp(h.flatten(0, 1), 0.5)
+            case "normalizer":
+                self.codes = self.codes.lerp(h.detach().mean((0, 1)), 0.1)
+                h = h - self.codes[0]
+            case "counter":
+                self.shared["runs"] = self.shared.get("runs", 0) + 1
+                h = h.sin() if self.shared["runs"] % 2 else h.cos()
+            case "shared":
+                h = h * self.shared.setdefault("h", h)
+                self.shared["h"] = h
+            case "list":
+                self.shared.append(h)
+                h = torch.cat(list(self.shared)).sum(0) + h
+            case "noise":  # as kernels without a fixed order of summation
+                h = h + 1e-7 * torch.randn(h.shape, generator=self.shared)
+        return x + h.tanh()
+
+
+def exact_and_ours(kind: str, make: Callable[[], Any], steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        shared = make()
+        model, x = nn.Sequential(*(Stateful(kind, shared) for _ in range(3))), torch.randn(4, TOKENS, WIDTH)
+        if again:
+            convert(model, rules={"?": Recompute(None), **ALONE})
+        rows = [step(model, x.clone().requires_grad_()) for _ in range(steps)]
+        found.append([*(row[1] for row in rows), *model.buffers()])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["codebook", "normalizer", "old spectral norm", "noise"])
+def test_the_second_run_begins_as_the_first_did(kind: str):
+    exact, ours = exact_and_ours(kind, torch.Generator)
+    for mine, right in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-4 if kind == "noise" else 0)
+
+
+@pytest.mark.parametrize(("kind", "make"), [("counter", dict), ("shared", dict), ("list", UserList)])
+def test_a_block_that_cannot_run_again_is_named(kind: str, make: Callable[[], Any]):
+    with pytest.raises(RuntimeError, match=r"(?s)'[012]' \(Stateful\).*HINT"):
+        exact_and_ours(kind, make, steps=1)
+
+
+def test_contexts_of_the_forward_are_those_of_the_second_run():
+    model, x = made(lambda: nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, 0.1, batch_first=True))
+    found = []
+    for again in (False, True):
+        if again:
+            convert(model, rules={"blocks.*": Recompute(None), **ALONE})
+        torch.manual_seed(1)
+        weights = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = torch.func.functional_call(model, weights, x).square().mean()
+        found.append(torch.autograd.grad(loss, list(model.eval().parameters())))
+        model.train()
+    assert all(map(torch.equal, *found))
+    assert torch.func.grad(lambda x: model(x).sum())(x).shape == x.shape
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_what_a_block_reads_may_not_be_written_to_before_backward(kind: str):
+    model, x = made(lambda: Stateful("normalizer") if kind == "parameter" else nn.Sequential(nn.BatchNorm1d(TOKENS)))
+    convert(model.eval(), rules={"blocks.*": Recompute(8), **ALONE})
+    loss = model(x).sum()
+    with torch.no_grad():
+        next(model.blocks[1].parameters() if kind == "parameter" else model.blocks[1].buffers()).mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"'blocks\.1'.*inplace operation.*HINT"):
+        loss.backward()
+
+
+@pytest.mark.foreign
+def test_caches_of_keys_and_values_are_left_out():
+    import transformers
+
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    x, exact = torch.randint(99, (2, 32)), {}
+    for again in (False, True):
+        if again:
+            convert(model, "recompute", rules={"type:saved": None})
+        with pytest.warns(UserWarning, match="use_cache") if again else nullcontext():
+            model(input_ids=x, labels=x).loss.backward()
+        exact[again] = gradient_of(model)
+        model.zero_grad()
+    assert cosine(exact[True], exact[False]) > 0.9999
+    with torch.no_grad():
+        cache = model(input_ids=x).past_key_values
+    with pytest.raises(RuntimeError, match=r"'model\.layers\.0'.*HINT"):
+        model(input_ids=x, past_key_values=cache)
