@@ -200,30 +200,27 @@ PICKLED = """
 import sys
 sys.modules["lightning_actprune"] = None  # every import of it fails
 import torch
-torch.load("reverted.pt", weights_only=False)
-try:
-    torch.load("converted.pt", weights_only=False)
-except ImportError:
-    del sys.modules["lightning_actprune"]
-model = torch.load("converted.pt", weights_only=False)  # as a spawned worker does
-from lightning_actprune.convert import revert
-print(len(revert(model)))
+torch.load("model.pt", weights_only=False)
 """
 
 
 @pytest.mark.parametrize(
     "make", [pytest.param(mlp, marks=pytest.mark.integration), pytest.param(gpt2, marks=pytest.mark.foreign)]
 )
-def test_pickles_load_in_a_fresh_process_and_after_revert_without_the_package(make, tmp_path):
+def test_pickles_are_of_the_dense_model_and_load_without_the_package(make, tmp_path):
     model = make()
-    count = len(convert(model, rules={"*": Keep(bits=8)}).converted)
-    torch.save(model, tmp_path / "converted.pt")
-    revert(model)
-    torch.save(model, tmp_path / "reverted.pt")
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PICKLED]
+    before = {name: type(module) for name, module in model.named_modules()}
+    count = len(convert(model, "max", rules={"*": Keep(bits=8)}).converted)
+    torch.save({"model": model, "copies": [copy.deepcopy(model)]}, tmp_path / "model.pt")
+    command, variables = [sys.executable, "-c", PICKLED], os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
-    assert run.stdout.split() == [str(count)], run.stderr
+    assert run.returncode == 0, run.stderr
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for each in (loaded["model"], *loaded["copies"]):
+        assert {name: type(module) for name, module in each.named_modules()} == before
+        assert len(convert(each, "max", rules={"*": Keep(bits=8)}).converted) == count
+        revert(each)
+        assert not any(module._forward_hooks for module in each.modules())
 
 
 # Everything at once.

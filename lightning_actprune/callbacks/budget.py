@@ -266,8 +266,9 @@ class _Simulated:
         except NoValuesError as error:
             raise MisconfigurationException(
                 f"`memory_budget` needs a training step that runs without values, and that of "
-                f"{type(self._model).__name__} does not: {str(error).partition(' HINT:')[0]} HINT: keep what looks at values out of training_step, "
-                "or choose a preset in place of a budget; `allocate` takes a loss of your own."
+                f"{type(self._model).__name__} does not: {str(error).partition(' HINT:')[0]} HINT: keep what looks at "
+                "values out of training_step, or choose a preset in place of a budget; `allocate` takes a loss of your "
+                "own."
             ) from error
         except Exception as error:  # whatever a training step raises
             raise MisconfigurationException(

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
 from lightning_actprune.schedules import CubicSchedule, LinearSchedule, SparsitySchedule
@@ -99,6 +99,7 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
         "skip_retained": True,
         "spread": {},
         "retained": {},
+        "idle": [],
         "saved": {"sites": {}, "settled": []},
     }
     model = Net()
@@ -108,6 +109,24 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
     model = watched()
     fit(model, ActivationPruning(sparsity=0.5), max_epochs=EPOCHS, ckpt=tmp_path / "step=6.ckpt")
     assert model.seen == [(6, 0.5, 0.5, 0.5), (7, 0.5, 0.5, 0.5)]
+
+
+class Nested(Net):
+    def __init__(self, parts: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.parts = nn.ModuleList((parts or {}).get("nets", []))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.parts[0](x).mean()
+
+
+def test_modules_among_hyperparameters_are_dense_in_a_checkpoint(tmp_path):
+    parts = {"nets": [nn.Sequential(nn.Linear(64, 64), nn.GELU())]}
+    fit_and_save(Nested(parts), tmp_path, ActivationPruning("max"))
+    loaded = Nested.load_from_checkpoint(tmp_path / "step=6.ckpt", weights_only=False)
+    assert_plain(loaded)
+    fit(loaded, ActivationPruning("max"))
 
 
 def test_two_instances_have_layers_and_a_state_of_their_own(tmp_path):

@@ -128,6 +128,23 @@ def test_the_first_batch_with_a_forward_decides():
     assert outcome(callback) == {"head": RELU}
 
 
+class Frozen(Retained):
+    """Trains its body from the third batch on, whose layers then have inputs that ReLUs keep."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.body.requires_grad_(self.global_step >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_frozen_layers_are_judged_when_they_are_trained():
+    model, callback = Frozen(), ActivationPruning(sparsity=0.5)
+    model.body.requires_grad_(False)
+    fit(model, callback, max_epochs=2)
+    # Dense from the second batch on, also in that in which training begins, and judged in the one after the next.
+    assert model.seen == [PRUNED, ["head"], ["head"], PRUNED] + [LEFT] * (len(model.seen) - 4)
+    assert outcome(callback) == {"head": RELU}
+
+
 @pytest.mark.parametrize(
     ("make", "rules", "named"),
     [

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +184,47 @@ def test_what_lies_behind_no_output_stays_as_it_is():
     assert saving.rows == []
     assert [(row.operation, row.count) for row in saving.left] == [("unknown", 2)]
     kept[0].sum().backward()
+
+
+class Leaves(nn.Module):
+    """Returns, or leaves somewhere, what is behind its operations."""
+
+    def __init__(self, leave: Callable[[nn.Module, list[Any], Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.leave, self.own = nn.Parameter(torch.ones(64)), leave, []
+
+    def forward(self, x: Tensor, given: list[Any]) -> Any:
+        return self.leave(self, given, x * self.weight)
+
+
+LEAVES = {
+    "dataclass": lambda module, given, y: Row(Row(y)),
+    "object": lambda module, given, y: SimpleNamespace(rows=[{"y": y}]),
+    "slots": lambda module, given, y: Slots(y),
+    "attribute": lambda module, given, y: setattr(module, "kept", y),
+    "own list": lambda module, given, y: module.own.append(y),
+    "given list": lambda module, given, y: given.append(y),
+}
+
+
+@dataclass
+class Row:
+    y: Any
+
+
+class Slots:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_operations_are_known_behind_outputs_of_any_shape(leaves: str):
+    model = Leaves(LEAVES[leaves])
+    with SavedTensorCompression(model, min_values=256) as saving:
+        model(activation(), [])
+    assert [(row.fqn, row.count) for row in saving.rows] == [("(root)", 1)]
 
 
 def test_what_is_read_before_its_module_returns_is_exact():
