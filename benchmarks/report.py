@@ -200,31 +200,29 @@ HEADLINE = {
     "LlamaForCausalLM, 1.1B": ("Llama, 1.1 billion parameters", None),
     "resnet50": ("ResNet-50", "resnet"),
     "resmlp_12_224": ("ResMLP-12", "resmlp"),
+    "UNet": ("U-Net", None),
+    "BertForSequenceClassification": ("BERT", None),
 }
 """Models of the first tables: title, and the task that trains a small one of the kind."""
 
 
 def headline(brief: bool) -> str:
-    """Memory, time and accuracy of five models, checkpointed and with `max`, beside dense."""
+    """Memory, time and accuracy of compiled models, checkpointed and with `max`, beside the compiled dense one."""
     rows = []
     for model, (title, task) in HEADLINE.items():
-        eager = {r["method"]: r for r in select("steps", table="trainer", model=model)}
-        compiled = {r["method"]: r for r in select("steps", table="compiled", model=model, mode="default")}
-        dense, checkpoint, ours = (eager[method] for method in ("dense", "checkpoint", "max"))
+        found = {r["method"]: r for r in select("steps", table="compiled", model=model, mode="default")}
+        dense, checkpoint, ours = (found[method] for method in ("dense", "checkpoint", "max"))
         between, cells = "<br>" if brief else " ", []
         for name in ("activations_mib", "peak_mib"):
             cell = f"**{percent(ours[name] / dense[name])}**{between}({percent(checkpoint[name] / dense[name])})"
             cells.append(cell if brief else f"{dense[name]:.0f} MiB: {cell}")
-        for each in (eager,) if brief else (eager, compiled):
-            times = (time_change(each[method], each["dense"]) for method in ("max", "checkpoint"))
-            cells.append("**{}**{between}({})".format(*times, between=between))
+        cells.append(f"**{time_change(ours, dense)}**{between}({time_change(checkpoint, dense)})")
         study = main_study(task) if task else []
         change = preset_finding("max", study)[1] if study else None
         unit = "loss" if task == "gpt" else "points"
         cells.append(f"{change.cells(score(study)[1])[0].removesuffix(' *')} {unit}" if change else "not measured")
         rows.append([title if brief else f"{title}, batch {dense['batch']}", *cells])
-    header = ["model", "activations", "peak memory", "eager step", "compiled step", "accuracy"]
-    return markdown([name for name in header if not brief or name != "compiled step"], rows)
+    return markdown(["model", "activations", "peak memory", "time of a step", "accuracy"], rows)
 
 
 def peak() -> str:
