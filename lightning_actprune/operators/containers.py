@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -57,22 +58,23 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
     What cannot be copied is shared, and so are objects after the first ``_MOST_OBJECTS``.
     """
-    copies: dict[int, tuple[Any, Any]] = {}
+    return tree_map_only(object, partial(_copied, change, {}), value)
 
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        if leaf is None or isinstance(leaf, (*_NO_DATA, torch.Generator)) or type(leaf).__module__ == "numpy":
-            return leaf
-        if id(leaf) in copies or len(copies) >= _MOST_OBJECTS:
-            return copies.get(id(leaf), (leaf, leaf))[0]
-        try:
-            made = copy.copy(leaf)
-        except Exception:  # whatever an object raises that cannot be copied
-            made = leaf
-        copies[id(leaf)] = made, leaf
-        for name in _names(leaf) if made is not leaf else ():
-            object.__setattr__(made, name, tree_map_only(object, changed, getattr(leaf, name)))
-        return made
 
-    return tree_map_only(object, changed, value)
+def _copied(change: Callable[[Tensor], Any], copies: dict[int, tuple[Any, Any]], leaf: Any) -> Any:
+    """Return the copy of an object; ``copies`` has those that were made, each with its original, by its number."""
+    if isinstance(leaf, Tensor):
+        return change(leaf)
+    if leaf is None or isinstance(leaf, (*_NO_DATA, torch.Generator)) or type(leaf).__module__ == "numpy":
+        return leaf
+    if id(leaf) in copies or len(copies) >= _MOST_OBJECTS:
+        return copies.get(id(leaf), (leaf, leaf))[0]
+    try:
+        made = copy.copy(leaf)
+    except Exception:  # whatever an object raises that cannot be copied
+        made = leaf
+    copies[id(leaf)] = made, leaf
+    for name in _names(leaf) if made is not leaf else ():
+        value = tree_map_only(object, partial(_copied, change, copies), getattr(leaf, name))
+        object.__setattr__(made, name, value)
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 from itertools import groupby
 from typing import Any
 
@@ -120,7 +120,7 @@ def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, caplog):
 
 
 def sparsities_of_a_copy(model: Judged) -> list[float]:
-    twin = pickle.loads(pickle.dumps(model))
+    twin = copy.deepcopy(model)
     assert "on_train_start" not in vars(twin)
     return sparsities(twin)
 
