@@ -33,6 +33,7 @@ from lightning_actprune.callbacks.fits import CurrentFit
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
+from lightning_actprune.operators.hooks import explain
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.packed import pack
-from lightning_actprune.codec.private import are_functorch_transforms_active, tree_map_only
+from lightning_actprune.codec.private import are_functorch_transforms_active, is_tracing, tree_map_only
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
@@ -98,7 +98,8 @@ class RecomputedModule(Converted):
         if "_recompute" not in self.__dict__:  # reverted, and this method is held by somebody
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled() or are_functorch_transforms_active():  # these allow no hooks
+        # Transforms of torch.func allow no hooks, and a trace is to know nothing of this package.
+        if not torch.is_grad_enabled() or are_functorch_transforms_active() or is_tracing():
             return dense(*args, **kwargs)
         if is_compiling():
             return checkpointed(dense, self._recompute.mark, args, kwargs)

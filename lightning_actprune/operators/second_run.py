@@ -16,9 +16,10 @@ raises an error, as autograd does for the dense module.
 A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
 that they save for backward must be equal, bit for bit. Of each tensor 64 sums stand for its values, so the comparison
-keeps no tensor. Where values differ, the module runs a third time: the difference of two runs from the same state is
-what kernels without a fixed order of summation account for, and three times that is allowed. Exact inputs take memory,
-so the modules that quantize them take turns, two in a step.
+keeps no tensor. Where values differ by ``ROUNDING`` or less, the module runs a third time: the difference of two runs
+from the same state is what kernels without a fixed order of summation account for, and three times that is allowed.
+Exact inputs take memory, so the modules that quantize them take turns, two in a step. A module inside a checkpoint of
+torch's is not compared: it runs first in forward and in backward, and has to store the same both times.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
-from lightning_actprune.operators.hooks import explain
+from lightning_actprune.operators.hooks import dropped_by_checkpoint, explain
 
 SUMS = 64
 """Sums that stand for the values of a tensor."""
+PART = 2**22
+"""Values that are added up at once, in fp64."""
+ROUNDING = 0.01
+"""Largest difference of the values of two runs, relative to their size, for which kernels may account."""
 EVERY = 128
 """Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
 _CURES = (
@@ -60,8 +65,8 @@ class Habits:
     def __init__(self) -> None:
         self.runs, self.modules = 0, 0
         self.draws, self.compared = False, False
-        self.writes: set[tuple[int, str]] = set()
-        """Numbers of modules in it, and names of their buffers."""
+        self.writers: set[int] = set()
+        """Numbers of modules in it that write to their buffers, some of them perhaps only every other time."""
 
     def looks(self, modules: int) -> bool:
         """Count a run of a module that has so many inside, and return whether it is looked at in full."""
@@ -111,7 +116,9 @@ class FirstRun:
             self._modules += [child for child in inner._modules.values() if child is not None]
         self._habits = habits.setdefault(module.training, Habits())
         self._looks = self._habits.looks(len(self._modules))
-        self.compares = not self._habits.compared and self._habits.runs > turn and _may_look_at_values()
+        checkpointed = dropped_by_checkpoint(top_saved_tensors_hooks(False))
+        waits = self._habits.compared or self._habits.runs <= turn or checkpointed
+        self.compares = not waits and _may_look_at_values()
         """Whether the second run is compared with this one, for which both must have the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[nn.Module, dict[str, _Buffer]]] = []
@@ -123,7 +130,7 @@ class FirstRun:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Run the module for the first time in here."""
-        generators = _generators() if self._looks or self._habits.draws else None
+        generators = python_generators() if self._looks or self._habits.draws else None
         self._note_buffers()
         pack, unpack = _hooks_of_checkpoint()
         with torch.autograd.graph.saved_tensors_hooks(
@@ -151,8 +158,8 @@ class FirstRun:
             stack.callback(self._exchange_parameters())
             stack.callback(self._exchange_buffers())
             if self._generators is not None:
-                stack.callback(_set_generators, _generators())
-                _set_generators(self._generators)
+                stack.callback(set_python_generators, python_generators())
+                set_python_generators(self._generators)
             if self._attention != _attention_kernels():
                 stack.enter_context(sdpa_kernel(list(self._attention)))
             yield
@@ -196,10 +203,13 @@ class FirstRun:
                 torch.autograd.graph.saved_tensors_hooks(self._summing(_drop, third), _cannot_unpack),
             ):
                 run()
-            if any(_distance(first[n], second[n]) > 3 * _distance(second[n], third[n]) for n in differing):
+            if any(
+                _difference(first[n], second[n]) > min(ROUNDING, 3 * _difference(second[n], third[n]))
+                for n in differing
+            ):
                 self._refuse(
                     "computes something else when it runs again in backward: it depends on what this run, or another "
-                    "module, has changed since (a cache, an attribute, a counter)"
+                    "module, has changed since (a cache, an attribute, a counter, a random generator of its own)"
                 )
         self._habits.compared = True
         self._sums = []
@@ -285,7 +295,7 @@ class FirstRun:
         for number, inner in enumerate(self._modules):
             before = {}
             for name, buffer in inner._buffers.items():
-                copies = type(buffer) is Tensor and (self._looks or (number, name) in self._habits.writes)
+                copies = type(buffer) is Tensor and (self._looks or number in self._habits.writers)
                 values = buffer.detach().clone() if copies and buffer is not None else None
                 before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
             self._buffers.append((inner, before))
@@ -299,7 +309,7 @@ class FirstRun:
                 elif values is None:
                     self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
                 else:
-                    self._habits.writes.add((number, name))
+                    self._habits.writers.add(number)
         self._buffers = [(inner, before) for inner, before in self._buffers if before or inner._buffers]
 
     def _exchange_buffers(self) -> Callable[[], None]:
@@ -334,7 +344,7 @@ class FirstRun:
     def _note_generators(self, before: tuple[Any, Any] | None) -> None:
         """Keep the states before the first run if it has drawn numbers."""
         habits = self._habits
-        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(_generators()):
+        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(python_generators()):
             habits.draws = True
             if habits.runs > 1:
                 warnings.warn(
@@ -361,12 +371,14 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and bool(one.eq(other).logical_or(one.isnan()).all()))
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    """Return the largest difference, infinity where one of both is missing."""
-    return inf if one is None or other is None else float((one - other).abs().nan_to_num(inf).max())
+def _difference(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the size of the difference of two tensors, by their sums, relative to ``one``; infinity without sums."""
+    if one is None or other is None:
+        return inf
+    return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -396,19 +408,28 @@ def _cannot_unpack(nothing: Any) -> NoReturn:
 
 
 def _sums_of(tensor: Tensor) -> Tensor | None:
-    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, in fp64; ``None`` of what has none."""
+    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, and its norm; ``None`` of what has none.
+
+    Values that are not finite count as zero.
+    """
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    values = tensor.detach()
+    values = tensor.detach().resolve_conj()
+    for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+        if stride == 0 and size > 1:  # one value in many places
+            values = values.narrow(dim, 0, 1)
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.is_floating_point() and values.itemsize == 1:
         values = values.view(torch.uint8)
-    values = values.reshape(-1)
-    whole = values.numel() // SUMS * SUMS
-    sums = values[:whole].view(-1, SUMS).sum(0, dtype=torch.float64)
-    sums[: values.numel() - whole] += values[whole:]
-    return sums
+    sums, squares = values.new_zeros(SUMS, dtype=torch.float64), values.new_zeros(1, dtype=torch.float64)
+    for part in torch.split(values.reshape(-1), PART):
+        part = part.double().nan_to_num(0.0, 0.0, 0.0)
+        whole = part.numel() // SUMS * SUMS
+        sums += part[:whole].view(-1, SUMS).sum(0)
+        sums[: part.numel() - whole] += part[whole:]
+        squares += part.square_().sum()
+    return torch.cat([sums, squares.sqrt()])
 
 
 def _attention_kernels() -> tuple[SDPBackend, ...]:
@@ -446,13 +467,14 @@ class _TorchGenerators:
             torch.cuda.set_rng_state(self._gpu)
 
 
-def _generators() -> tuple[Any, Any]:
+def python_generators() -> tuple[Any, Any]:
     """Return the states of the random generators of Python and of NumPy."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 
 
-def _set_generators(states: tuple[Any, Any]) -> None:
+def set_python_generators(states: tuple[Any, Any]) -> None:
+    """Let the random generators of Python and of NumPy go on from what ``python_generators`` has returned."""
     own, other = states
     random.setstate(own)
     if other is not None:
