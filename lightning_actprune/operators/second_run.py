@@ -47,6 +47,8 @@ PART = 2**22
 """Values that are added up at once, in fp64."""
 ROUNDING = 0.01
 """Largest difference of the values of two runs, relative to their size, for which kernels may account."""
+MASKED, MASKED_SHARE = 1e4, 1e-3
+"""Least size of a value that masks what it is added to, and least share of such values in a mask."""
 EVERY = 128
 """Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
 _CURES = (
@@ -65,6 +67,8 @@ class Habits:
     def __init__(self) -> None:
         self.runs, self.modules = 0, 0
         self.draws, self.compared = False, False
+        self.masks: set[int] = set()
+        """Numbers of arguments that have held an additive mask."""
         self.writers: set[int] = set()
         """Numbers of modules in it that write to their buffers, some of them perhaps only every other time."""
 
@@ -126,6 +130,17 @@ class FirstRun:
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
         self._sums: list[Tensor | None] = []
+
+    def is_mask(self, number: int, x: Tensor) -> bool:
+        """Return whether argument ``number``, which is ``x`` now, has ever held an additive mask, as T5's biases do.
+
+        Its large values would take all steps of their blocks, and leave none for what is not masked.
+        """
+        masks = self._habits.masks
+        asks = self._looks and number not in masks and _may_look_at_values()
+        if asks and bool((x.detach().abs() >= MASKED).float().mean() > MASKED_SHARE):
+            masks.add(number)
+        return number in masks
 
     @contextmanager
     def noted(self) -> Iterator[None]:
