@@ -4,7 +4,7 @@ The dense model is not there to be measured, and a formula for every class would
 them. So the forward of the dense class runs once more, on *fake* tensors, which have shapes, strides, types and devices
 but no values: torch itself says which tensors it would save. It runs on a twin of the module, made of the dense classes
 of it and of its children, with fake parameters and buffers and without any hooks, so nothing of the module changes: no
-running statistics, no random numbers, no caches of autocast.
+running statistics, no random numbers, no caches of autocast or of ``parametrize.cached``.
 
 What is kept counts by storage, so each storage of the twin must be known as the storage that the real step has in its
 place. Those of inputs, parameters and buffers are known from the start, those of the output when the module has
@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 
 from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, shared_copy, storages
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
 from lightning_actprune.operators.base import Converted, dense_class
 from lightning_actprune.operators.containers import map_tensors
+from lightning_actprune.operators.second_run import python_generators, set_python_generators
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
 """Attributes of a module that hold hooks."""
@@ -61,18 +63,26 @@ class DenseForward:
         self._real: dict[int, Tensor] = {}
         self._keys: dict[StorageWeakRef, tuple[StorageWeakRef, int]] = {}
         saved: list[Tensor] = []
-        cached = torch.is_autocast_cache_enabled()
+        cached, generators, parametrized = (
+            torch.is_autocast_cache_enabled(),
+            python_generators(),
+            parametrize._cache_enabled,
+        )
         with (
             _FakeMode(allow_non_fake_inputs=True),
             torch.autograd.graph.saved_tensors_hooks(_noting(saved), lambda tensor: tensor),
         ):
-            torch.set_autocast_cache_enabled(False)  # or it would keep copies of fake parameters for the region
+            # Or they would keep copies of fake parameters, for whoever asks for real ones later.
+            torch.set_autocast_cache_enabled(False)
+            parametrize._cache_enabled = 0
             try:
                 twin = self._twin(module)
                 inputs = map_tensors(self._fake, (args, dict(kwargs)))
                 self._output = type(twin).forward(twin, *inputs[0], **inputs[1])
             finally:
                 torch.set_autocast_cache_enabled(cached)
+                parametrize._cache_enabled = parametrized
+                set_python_generators(generators)
         self._saved = [(tensor, self._shared(tensor)) for tensor in saved]
 
     def storages(self, output: Any) -> dict[Any, int]:

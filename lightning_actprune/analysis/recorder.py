@@ -43,6 +43,7 @@ from lightning_actprune.codec.dispatch import autocast_dtype, compute_dtype
 from lightning_actprune.codec.private import (
     FOR_BACKWARD,
     FOR_RECORDERS,
+    is_functorch_wrapped_tensor,
     no_dispatch_modes,
     require,
     top_saved_tensors_hooks,
@@ -291,11 +292,11 @@ def _flattens_without_copy(x: Tensor) -> bool:
 
 
 def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
-    """Return the storages that hold ``value``'s data, with their bytes; none if it is no dense tensor."""
+    """Return the storages that hold ``value``'s data, with their bytes; none if it is not dense, or ``vmap``'s."""
     if isinstance(value, Tensor) and _is_wrapper(value):
         inner, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
         return [entry for name in inner for entry in storages(getattr(value, name))]
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or is_functorch_wrapped_tensor(value):
         return []
     storage = value.untyped_storage()
     return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]

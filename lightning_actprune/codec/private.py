@@ -491,6 +491,7 @@ OPTIONAL = (
     "_schema",  # of operations, by which a step is simulated
     "_check_input_dim",  # of batch norms: without it, they stay dense
     "_compiled_call_impl",  # of modules: hooks in compiled ones are added, and do nothing there
+    "_cache_enabled",  # of parametrize: without it, nobody knows what dense modules would keep
 )
 """Other attributes of what torch makes, which may be missing."""
 

@@ -19,9 +19,10 @@ and stops the second run when the last tensor is there, around a function that i
 hooks around it are given it as any saved tensor: a meter counts it, ``save_on_cpu`` moves it.
 
 Stored in few bits is each tensor among the arguments, in whatever lists, tuples and mappings, that needs a gradient
-and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps or overlaps. All else is kept as it is,
-and autograd sees to it that nobody writes to it before backward. What is quantized may be written to: by the block
-itself or by whoever comes later. A tensor that several blocks get, as the output of an encoder, is stored once.
+and is no leaf: fp32 or 16 bits, of ``MIN_VALUES`` values or more, without gaps or overlaps, and no additive mask. All
+else is kept as it is, and autograd sees to it that nobody writes to it before backward. What is quantized may be
+written to: by the block itself or by whoever comes later. A tensor that several blocks get, as the output of an
+encoder, is stored once.
 
 ``operators.second_run`` sees to it that the second run computes what the first did, or raises an error that names the
 module. One run of each module keeps its inputs exactly, in a copy, so that both can be compared.
@@ -49,7 +50,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.packed import pack
-from lightning_actprune.codec.private import are_functorch_transforms_active, tree_map_only
+from lightning_actprune.codec.private import are_functorch_transforms_active, is_tracing, tree_map_only
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
@@ -98,7 +99,8 @@ class RecomputedModule(Converted):
         if "_recompute" not in self.__dict__:  # reverted, and this method is held by somebody
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled() or are_functorch_transforms_active():  # these allow no hooks
+        # Transforms of torch.func allow no hooks, and a trace is to know nothing of this package.
+        if not torch.is_grad_enabled() or are_functorch_transforms_active() or is_tracing():
             return dense(*args, **kwargs)
         if is_compiling():
             return checkpointed(dense, self._recompute.mark, args, kwargs)
@@ -173,7 +175,7 @@ def recomputed(
     def store(leaf: Tensor) -> _Place:
         if id(leaf) not in places:
             places[id(leaf)] = _Place(len(kept))
-            how, values = _store(leaf, keep, exactly=first.compares)
+            how, values = _store(leaf, keep, len(kept), first)
             kept.append(values)
             stored.append(how)
         return places[id(leaf)]
@@ -260,12 +262,17 @@ def _as_result(values: Tensor, stored: _Stored | None) -> Tensor:
     return read
 
 
-def _store(x: Tensor, keep: Recompute, exactly: bool) -> tuple[_Stored | None, Tensor]:
-    """Return how ``x`` is stored, ``None`` as it is, and what is stored of it: a copy of its own if ``exactly``."""
+def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_Stored | None, Tensor]:
+    """Return how argument ``number`` is stored, ``None`` as it is, and what is stored of it.
+
+    Both runs are compared from a copy of ``x``. A mask stays as it is.
+    """
     known = type(x) is Tensor and x.dtype in KERNEL_DTYPES and x.layout == torch.strided and x.requires_grad
     if keep.bits is None or not known or x.is_leaf or x.numel() < MIN_VALUES or not in_plain_eager_mode(x):
         return None, x
-    if exactly:
+    if first.is_mask(number, x):
+        return None, x
+    if first.compares:
         return _Stored(x.dtype, tuple(x.shape), None, 8 * x.itemsize), x.detach().clone()
     if keep.bits == HALF:
         if x.dtype != torch.float32:

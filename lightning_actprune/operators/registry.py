@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import (
@@ -161,11 +162,14 @@ def weight_of_call(module: nn.Module) -> Tensor | None:
     """Return the parameter by which a call of ``module`` multiplies its input, ``None`` if it is no linear layer.
 
     ``None`` for attention too, whose projections are no module calls. A convolution counts as long as it is compressed.
+    Of a weight that ``parametrize`` computes whenever somebody asks, it is the parameter behind it.
     """
-    if isinstance(module, (nn.Linear, convolution.CompressedConvolution)) or _is_conv1d(module):
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        return weight
-    return None
+    if not (isinstance(module, (nn.Linear, convolution.CompressedConvolution)) or _is_conv1d(module)):
+        return None
+    if is_parametrized(module, "weight"):
+        return next(module.parametrizations["weight"].parameters(), None)  # type: ignore[index, union-attr]
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight
 
 
 def as_cut(layer: nn.Module, x: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ raises an error, as autograd does for the dense module.
 A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
 that they save for backward must be equal, bit for bit. Of each tensor 64 sums stand for its values, so the comparison
-keeps no tensor. Where values differ, the module runs a third time: the difference of two runs from the same state is
-what kernels without a fixed order of summation account for. Three times that is allowed, if it is small. Exact
-inputs take memory, so the modules that quantize them take turns, two in a step.
+keeps no tensor. Where values differ a little, the module runs a third time: the difference of two runs from the same
+state is what kernels without a fixed order of summation account for, and three times that is allowed. Exact inputs take
+memory, so the modules that quantize them take turns, two in a step. A module inside a checkpoint of torch's is not
+compared: it runs first in forward and in backward, and has to store the same both times.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
-from lightning_actprune.operators.hooks import explain
+from lightning_actprune.operators.hooks import dropped_by_checkpoint, explain
 
 SUMS = 64
 """Sums that stand for the values of a tensor."""
+PART = 2**22
+"""Values that are added up at once, in fp64."""
 NOISE, NOISE_16 = 2**-13, 2**-6
-"""Part of the largest sum by which sums may differ for the order of summation in kernels; with values in 16 bits."""
+"""Largest difference of two runs, relative to the values, for which the order of summation in kernels may account; with
+values in 16 bits."""
+MASKED, MASKED_SHARE = 1e4, 1e-3
+"""Least size of a value that masks what it is added to, and least share of such values in a mask."""
 EVERY = 128
 """Besides the first, second, fourth, ... run, one run in so many is looked at in full."""
 _CURES = (
@@ -63,8 +69,10 @@ class Habits:
     def __init__(self) -> None:
         self.runs, self.modules = 0, 0
         self.draws, self.compared = False, False
-        self.writes: set[tuple[int, str]] = set()
-        """Numbers of modules in it, and names of their buffers."""
+        self.masks: set[int] = set()
+        """Numbers of arguments that have held an additive mask."""
+        self.writers: set[int] = set()
+        """Numbers of modules in it that write to their buffers, some of them perhaps only every other time."""
 
     def looks(self, modules: int) -> bool:
         """Count a run of a module that has so many inside, and return whether it is looked at in full."""
@@ -114,7 +122,9 @@ class FirstRun:
             self._modules += [child for child in inner._modules.values() if child is not None]
         self._habits = habits.setdefault(module.training, Habits())
         self._looks = self._habits.looks(len(self._modules))
-        self.compares = not self._habits.compared and self._habits.runs > turn and _may_look_at_values()
+        checkpointed = dropped_by_checkpoint(top_saved_tensors_hooks(False))
+        waits = self._habits.compared or self._habits.runs <= turn or checkpointed
+        self.compares = not waits and _may_look_at_values()
         """Whether the second run is compared with this one, for which both must have the exact inputs."""
         self._training = [inner.training for inner in self._modules]
         self._buffers: list[tuple[nn.Module, dict[str, _Buffer]]] = []
@@ -125,10 +135,21 @@ class FirstRun:
         self._narrow = False
         """Whether values in 16 bits are saved."""
 
+    def is_mask(self, number: int, x: Tensor) -> bool:
+        """Return whether argument ``number``, which is ``x`` now, has ever held an additive mask, as T5's biases do.
+
+        Its large values would take all steps of their blocks, and leave none for what is not masked.
+        """
+        masks = self._habits.masks
+        asks = self._looks and number not in masks and _may_look_at_values()
+        if asks and bool((x.detach().abs() >= MASKED).float().mean() > MASKED_SHARE):
+            masks.add(number)
+        return number in masks
+
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Run the module for the first time in here."""
-        generators = _generators() if self._looks or self._habits.draws else None
+        generators = python_generators() if self._looks or self._habits.draws else None
         self._note_buffers()
         pack, unpack = _hooks_of_checkpoint()
         with torch.autograd.graph.saved_tensors_hooks(
@@ -156,8 +177,8 @@ class FirstRun:
             stack.callback(self._exchange_parameters())
             stack.callback(self._exchange_buffers())
             if self._generators is not None:
-                stack.callback(_set_generators, _generators())
-                _set_generators(self._generators)
+                stack.callback(set_python_generators, python_generators())
+                set_python_generators(self._generators)
             if self._attention != _attention_kernels():
                 stack.enter_context(sdpa_kernel(list(self._attention)))
             yield
@@ -201,19 +222,16 @@ class FirstRun:
                 torch.autograd.graph.saved_tensors_hooks(self._summing(_drop, third), _cannot_unpack),
             ):
                 run()
-            if any(not self._is_noise(first[n], second[n], third[n]) for n in differing):
+            noise = NOISE_16 if self._narrow else NOISE
+            if any(
+                _difference(first[n], second[n]) > min(noise, 3 * _difference(second[n], third[n])) for n in differing
+            ):
                 self._refuse(
                     "computes something else when it runs again in backward: it depends on what this run, or another "
-                    "module, has changed since (a cache, an attribute, a counter)"
+                    "module, has changed since (a cache, an attribute, a counter, a random generator of its own)"
                 )
         self._habits.compared = True
         self._sums = []
-
-    def _is_noise(self, first: Tensor | None, second: Tensor | None, third: Tensor | None) -> bool:
-        """Return whether kernels may account for the difference of two runs: what else changes is larger."""
-        difference = _distance(first, second)
-        largest = max(_distance(sums, None if sums is None else sums.new_zeros(())) for sums in (first, second))
-        return difference <= min(3 * _distance(second, third), (NOISE_16 if self._narrow else NOISE) * largest)
 
     def _summing(self, pack: Callable[[Tensor], Any], sums: list[Tensor | None]) -> Callable[[Tensor], Any]:
         """Return a hook that notes sums of each saved tensor before ``pack``."""
@@ -297,7 +315,7 @@ class FirstRun:
         for number, inner in enumerate(self._modules):
             before = {}
             for name, buffer in inner._buffers.items():
-                copies = type(buffer) is Tensor and (self._looks or (number, name) in self._habits.writes)
+                copies = type(buffer) is Tensor and (self._looks or number in self._habits.writers)
                 values = buffer.detach().clone() if copies and buffer is not None else None
                 before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
             self._buffers.append((inner, before))
@@ -311,7 +329,7 @@ class FirstRun:
                 elif values is None:
                     self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
                 else:
-                    self._habits.writes.add((number, name))
+                    self._habits.writers.add(number)
         self._buffers = [(inner, before) for inner, before in self._buffers if before or inner._buffers]
 
     def _exchange_buffers(self) -> Callable[[], None]:
@@ -346,7 +364,7 @@ class FirstRun:
     def _note_generators(self, before: tuple[Any, Any] | None) -> None:
         """Keep the states before the first run if it has drawn numbers."""
         habits = self._habits
-        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(_generators()):
+        if before is not None and not habits.draws and pickle.dumps(before) != pickle.dumps(python_generators()):
             habits.draws = True
             if habits.runs > 1:
                 warnings.warn(
@@ -373,12 +391,14 @@ def _drop(tensor: Tensor) -> None:
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and bool(one.eq(other).logical_or(one.isnan()).all()))
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _distance(one: Tensor | None, other: Tensor | None) -> float:
-    """Return the largest difference, infinity where one of both is missing."""
-    return inf if one is None or other is None else float((one - other).abs().nan_to_num(inf).max())
+def _difference(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the size of the difference of two tensors, by their sums, relative to ``one``; infinity without sums."""
+    if one is None or other is None:
+        return inf
+    return float(((one - other)[:-1].norm() / one[-1]).nan_to_num(inf))
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -412,19 +432,28 @@ def _cannot_unpack(nothing: Any) -> NoReturn:
 
 
 def _sums_of(tensor: Tensor) -> Tensor | None:
-    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, in fp64; ``None`` of what has none."""
+    """Return sums of the values of ``tensor`` by their place modulo ``SUMS``, and its norm; ``None`` of what has none.
+
+    Values that are not finite count as zero.
+    """
     if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    values = tensor.detach()
+    values = tensor.detach().resolve_conj()
+    for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
+        if stride == 0 and size > 1:  # one value in many places
+            values = values.narrow(dim, 0, 1)
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.is_floating_point() and values.itemsize == 1:
         values = values.view(torch.uint8)
-    values = values.reshape(-1)
-    whole = values.numel() // SUMS * SUMS
-    sums = values[:whole].view(-1, SUMS).sum(0, dtype=torch.float64)
-    sums[: values.numel() - whole] += values[whole:]
-    return sums
+    sums, squares = values.new_zeros(SUMS, dtype=torch.float64), values.new_zeros(1, dtype=torch.float64)
+    for part in torch.split(values.reshape(-1), PART):
+        part = part.double().nan_to_num(0.0, 0.0, 0.0)
+        whole = part.numel() // SUMS * SUMS
+        sums += part[:whole].view(-1, SUMS).sum(0)
+        sums[: part.numel() - whole] += part[whole:]
+        squares += part.square_().sum()
+    return torch.cat([sums, squares.sqrt()])
 
 
 def _attention_kernels() -> tuple[SDPBackend, ...]:
@@ -462,13 +491,14 @@ class _TorchGenerators:
             torch.cuda.set_rng_state(self._gpu)
 
 
-def _generators() -> tuple[Any, Any]:
+def python_generators() -> tuple[Any, Any]:
     """Return the states of the random generators of Python and of NumPy."""
     numpy = sys.modules.get("numpy.random")
     return random.getstate(), None if numpy is None else numpy.get_state()
 
 
-def _set_generators(states: tuple[Any, Any]) -> None:
+def set_python_generators(states: tuple[Any, Any]) -> None:
+    """Let the random generators of Python and of NumPy go on from what ``python_generators`` has returned."""
     own, other = states
     random.setstate(own)
     if other is not None:

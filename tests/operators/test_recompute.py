@@ -8,7 +8,8 @@ import random
 from collections import UserList
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import numpy
@@ -262,6 +263,18 @@ def test_hooks_and_checkpoints_around():
         assert cosine(gradient_of(model), expected) > 0.9999
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_around_modules_that_have_not_been_compared(reentrant: bool):
+    model, x = made()
+    _, exact, _ = step(model, x.requires_grad_())
+    convert(model, rules={"blocks.*": Recompute(8), **ALONE})
+    for _ in range(3):
+        model.zero_grad()
+        torch.manual_seed(1)
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+        assert cosine(gradient_of(model), exact) > 0.999
+
+
 def test_copies_and_pickles(monkeypatch: pytest.MonkeyPatch):
     model, x = made()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
@@ -412,6 +425,31 @@ def test_generators_of_python_and_numpy_draw_the_same_again(draw):
     assert ours_after == after
     for x, y in zip(chain(*ours), chain(*exact), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("draw", [random.Random(0).random, partial(next, count(10))])
+def test_private_generators_and_counters_are_refused(draw):
+    """Though a third run differs as much from the second as that from the first, as those of some kernels do."""
+    model = nn.Sequential(*[Draws(draw) for _ in range(2)])
+    convert(model, "recompute", rules={"?": Recompute(bits=None)})
+    with pytest.raises(RuntimeError, match="'1'"):
+        drawn_gradients(model, 1)
+
+
+class Biased(nn.Sequential):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        return super().forward((bias.softmax(-1) @ x).sin())
+
+
+def test_additive_masks_that_need_gradients_stay_as_they_are():
+    model, x, bias = nn.Sequential(Biased(nn.Linear(32, 32))), torch.randn(2, 32, 32), torch.randn(2, 32, 32)
+    mask, exact = torch.full((32, 32), torch.finfo(torch.float32).min).triu(1), None
+    for n in range(4):
+        [gradient] = torch.autograd.grad(model[0](x, 3 * bias.requires_grad_() + mask).square().sum(), bias)
+        if n == 0:
+            exact = gradient
+            convert(model, rules={"0": Recompute(8), **ALONE})
+        torch.testing.assert_close(gradient, exact)
 
 
 def test_a_module_that_draws_later_on_is_found_and_warned_of():
