@@ -100,10 +100,12 @@ class RecomputedModule(Converted):
             return type(self).forward(self, *args, **kwargs)
         dense = super().forward  # type: ignore[misc]
         # Transforms of torch.func allow no hooks, and a trace is to know nothing of this package.
-        if not torch.is_grad_enabled() or are_functorch_transforms_active() or is_tracing():
+        if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
         if is_compiling():
             return checkpointed(dense, self._recompute.mark, args, kwargs)
+        if are_functorch_transforms_active() or is_tracing():  # neither allows hooks on what is saved
+            return dense(*args, **kwargs)
         return recomputed(self, dense, args, kwargs)
 
     def extra_repr(self) -> str:
