@@ -511,7 +511,7 @@ def test_ranks_that_measure_different_things_wait_for_each_other(runs):
 
 
 def with_a_budget(folder: Path) -> Any:
-    pruning, model = ActivationPruning(memory_budget=0.96, verbose=0), Stack()  # of which most are workspaces
+    pruning, model = ActivationPruning(memory_budget=0.45, verbose=0), Stack()
     fit_both(model, folder, pruning)
     return pruning.state_dict()["memory_budget"]["number"], model.kinds
 
