@@ -266,7 +266,7 @@ def hosts(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[], Recor
     dense = nn.Linear(384, 384, **options)
     weight, bias, data, flat = dense.weight, dense.bias, x.detach(), grad.flatten(0, 1)
     pruned = nn.Linear(384, 384, **options)
-    convert(pruned, rules={"*": Keep(sparsity=0.6)})
+    convert(pruned, rules={"*": Keep(bits=None, sparsity=0.6)})
     keep = BlockGeometry.of_stored(data, 32, 0.6).keep
     packed, layout = torch.ops.actprune.pack(data, 32, keep), (1, 512, 384, False, torch.bfloat16, 32)
     calls: dict[str, Callable[[], Any]] = {

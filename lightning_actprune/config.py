@@ -559,13 +559,13 @@ def check_rules(value: Any) -> dict[str, Keep | Recompute | PresetName | None]:
                 f"`rules[{pattern!r}]` must be a Keep or None, got {value[pattern]!r}. HINT: modules that run again "
                 'are named, as {"blocks.*": Recompute(bits=8)}; the outermost ones that match do.'
             )
-        if pattern.startswith((TYPE, OPERATION)):
-            _check_drops(pattern, rule, [pattern.removeprefix(TYPE)])
         if pattern.startswith(OPERATION) and rule is not None and not (isinstance(rule, Keep) and rule.bits):
             raise ValueError(
                 f"`rules[{pattern!r}]` must be a Keep with `bits`, or None, got {value[pattern]!r}. HINT: such as "
                 "Keep(bits=8); None leaves what the operation saves as it is."
             )
+        if pattern.startswith((TYPE, OPERATION)):
+            _check_drops(pattern, rule, [pattern.removeprefix(TYPE)])
     return rules
 
 

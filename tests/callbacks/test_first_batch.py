@@ -132,7 +132,11 @@ def test_the_first_batch_with_a_forward_decides():
     ("make", "rules", "named"),
     [
         (lambda: Retained(), {"body.*": None}, r"'body.3' \(relu\).*skip_retained"),
-        (lambda: Uneven(), {"body.0": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}, "max_dropped_energy"),
+        (
+            lambda: Uneven(),
+            {"body.0": Keep(bits=None, sparsity=0.5, max_dropped_energy=0.2), "*": None},
+            "max_dropped_energy",
+        ),
     ],
 )
 def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
@@ -216,7 +220,7 @@ SPREAD, CONCENTRATED = "body.0", "body.2"
 
 
 def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
-    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit), "*": None}
+    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit, fine_rows=0), "*": None}
 
 
 class Uneven(Net):
@@ -259,7 +263,7 @@ def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(m
     monkeypatch.setattr(first_batch, "EnergyProbe", None)
     for callback, expected in (
         (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
-        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
+        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5, max_dropped_energy=1.0)}), [0.0, 0.0, 0.5]),
     ):
         fit(model := Uneven(), callback)
         assert model.seen == [expected] * BATCHES
