@@ -391,3 +391,28 @@ def test_rows_are_flat_and_plain():
     assert (by_name["act"]["operator"], by_name["act"]["bits"], by_name["act"]["sparsity"]) == ("activation", 4, 0.0)
     assert "'fc2'" in by_name["fc2"]["reason"]
     assert "fc2 (Linear): " in report.describe_skipped()
+    assert "│ fc1   │ Linear    │ values as they are, drops 50 %" in str(report)
+
+
+def test_nothing_to_do_is_said():
+    class Wrapped(nn.LSTM):
+        pass
+
+    class Calling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    for model in nn.LSTM(8, 8), Wrapped(8, 8), nn.Sequential(nn.Embedding(9, 8), nn.GRU(8, 8)), nn.Linear(8, 8):
+        with pytest.raises(ValueError, match="nothing would be saved"):
+            convert(model, "max")
+        assert not model._forward_pre_hooks
+    with pytest.warns(UserWarning, match="No layer of Calling was converted.*HINT"):
+        convert(Calling(), "max")
+    report = convert(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Dropout(0.1)), "max")
+    assert [(row.fqn, row.describe()) for row in report.converted] == [
+        ("0", "2 bits, 8 below 1024 rows"), ("2", "1 bit"),
+    ]  # fmt: skip

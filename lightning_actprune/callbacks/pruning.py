@@ -244,7 +244,7 @@ class ActivationPruning(TrainerCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._resume_budget(pl_module)
         if self._is_undecided and self.verbose:
-            show(trainer, "Memory budget: the first two steps keep as little as possible, and show what fits.")
+            show(trainer, "Activation pruning: two steps keep as little as possible, then the memory budget decides.")
         elif self._budget is not None:
             self._show_conversion(trainer)
         self._progress.start(trainer)

@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
@@ -220,6 +221,19 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both():
         fit(model, *callbacks)
     assert_plain(model)
     assert "configure_model" not in vars(model)
+    twice = ActivationPruning("max")
+    for other in twice, ActivationPruning("balanced"):
+        with pytest.raises(MisconfigurationException, match=r"takes one ActivationPruning.*got 2.*HINT"):
+            fit(Net(), twice, other)
+
+
+@pytest.mark.parametrize("callback", [ActivationPruning("max"), ActivationMemoryMonitor()])
+def test_trainers_of_another_package_and_fabric_are_refused(callback: pl.Callback):
+    other = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
+    with pytest.raises(MisconfigurationException, match=r"`lightning\.pytorch`.*`pytorch_lightning`.*HINT"):
+        callback.setup(other, Net(), "fit")
+    with pytest.raises(MisconfigurationException, match=r"Fabric.*HINT.*convert"):
+        Fabric(accelerator="cpu", devices=1, callbacks=[callback]).setup(nn.Linear(2, 2))
 
 
 RICH = pytest.mark.skipif(
