@@ -8,7 +8,7 @@ open, and has made of a model, belongs to the Trainer that began its fit.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -18,12 +18,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 class TrainerCallback(pl.Callback):
     """A callback of a Trainer: it says so to Fabric, which would take it and call none of its hooks."""
 
+    without_trainer: ClassVar[str]
+    """What does the same in a loop."""
+
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Refuse to be a callback of Fabric, which calls this when a module is set up."""
         name = type(self).__name__
         raise MisconfigurationException(
             f"{name} is a callback of a Trainer, and Fabric calls none of its hooks, so it would do nothing. HINT: "
-            f'leave {name} out, and call `lightning_actprune.convert(model, "max")` before `fabric.setup`.'
+            f"leave {name} out, and use {self.without_trainer}."
         )
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:

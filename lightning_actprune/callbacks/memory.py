@@ -106,6 +106,8 @@ class ActivationMemoryMonitor(TrainerCallback):
         True
     """
 
+    without_trainer = "`lightning_actprune.analysis.memory.SavedTensorMeter` around a forward"
+
     def __init__(self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False) -> None:
         super().__init__()
         hint = "3 lets the first batches warm up."

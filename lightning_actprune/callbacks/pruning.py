@@ -113,6 +113,7 @@ class ActivationPruning(TrainerCallback):
         >>> trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, rules={"head": None})], logger=False)
     """
 
+    without_trainer = '`lightning_actprune.convert(model, "max")` before `fabric.setup`'
     _fixed: frozenset[str] = frozenset()
 
     def __init__(

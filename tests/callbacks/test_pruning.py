@@ -232,7 +232,7 @@ def test_trainers_of_another_package_and_fabric_are_refused(callback: pl.Callbac
     other = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
     with pytest.raises(MisconfigurationException, match=r"`lightning\.pytorch`.*`pytorch_lightning`.*HINT"):
         callback.setup(other, Net(), "fit")
-    with pytest.raises(MisconfigurationException, match=r"Fabric.*HINT.*convert"):
+    with pytest.raises(MisconfigurationException, match=r"Fabric.*HINT.*lightning_actprune"):
         Fabric(accelerator="cpu", devices=1, callbacks=[callback]).setup(nn.Linear(2, 2))
 
 
