@@ -42,15 +42,16 @@ few bits (``operators.readers``), or with ``None`` leaves what it saves as it is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
-from typing_extensions import Self, TypedDict
+from typing_extensions import TypedDict
 
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity, sparsity_at
 
@@ -60,6 +61,7 @@ Operator = Literal[
     "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attended"
 ]
 PresetName = Literal["paper", "balanced", "max", "recompute"]
+_Class = TypeVar("_Class")
 
 BITS = (2, 3, 4, 8)
 """Bits that a value can be quantized to."""
@@ -185,6 +187,23 @@ class KeepArguments(TypedDict, total=False):
 KEEP_FIELDS = tuple(KeepArguments.__annotations__)
 
 
+def _noting_arguments(cls: type[_Class]) -> type[_Class]:
+    """Let instances of ``Keep`` know which arguments were passed."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        init(self, *args, **kwargs)
+        passed = frozenset((*KEEP_FIELDS[: len(args)], *kwargs))
+        if "explicit" in passed:  # by `dataclasses.replace`, which passes all arguments
+            passed = self.explicit.union(name for name in KEEP_FIELDS if getattr(self, name) != getattr(cls, name))
+        object.__setattr__(self, "explicit", passed)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_noting_arguments
 @dataclass(frozen=True)
 class Keep:
     """How a tensor is kept for backward. In a rule, the preset says what is not named (see the module).
@@ -202,7 +221,8 @@ class Keep:
             batch of a fit; a layer above it drops none. 1 judges none.
         fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in eight bits and loses no
             block: errors of so few rows do not cancel. Without effect without ``bits``, or in eight.
-        explicit: Names of the arguments above that were passed; ``dataclasses.replace`` keeps them.
+        explicit: Names of arguments that a rule names beside those that differ from their defaults; by default of
+            those that were passed.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -224,17 +244,7 @@ class Keep:
     fine_rows: int = 0
     explicit: frozenset[str] = field(default=frozenset(), kw_only=True)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Note which arguments are passed."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_passed", frozenset((*KEEP_FIELDS[: len(args)], *kwargs)))
-        return made
-
     def __post_init__(self) -> None:
-        passed = vars(self).pop("_passed")
-        if "explicit" in passed:  # by `dataclasses.replace`, which passes all arguments
-            passed = self.explicit.union(name for name in KEEP_FIELDS if getattr(self, name) != getattr(Keep, name))
-        object.__setattr__(self, "explicit", passed)
         object.__setattr__(self, "bits", check_bits(self.bits))
         if isinstance(self.sparsity, SparsitySchedule):
             sparsity_at(self.sparsity, 0.0)

@@ -58,8 +58,10 @@ _FLATTENED = (
 )
 _PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-_WITHOUT_OPERATIONS = nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase
-"""Modules beside known layers of which nothing is compressed."""
+_CELLS = nn.RNNCell, nn.LSTMCell, nn.GRUCell
+_CLASSES = nn.Module, nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU
+_WITHOUT_OPERATIONS = frozenset(cls.forward for cls in (*_CLASSES, *_CELLS))
+"""Forwards of modules beside known layers, of which nothing is compressed."""
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
@@ -428,8 +430,8 @@ def describe_idle(model: nn.Module, report: ConversionReport) -> str:
 def _has_other_operations(model: nn.Module) -> bool:
     """Return whether a module runs operations itself, of which what they save may be compressed."""
     for module in model.modules():
-        runs = type(module).forward is not nn.Module.forward or hasattr(module, "training_step")
-        if runs and operator_of(module) is None and not isinstance(module, _WITHOUT_OPERATIONS):
+        own = type(module).forward not in _WITHOUT_OPERATIONS or "forward" in vars(module)
+        if (own or hasattr(module, "training_step")) and operator_of(module) is None:
             return True
     return False
 

@@ -142,7 +142,7 @@ class ConversionReport:
         """Return the names of what was skipped with the reason, each reason and class in one line."""
         lines = []
         for alike in by_reason(self.refused):
-            for kind in dict.fromkeys(row.kind for row in alike):
+            for kind in kinds_of(alike):
                 names = config.shortened([row.fqn for row in alike if row.kind == kind])
                 lines.append(f"  {names} ({kind}): {alike[0].reason}")
         return "\n".join(lines)
@@ -150,7 +150,7 @@ class ConversionReport:
     def __str__(self) -> str:
         """Return a summary, and how each layer is kept as a table."""
         tables = [conversion_table(self, {})] if self.layers else []
-        return "\n".join([as_text(conversion_text(self, {})), *map(as_text, tables)])
+        return "\n".join([as_text(conversion_text(self, {}, reasons=not tables)), *map(as_text, tables)])
 
     def to_rows(self) -> list[dict[str, str | float | None]]:
         """Return every layer as a flat row: ``pandas.DataFrame(report.to_rows())`` is a table."""
@@ -164,8 +164,14 @@ class ConversionReport:
         return {"layers": layers, "saved_bits": saved, "uncovered": dict(self.uncovered), "blocks": blocks}
 
 
-def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
-    """Return how each operator is kept, and which layers are dense and why; ``last``: sparsities in the end."""
+def conversion_text(report: ConversionReport, last: Mapping[str, float], *, reasons: bool = True) -> str:
+    """Return how each operator is kept, and which layers are dense.
+
+    Args:
+        report: What was done.
+        last: Sparsities in the end.
+        reasons: Whether to say why layers are dense, as the table does too.
+    """
     kept: dict[tuple[Operator, str], int] = Counter(
         (layer.operator, layer.describe(last.get(layer.fqn))) for layer in report.converted
     )
@@ -181,7 +187,7 @@ def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
         f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
     ]:
         parts.append(f"Run again in backward: {enumerated(alike)}.")
-    if report.refused:
+    if report.refused and reasons:
         parts.append(f"Dense: {with_reasons(report.refused)}.")
     return " ".join(parts)
 
@@ -210,12 +216,20 @@ def by_reason(rows: Sequence[LayerReport | BlockReport]) -> list[list[LayerRepor
     return list(groups.values())
 
 
+def kinds_of(rows: Sequence[LayerReport | BlockReport]) -> list[str]:
+    """Return the names of the classes of some rows, each once."""
+    return list(dict.fromkeys(row.kind for row in rows))
+
+
 def conversion_table(report: ConversionReport, last: Mapping[str, float]) -> Table:
     """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
     made = table("Layers", "Layer", "Class ", "Kept ")
-    for layers in (report.converted, report.skipped):
-        add_layers(made, layers, last)
-        made.add_section()
+    add_layers(made, report.converted, last)
+    made.add_section()
+    for alike in by_reason(report.refused):
+        for kind, rows in ((kind, [row for row in alike if row.kind == kind]) for kind in kinds_of(alike)):
+            names, rest = shortened([name for name, _ in corresponding(rows, lambda _: None)])
+            made.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {alike[0].reason}")
     return made
 
 

@@ -90,7 +90,8 @@ class ActivationPruning(TrainerCallback):
             arguments, or the name of a preset; ``"dense"`` is ``None``.
         memory_budget: What the peak of a training step may take: a size such as ``"20GiB"``, a number of bytes, or a
             fraction of the dense model's peak, such as ``0.25``. Blocks are then kept in the fastest way that fits and,
-            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes.
+            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes. A
+            ``preset`` beside it is an error.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the progress
             of schedules is 1; by default the Trainer's estimate of the whole training, which counts batches: with
             several optimizers, say it.
@@ -363,8 +364,9 @@ class ActivationPruning(TrainerCallback):
 
     def _show_conversion(self, trainer: pl.Trainer) -> None:
         if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all of it dense
-            show(trainer, conversion_text(self._report, self._progress.last))
-            if in_detail(self.verbose) and self._report.layers:
+            tables = in_detail(self.verbose) and bool(self._report.layers)
+            show(trainer, conversion_text(self._report, self._progress.last, reasons=not tables))
+            if tables:
                 show(trainer, conversion_table(self._report, self._progress.last))
 
     def _show(self, trainer: pl.Trainer, decision: Decision) -> None:

@@ -16,8 +16,7 @@ from lightning_actprune.convert import convert
 
 
 def whole(keep: Keep) -> Keep:
-    """Return ``keep`` with all arguments named, so that it inherits nothing."""
-    return replace(keep, explicit=frozenset(KEEP_FIELDS))
+    return replace(keep, explicit=frozenset(KEEP_FIELDS))  # inherits nothing
 
 
 def compressed(module: nn.Module, operator: str = "linear", **settings: Any) -> nn.Module:
