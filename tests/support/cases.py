@@ -123,9 +123,7 @@ class Case:
     @property
     def keeps(self) -> list[Keep]:
         """The ways of keeping that a test of values or bytes goes through."""
-        pruned = (
-            [Keep(bits=None, sparsity=0.5), Keep(bits=4, sparsity=0.5)] if self.drops else [Keep(bits=3), Keep(bits=4)]
-        )
+        pruned = [Keep(None, 0.5), Keep(bits=4, sparsity=0.5)] if self.drops else [Keep(bits=3), Keep(bits=4)]
         return [*pruned, Keep(bits=2), Keep(bits=8)]
 
     @property
