@@ -187,7 +187,7 @@ def activations(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[],
 
 
 def _activation(pairs: Callable[[], list[Tensors]], function: str, value_format: str) -> Record:
-    rule = None if value_format == "dense" else Keep(bits=BITS[value_format])
+    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], fine_rows=0)
     layer = type(ACTIVATIONS[function])(**({"approximate": "tanh"} if function == "gelu_tanh" else {}))
     figures = layer_figures(layer, pairs(), rule)
     return {**figures, "kept_bytes": round(figures["kept_bytes"] / pairs()[0][0].numel(), 4)}
@@ -204,7 +204,7 @@ def norms(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[], Recor
 
 def _norm(operator: str, shape: tuple[int, int], dtype: str, value_format: str) -> Record:
     layer = nn.LayerNorm(shape[1]) if operator == "layer_norm" else nn.RMSNorm(shape[1])
-    rule = None if value_format == "dense" else Keep(bits=BITS[value_format])
+    rule = None if value_format == "dense" else Keep(bits=BITS[value_format], fine_rows=0)
     return layer_figures(layer, rotated(shape, shape, dtype=dtype), rule)
 
 
@@ -266,7 +266,7 @@ def hosts(args: argparse.Namespace) -> Iterator[tuple[Record, Callable[[], Recor
     dense = nn.Linear(384, 384, **options)
     weight, bias, data, flat = dense.weight, dense.bias, x.detach(), grad.flatten(0, 1)
     pruned = nn.Linear(384, 384, **options)
-    convert(pruned, rules={"*": Keep(sparsity=0.6)})
+    convert(pruned, rules={"*": Keep(bits=None, sparsity=0.6)})
     keep = BlockGeometry.of_stored(data, 32, 0.6).keep
     packed, layout = torch.ops.actprune.pack(data, 32, keep), (1, 512, 384, False, torch.bfloat16, 32)
     calls: dict[str, Callable[[], Any]] = {

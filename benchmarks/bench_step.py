@@ -66,7 +66,7 @@ WAITING = 0.6
 
 def keep_of(options: Sequence[str]) -> Keep:
     """Parse the options of one operator in a setting."""
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"bits": None, "sparsity": 0.0, "max_dropped_energy": 1.0, "fine_rows": 0}
     for option in options:
         if option in ("swap", "unbiased"):
             given["selection"] = option

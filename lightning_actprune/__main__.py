@@ -4,16 +4,18 @@ Nothing of that raises for what a machine lacks: a package that is missing or a 
 such. CUDA is asked only when ``environment`` is called.
 
 ``python -m lightning_actprune estimate MODEL``: what each preset would save of a model (``analysis.estimate``). A model
-is ``timm:NAME``, ``hf:TYPE`` or ``hf:PATH`` of a configuration, or ``MODULE:ATTRIBUTE``: a module, or a callable that
-returns one, or one and its batch. Those of transformers are made without memory.
+is ``timm:NAME``, ``hf:TYPE``, ``hf:ID`` on the hub or ``hf:PATH`` of a configuration, or ``MODULE:ATTRIBUTE``: a
+module, or a callable that returns one, or one and its batch. Those of transformers are made without memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shutil
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_estimate(commands: Any) -> None:
     parser = commands.add_parser("estimate", help=_ESTIMATE, description=_ESTIMATE)
-    parser.add_argument("model", help="timm:NAME, hf:TYPE, hf:PATH or MODULE:ATTRIBUTE")
+    parser.add_argument("model", help="timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE")
     parser.add_argument("--batch", type=int, default=32, metavar="SAMPLES", help="samples of a step (default: 32)")
     parser.add_argument("--length", type=int, default=1024, metavar="TOKENS", help="of a text (default: 1024)")
     parser.add_argument("--shape", type=_shape, metavar="3,224,224", help="of an input of MODULE:ATTRIBUTE")
@@ -108,17 +110,15 @@ def _model_and_batch(args: argparse.Namespace) -> tuple[nn.Module, Any]:
         raise ValueError(f"--batch and --length must be 1 or more, got {args.batch} and {args.length}.")
     if not name:
         raise ValueError(
-            f"The model must be timm:NAME, hf:TYPE, hf:PATH or MODULE:ATTRIBUTE, got {args.model!r}. HINT: such as "
-            "timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
+            f"The model must be timm:NAME, hf:TYPE, hf:ID, hf:PATH or MODULE:ATTRIBUTE, got {args.model!r}. HINT: such "
+            "as timm:vit_base_patch16_224, hf:gpt2 or mine.models:build."
         )
     if source == "timm":
-        timm = _imported("timm")
-        model = timm.create_model(name)
+        model: Any = _timm(name)
         return model, _images(args.batch, args.shape or tuple(model.pretrained_cfg["input_size"]))
     if source == "hf":
         return _hugging_face(name), _tokens(args.batch, args.length)
-    found = getattr(importlib.import_module(source), name, None)
-    found = found() if callable(found) and not isinstance(found, nn.Module) else found
+    found = _attribute(source, name)
     if isinstance(found, tuple) and len(found) == 2:
         return found
     if not isinstance(found, nn.Module) or args.shape is None:
@@ -136,15 +136,58 @@ def _imported(package: str) -> Any:
         raise ImportError(f"This model needs {package}, which is not installed. HINT: pip install {package}") from error
 
 
+def _attribute(module: str, name: str) -> Any:
+    """Return what a module of the user has by that name, or what it returns if it is called."""
+    try:
+        found = getattr(importlib.import_module(module), name)
+        return found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:  # whatever code of the user raises
+        raise ValueError(
+            f"{module}:{name} raised {type(error).__name__}: {error}. HINT: run it in Python to see where."
+        ) from error
+
+
+def _timm(name: str) -> nn.Module:
+    timm = _imported("timm")
+    try:
+        model: nn.Module = timm.create_model(name)
+    except Exception as error:  # RuntimeErrors, and those of downloads
+        near = _near(name, [*timm.list_models(), *timm.list_pretrained()])
+        raise ValueError(f"timm makes no model {name!r} ({_text(error)}){near}") from error
+    return model
+
+
 def _hugging_face(name: str) -> nn.Module:
-    """Return a language model of that type, or of the configuration at that path."""
+    """Return a causal language model of that type, or of the configuration at that path or of that name on the hub."""
     transformers = _imported("transformers")
-    at_path = os.path.exists(name)  # noqa: PTH110  # whatever is given may be a path
-    config = transformers.AutoConfig.from_pretrained(name) if at_path else transformers.AutoConfig.for_model(name)
+    types = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    try:
+        if name in types and not os.path.exists(name):  # noqa: PTH110  # whatever is given may be a path
+            config = transformers.AutoConfig.for_model(name)
+        else:
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which warns of each attempt
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # no network, no access, or no such name
+        raise ValueError(
+            f"transformers has no model type {name!r}, and no configuration by that name was to be had "
+            f"({_text(error)}){_near(name, types)} HINT: without a network, give a type (hf:llama) or the folder of a "
+            "config.json; models with restricted access need a token (HF_TOKEN)."
+        ) from error
     config.use_cache = False
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"hf:{name} is no causal language model of transformers (its type is {config.model_type!r}). HINT: give a "
+            "callable that returns (model, batch), as MODULE:ATTRIBUTE."
+        )
     with torch.device("meta"):
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """Return as a clause which names may be meant."""
+    near = difflib.get_close_matches(name, list(names), 3)
+    return f"; did you mean {', '.join(near)}?" if near else "."
 
 
 def _images(samples: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

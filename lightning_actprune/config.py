@@ -28,9 +28,13 @@ each operator that it covers:
     at a time. All others keep eight bits, so that gradients are as good as exact.
 
 Rules change that layer by layer. They are one ordered mapping from patterns to a ``Keep`` or ``None``, and *the first
-rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. A
-pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and an
-operator (``"type:norm"``). ``"operation:"`` and the name of an operation, as the monitor's tables show it
+rule that matches a layer counts; ``None`` keeps the layer dense; what no rule matches is kept as the preset says*. What
+a ``Keep`` does not name is as the preset says, too: with ``"max"``, ``Keep(bits=4)`` keeps the inputs of linear layers
+in four bits, and still those with few rows in eight. Where the preset does not cover the operator, it is as ``Keep``
+says by default.
+
+A pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and
+an operator (``"type:norm"``). ``"operation:"`` and the name of an operation, as the monitor's tables show it
 (``"operation:sin"``), is about what that saves where no layer is known: it adds one that is not known to be right with
 few bits (``operators.readers``), or with ``None`` leaves what it saves as it is.
 """
@@ -38,14 +42,16 @@ few bits (``operators.readers``), or with ``None`` leaves what it saves as it is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Container, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from torch import nn
+from typing_extensions import TypedDict
 
 from lightning_actprune.schedules import SparsitySchedule, check_sparsity, sparsity_at
 
@@ -55,6 +61,7 @@ Operator = Literal[
     "linear", "convolution", "activation", "norm", "affine", "scale", "saved", "query", "key", "value", "attended"
 ]
 PresetName = Literal["paper", "balanced", "max", "recompute"]
+_Class = TypeVar("_Class")
 
 BITS = (2, 3, 4, 8)
 """Bits that a value can be quantized to."""
@@ -165,15 +172,47 @@ def check_selection(value: Any) -> Selection:
     return value  # type: ignore[return-value]
 
 
+class KeepArguments(TypedDict, total=False):
+    """Some arguments of ``Keep``, as a configuration file gives them."""
+
+    bits: int | None
+    sparsity: float | SparsitySchedule
+    block_size: int
+    scope: Scope
+    selection: Selection
+    max_dropped_energy: float
+    fine_rows: int
+
+
+KEEP_FIELDS = tuple(KeepArguments.__annotations__)
+
+
+def _noting_arguments(cls: type[_Class]) -> type[_Class]:
+    """Let instances of ``Keep`` know which arguments were passed."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        init(self, *args, **kwargs)
+        passed = frozenset((*KEEP_FIELDS[: len(args)], *kwargs))
+        if "explicit" in passed:  # by `dataclasses.replace`, which passes all arguments
+            passed = self.explicit.union(name for name in KEEP_FIELDS if getattr(self, name) != getattr(cls, name))
+        object.__setattr__(self, "explicit", passed)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@_noting_arguments
 @dataclass(frozen=True)
 class Keep:
-    """How a tensor is kept for backward.
+    """How a tensor is kept for backward. In a rule, the preset says what is not named (see the module).
 
     Args:
         bits: Bits of each value, 2, 3, 4 or 8: quantized, with a scale for each block and random errors of mean zero
             (``codec.formats``). ``None`` keeps values as they are.
         sparsity: Fraction of blocks dropped, in [0, 1), or a schedule of it. Only linear layers and convolutions drop
-            blocks; the other operators keep all of them, in ``bits``.
+            blocks; what else a pattern matches keeps all of them, and a rule for other operators alone is an error.
         block_size: Consecutive values per block, positive, at least 8 with ``bits``; cut to the row if larger.
         scope: Within what blocks compete: ``"sample"``, all blocks of a sample, or ``"token"``, those of a row.
         selection: Which blocks are kept: ``"largest"``, those of the largest norm (the paper), or, at random,
@@ -182,6 +221,8 @@ class Keep:
             batch of a fit; a layer above it drops none. 1 judges none.
         fine_rows: Rows, such as tokens, below which the input of a linear layer is kept in eight bits and loses no
             block: errors of so few rows do not cancel. Without effect without ``bits``, or in eight.
+        explicit: Names of arguments that a rule names beside those that differ from their defaults; by default of
+            those that were passed.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -201,6 +242,7 @@ class Keep:
     selection: Selection = "largest"
     max_dropped_energy: float = 1.0
     fine_rows: int = 0
+    explicit: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", check_bits(self.bits))
@@ -216,8 +258,12 @@ class Keep:
         object.__setattr__(self, "fine_rows", check_count(self.fine_rows, "fine_rows", hint))
 
     def __repr__(self) -> str:
-        given = [(own.name, getattr(self, own.name)) for own in fields(self) if getattr(self, own.name) != own.default]
-        return f"Keep({', '.join(f'{name}={value!r}' for name, value in given)})"
+        return f"Keep({', '.join(f'{name}={value!r}' for name, value in self.named.items())})"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments that were passed."""
+        return {name: getattr(self, name) for name in KEEP_FIELDS if name in self.explicit}
 
     @property
     def stored_bits(self) -> int:
@@ -360,10 +406,17 @@ class Config:
         pattern = self.rule_of(fqns, operator)
         rule = self._base if pattern is None else self._rules[pattern]
         assert not isinstance(rule, Recompute)
-        kept = PRESETS[rule] if isinstance(rule, str) else rule
-        if not isinstance(kept, dict):
-            return kept
-        return kept.get(operator, kept.get("saved") if operator in SAVED else None)
+        if rule is None:
+            return None
+        kept = PRESETS[rule] if isinstance(rule, str) else self._base if isinstance(rule, Keep) else rule
+        inherited = kept.get(operator, kept.get("saved") if operator in SAVED else None)
+        if not isinstance(rule, Keep):
+            return inherited
+        try:
+            explicit = rule.explicit if inherited is None else rule.explicit | inherited.explicit
+            return replace(inherited or rule, **rule.named, explicit=explicit)
+        except ValueError as error:
+            raise ValueError(f"`rules[{pattern!r}]` for {operator!r}: {error}") from error
 
     def recompute_of(self, fqns: Sequence[str], blocks: Container[str] = ()) -> Recompute | None:
         """Return how a module with these names is run again in backward, ``None`` if it is not.
@@ -406,13 +459,18 @@ class Config:
         return [keep for kept in (self._base, *own) for keep in kept.values() if isinstance(keep, Keep)]
 
     def check_that_rules_count(self, layers: Sequence[tuple[Sequence[str], Operator]], modules: Iterable[str]) -> None:
-        """Raise ``ValueError`` if a rule counts for nothing, as one with a typo in its pattern.
+        """Raise ``ValueError`` if a rule counts for nothing, as one with a typo in its pattern, or drops nothing.
 
         Args:
             layers: All names of each layer that is known, and its operator.
             modules: All names of modules, which rules of ``None`` may be about too.
         """
-        counting = {self.rule_of(fqns, operator) for fqns, operator in layers}
+        counting: dict[str | None, list[Operator]] = {}
+        for fqns, operator in layers:
+            counting.setdefault(self.rule_of(fqns, operator), []).append(operator)
+        for pattern, rule in self._rules.items():
+            if pattern in counting:
+                _check_drops(pattern, rule, counting[pattern])
         others = list(modules)
         for pattern, rule in self._rules.items():
             part = pattern.removeprefix(TYPE) if pattern.startswith(TYPE) else None
@@ -459,9 +517,9 @@ class Config:
         }
 
 
-def drops_blocks(operators: Iterable[Operator]) -> list[Operator]:
+def drops_blocks(operators: Iterable[str]) -> list[Operator]:
     """Return those of ``operators`` that can drop blocks."""
-    return [operator for operator in operators if operator in ("linear", "convolution")]
+    return [operator for operator in operators if operator in ("linear", "convolution")]  # type: ignore[misc]
 
 
 def matches(fqns: Iterable[str], pattern: str) -> bool:
@@ -516,7 +574,19 @@ def check_rules(value: Any) -> dict[str, Keep | Recompute | PresetName | None]:
                 f"`rules[{pattern!r}]` must be a Keep with `bits`, or None, got {value[pattern]!r}. HINT: such as "
                 "Keep(bits=8); None leaves what the operation saves as it is."
             )
+        if pattern.startswith((TYPE, OPERATION)):
+            _check_drops(pattern, rule, [pattern.removeprefix(TYPE)])
     return rules
+
+
+def _check_drops(pattern: str, rule: Rule, operators: Sequence[Operator | str]) -> None:
+    """Raise ``ValueError`` if a rule names a sparsity, and counts only for operators that drop no blocks."""
+    if isinstance(rule, Keep) and "sparsity" in rule.explicit and rule.sparsity and not drops_blocks(operators):
+        shown = ", ".join(dict.fromkeys(operators))
+        raise ValueError(
+            f"`rules[{pattern!r}]` has a `sparsity`, and {shown} cannot drop blocks, got {rule!r}. HINT: only linear "
+            "layers and convolutions can; name the bits of others, as in Keep(bits=4)."
+        )
 
 
 def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | PresetName | None:
@@ -534,13 +604,12 @@ def _check_rule(value: Any, name: str, example: str) -> Keep | Recompute | Prese
             return Recompute(value["recompute"])
         except (TypeError, ValueError) as error:
             raise type(error)(f"`{name}`: {error}") from error
-    names = [own.name for own in fields(Keep)]
-    if not isinstance(value, Mapping) or not all(key in names for key in value):
-        unknown = next((key for key in value if key not in names), None) if isinstance(value, Mapping) else None
-        near = "." if unknown is None else f": {unknown!r} is none of them{meant(unknown, names)}"
+    if not isinstance(value, Mapping) or not all(key in KEEP_FIELDS for key in value):
+        unknown = next((key for key in value if key not in KEEP_FIELDS), None) if isinstance(value, Mapping) else None
+        near = "." if unknown is None else f": {unknown!r} is none of them{meant(unknown, KEEP_FIELDS)}"
         raise TypeError(
-            f"`{name}` must be a Keep, a mapping of some of {listed(names)}, the name of a preset, 'dense' or None, "
-            f"got {value!r}{near} {example}"
+            f"`{name}` must be a Keep, a mapping of some of {listed(KEEP_FIELDS)}, the name of a preset, 'dense' or "
+            f"None, got {value!r}{near} {example}"
         )
     try:
         return Keep(**value)

@@ -13,6 +13,7 @@ of either (see ``operators.attention``). What no layer is known for is left to s
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -57,6 +58,10 @@ _FLATTENED = (
 )
 _PARTITIONED = "its weight was partitioned by DeepSpeed (stage 3) before conversion; make the layer in __init__"
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+_CELLS = nn.RNNCell, nn.LSTMCell, nn.GRUCell
+_CLASSES = nn.Module, nn.Sequential, nn.Identity, nn.Flatten, nn.Embedding, nn.EmbeddingBag, nn.RNN, nn.LSTM, nn.GRU
+_WITHOUT_OPERATIONS = frozenset(cls.forward for cls in (*_CLASSES, *_CELLS))
+"""Forwards of modules beside known layers, of which nothing is compressed."""
 _REPLACED = "its forward was replaced on the instance, so the one of the converted class would never run"
 
 
@@ -115,6 +120,8 @@ def convert(
     except ValueError:
         revert(model, owner)
         raise
+    if idle := describe_idle(model, report):
+        warnings.warn(idle, stacklevel=2)
     return report
 
 
@@ -136,7 +143,7 @@ def revert_layers(model: nn.Module, chosen: Callable[[CompressedLayer], bool]) -
     names = []
     for fqns, layer in layers(model):
         if is_converted(layer) and layer.owner is not None and chosen(layer):
-            listed = layer.stores
+            listed = _stores(layer)  # type: ignore[arg-type]
             del layer.__dict__["_state"]
             layer.__class__ = dense_class(type(layer))  # type: ignore[assignment, arg-type]
             names += [fqns[0]] if listed else []
@@ -386,7 +393,8 @@ def _fitted(config: Config, found: list[Candidate]) -> Config:
 def check_conversion(model: nn.Module, report: ConversionReport, config: Config) -> None:
     """Raise ``ValueError`` if nothing was converted or a pattern matches no layer."""
     known = [(fqns, operator) for fqns, layer in layers(model) if (operator := operator_of(layer)) is not None]
-    if not known and report.saved is None and not report.recomputed:
+    saves = bool(report.converted or report.recomputed) or (report.saved is not None and _has_other_operations(model))
+    if not known and not saves:
         raise ValueError(
             f"{type(model).__name__} has no layers that are known (linear layers, convolutions, activation functions, "
             "norms, layer scales), so nothing would be saved. HINT: pass the module that holds them."
@@ -399,13 +407,33 @@ def check_conversion(model: nn.Module, report: ConversionReport, config: Config)
         )
     modules = [plain_name(fqn) for fqn, _ in model.named_modules()]
     config.check_that_rules_count(known, modules)
-    if not report.converted and report.saved is None and not report.recomputed:
+    if not saves:
         hint = "cover more layers with `rules`, or take a preset that does ('balanced' and 'max' cover every operator)."
         uncovered = ", ".join(f"{count} of type {operator!r}" for operator, count in report.uncovered.items() if count)
         also = f"\nNot covered by the preset: {uncovered}." if uncovered else ""
         raise ValueError(
             f"No layer was converted, so nothing would be saved:\n{report.describe_skipped()}{also}\nHINT: {hint}"
         )
+
+
+def describe_idle(model: nn.Module, report: ConversionReport) -> str:
+    """Return a warning if no layer was converted, and only operations of unknown modules may be compressed."""
+    if report.converted or report.recomputed:
+        return ""
+    reasons = f"\n{report.describe_skipped()}\n" if report.refused else " "
+    return (
+        f"No layer of {type(model).__name__} was converted, so that at most what other operations save is compressed."
+        f"{reasons}HINT: linear layers, convolutions, activation functions and norms can be; recurrent layers cannot."
+    )
+
+
+def _has_other_operations(model: nn.Module) -> bool:
+    """Return whether a module runs operations itself, of which what they save may be compressed."""
+    for module in model.modules():
+        own = type(module).forward not in _WITHOUT_OPERATIONS or "forward" in vars(module)
+        if (own or hasattr(module, "training_step")) and operator_of(module) is None:
+            return True
+    return False
 
 
 def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
@@ -527,17 +555,19 @@ def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
 
 
 def _stores(layer: nn.Module) -> bool:
+    """Return whether a layer keeps anything that a report can list; dropout of nothing does not."""
     known = known_class(type(layer))
-    return known is None or known.stores
+    return known is None or (known.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
 
 
 def _row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
     layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
     sizes = _features(layer) if keep is not None and candidate.operator in ("linear", "convolution") else (None, None)
-    drops = known_class(type(layer))
-    sparsity = 0.0 if keep is None or drops is None or not drops.drops_blocks else sparsity_at(keep.sparsity, 0.0)
+    known = known_class(type(layer))
+    sparsity = 0.0 if keep is None or known is None or not known.drops_blocks else sparsity_at(keep.sparsity, 0.0)
     inputs, outputs = sizes
-    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason)
+    one_bit = known is not None and known.one_bit
+    return LayerReport(candidate.fqns[0], kind, candidate.operator, inputs, outputs, keep, sparsity, reason, one_bit)
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:

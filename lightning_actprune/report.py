@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.table import Table
+
+from lightning_actprune import config
 from lightning_actprune.config import Keep, Operator, Recompute
+from lightning_actprune.operators.recompute import kept_inputs
+from lightning_actprune.tables import as_text, corresponding, counted, enumerated, kept_text, shortened, table
+
+_NUMBER = re.compile(r"\b\d+\b")
+_NAMES: dict[Operator, str] = {
+    "linear": "linear layer",
+    "convolution": "convolution",
+    "activation": "activation function",
+    "norm": "norm",
+    "affine": "affine layer",
+    "scale": "layer scale",
+}
+MOST_NAMED = 3
+"""Names in a sentence, of layers or of who keeps what."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +41,7 @@ class LayerReport:
         keep: How it is kept, ``None`` if it is dense.
         sparsity: Fraction of blocks that it drops, or begins with under a schedule.
         reason: Why it is dense, ``None`` if it is not.
+        one_bit: Whether it keeps one bit a value whatever ``keep`` says, as a ReLU.
     """
 
     fqn: str
@@ -32,6 +52,14 @@ class LayerReport:
     keep: Keep | None = None
     sparsity: float = 0.0
     reason: str | None = None
+    one_bit: bool = False
+
+    def describe(self, last: float | None = None) -> str:
+        """Return how the layer is kept, or why it is dense; ``last``: its sparsity when the training ends."""
+        if self.keep is None:
+            return f"dense: {self.reason}"
+        last = self.sparsity if last is None else last
+        return kept_text(self.keep, self.sparsity, last, 1 if self.one_bit else None, self.operator == "linear")
 
     @property
     def converted(self) -> bool:
@@ -43,7 +71,7 @@ class LayerReport:
         keep = self.keep
         kept: dict[str, Any] = dict.fromkeys(("bits", "block_size", "scope", "selection", "max_dropped_energy"))
         if keep is not None:
-            kept = {name: getattr(keep, name) for name in kept}
+            kept = {name: getattr(keep, name) for name in kept} | ({"bits": 1} if self.one_bit else {})
         row = {"fqn": self.fqn, "kind": self.kind, "operator": self.operator, "converted": self.converted}
         sizes = {"in_features": self.in_features, "out_features": self.out_features, "sparsity": self.sparsity}
         return {**row, **sizes, **kept, "reason": self.reason}
@@ -111,12 +139,18 @@ class ConversionReport:
         self.replace(fqn, keep=None, sparsity=0.0, reason=reason)
 
     def describe_skipped(self) -> str:
-        """Return what was skipped with its reason, one a line."""
-        skipped: list[LayerReport | BlockReport] = [
-            *self.skipped,
-            *(block for block in self.blocks if block.recompute is None),
-        ]
-        return "\n".join(f"  {row.fqn} ({row.kind}): {row.reason}" for row in skipped)
+        """Return the names of what was skipped with the reason, each reason and class in one line."""
+        lines = []
+        for alike in by_reason(self.refused):
+            for kind in kinds_of(alike):
+                names = config.shortened([row.fqn for row in alike if row.kind == kind])
+                lines.append(f"  {names} ({kind}): {alike[0].reason}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Return a summary, and how each layer is kept as a table."""
+        tables = [conversion_table(self, {})] if self.layers else []
+        return "\n".join([as_text(conversion_text(self, {}, reasons=not tables)), *map(as_text, tables)])
 
     def to_rows(self) -> list[dict[str, str | float | None]]:
         """Return every layer as a flat row: ``pandas.DataFrame(report.to_rows())`` is a table."""
@@ -128,3 +162,86 @@ class ConversionReport:
         blocks = [{**vars(b), "recompute": None if b.recompute is None else vars(b.recompute)} for b in self.blocks]
         layers = self.to_rows()
         return {"layers": layers, "saved_bits": saved, "uncovered": dict(self.uncovered), "blocks": blocks}
+
+
+def conversion_text(report: ConversionReport, last: Mapping[str, float], *, reasons: bool = True) -> str:
+    """Return how each operator is kept, and which layers are dense.
+
+    Args:
+        report: What was done.
+        last: Sparsities in the end.
+        reasons: Whether to say why layers are dense, as the table does too.
+    """
+    kept: dict[tuple[Operator, str], int] = Counter(
+        (layer.operator, layer.describe(last.get(layer.fqn))) for layer in report.converted
+    )
+    by_operator = sorted(kept.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
+    named = [f"{counted(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
+    parts = [f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."]
+    if left := [counted(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
+        parts.append(f"Not covered: {enumerated(left)}.")
+    if report.saved is not None:
+        parts.append(f"What else modules keep for backward: {kept_text(report.saved)}.")
+    blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
+    if alike := [
+        f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
+    ]:
+        parts.append(f"Run again in backward: {enumerated(alike)}.")
+    if report.refused and reasons:
+        parts.append(f"Dense: {with_reasons(report.refused)}.")
+    return " ".join(parts)
+
+
+def with_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
+    """Return each reason once, behind the names of some layers that it is about."""
+    groups = [(alike, corresponding(alike, lambda row: row.kind)) for alike in by_reason(layers)]
+    named = [
+        (enumerated([name for name, _ in found[:MOST_NAMED]]), alike, found[MOST_NAMED:]) for alike, found in groups
+    ]
+    shown = named[:MOST_NAMED]
+    more = [sum(len(some) for _, some in rest) for _, _, rest in shown]
+    parts = [
+        f"{names}{f' and {count} more' if count else ''}: {alike[0].reason}"
+        for (names, alike, _), count in zip(shown, more, strict=True)
+    ]
+    rest = sum(len(alike) for _, alike, _ in named[MOST_NAMED:])
+    return "; ".join(parts) + (f"; and {rest} more (see `skipped`)" if rest else "")
+
+
+def by_reason(rows: Sequence[LayerReport | BlockReport]) -> list[list[LayerReport | BlockReport]]:
+    """Return the rows of dense layers and blocks, those with the same reason together."""
+    groups: dict[str | None, list[LayerReport | BlockReport]] = {}
+    for row in rows:
+        groups.setdefault(row.reason, []).append(row)
+    return list(groups.values())
+
+
+def kinds_of(rows: Sequence[LayerReport | BlockReport]) -> list[str]:
+    """Return the names of the classes of some rows, each once."""
+    return list(dict.fromkeys(row.kind for row in rows))
+
+
+def conversion_table(report: ConversionReport, last: Mapping[str, float]) -> Table:
+    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
+    made = table("Layers", "Layer", "Class ", "Kept ")
+    add_layers(made, report.converted, last)
+    made.add_section()
+    for alike in by_reason(report.refused):
+        for kind, rows in ((kind, [row for row in alike if row.kind == kind]) for kind in kinds_of(alike)):
+            names, rest = shortened([name for name, _ in corresponding(rows, lambda _: None)])
+            made.add_row(", ".join([*names, *(["..."] if rest else [])]), kind, f"dense: {alike[0].reason}")
+    return made
+
+
+def add_layers(made: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
+    """Add a row for the layers at corresponding places that are of one class and kept alike."""
+
+    def cells(layer: LayerReport) -> tuple[str, str]:
+        """Return the class of a layer and how it is kept."""
+        return layer.kind, layer.describe(last.get(layer.fqn))
+
+    shown, rest = shortened(corresponding(layers, cells))
+    for name, alike in shown:
+        made.add_row(name, *cells(alike[0]))
+    if rest:
+        made.add_row(f"... and {sum(len(alike) for _, alike in rest)} more")

@@ -27,7 +27,7 @@ LAYERS = (
     {"codec"},
     {"compiled"},
     {"operators"},
-    {"functional", "convert", "report"},
+    {"functional", "convert", "report", "tables"},
     {"analysis"},
     {"callbacks"},
     {"__init__", "__main__"},

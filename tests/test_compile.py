@@ -42,7 +42,7 @@ def resmlp() -> nn.Module:
 
 def pruned(model: nn.Module, device: str = "cpu") -> tuple[nn.Module, list[ActivationPrunedLinear], Tensor]:
     """Return the converted model, its pruned layers and a batch of images."""
-    convert(model.to(device), rules={"type:linear": Keep(sparsity=0.5, block_size=16), "*": None})
+    convert(model.to(device), rules={"type:linear": Keep(None, 0.5, block_size=16), "*": None})
     layers = [m for m in model.modules() if isinstance(m, ActivationPrunedLinear)]
     return model, layers, torch.randn(2, 3, 32, 32, device=device)
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_inside_a_compiled_model():
     for checkpointed in (False, True):
         torch.manual_seed(0)
         models.append(Checkpointing(checkpointed))
-        convert(models[-1], rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+        convert(models[-1], rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
     plain, model = models
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)

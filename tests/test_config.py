@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import doctest
 import pickle
@@ -47,6 +48,8 @@ def test_settings_are_plain_values():
     assert pickle.loads(pickle.dumps(keep)) == keep == dataclasses.replace(keep)
     assert hash(keep) == hash(dataclasses.replace(keep))
     assert (Keep().stored_bits, keep.stored_bits) == (0, 4)
+    changed = dataclasses.replace(Keep(bits=4), block_size=64)
+    assert changed == copy.deepcopy(changed) == Keep(4, block_size=64) != Keep(4, block_size=64, fine_rows=0)
 
 
 def test_the_first_rule_that_matches_counts_and_then_the_preset():
@@ -54,10 +57,21 @@ def test_the_first_rule_that_matches_counts_and_then_the_preset():
     made = Config(preset="balanced", rules={"head": None, "blocks.*.fc1": own, "type:norm": Keep(bits=8), "*.q": own})
     balanced = PRESETS["balanced"]
     assert made.keep_of(["head"], "linear") is None
-    assert made.keep_of(["blocks.0.fc1"], "linear") == own
+    assert made.keep_of(["blocks.0.fc1"], "linear") == Keep(bits=2, fine_rows=1024)
     assert made.keep_of(["blocks.0.norm"], "norm") == Keep(bits=8)
     assert made.keep_of(["blocks.0.fc2"], "linear") == balanced["linear"]
-    assert made.keep_of(["other", "block.q"], "linear") == own  # a layer may have several names
+    assert made.keep_of(["other", "block.q"], "linear").bits == 2  # a layer may have several names
+
+
+def test_what_a_rule_does_not_name_is_as_the_preset_says():
+    rules = {"a": {"bits": 4}, "b": Keep(fine_rows=0), "c": Keep(bits=None, block_size=4), "d": Keep(block_size=4)}
+    made = Config("max", 0.5, rules=rules)
+    assert made.keep_of(["a"], "linear") == Keep(4, 0.5, max_dropped_energy=0.2, fine_rows=1024)
+    assert made.keep_of(["b"], "linear") == Keep(2, 0.5, max_dropped_energy=0.2, fine_rows=0)
+    assert made.keep_of(["c"], "norm").bits is None
+    assert Config("paper", rules=rules).keep_of(["a"], "norm") == Keep(bits=4)
+    with pytest.raises(ValueError, match=r"`rules\['d'\]` for 'norm': `block_size` .*bits=4, got 4.*HINT"):
+        made.keep_of(["d"], "norm")
 
 
 def test_a_sparsity_without_a_preset_is_the_method_of_the_paper():
@@ -79,6 +93,8 @@ WRONG = [
     ({"rules": {3: None}}, TypeError, "`rules` must .*3.*HINT"),
     ({"rules": {"type:lineer": None}}, ValueError, "lineer.*HINT"),
     ({"rules": {"fc3": None}}, ValueError, "'fc3' matches no .*did you mean 'fc2'.*HINT.*fc1"),
+    ({"rules": {"type:norm": Keep(sparsity=0.5)}}, ValueError, "'type:norm'.*`sparsity`, and norm.*HINT"),
+    ({"rules": {"act": Keep(4, 0.5)}}, ValueError, "'act'.*`sparsity`, and activation.*HINT"),
     ({"rules": {"*": Keep(bits=4), "fc1": Keep(bits=2)}}, ValueError, "'fc1' never counts.*HINT"),
 ]
 

@@ -6,6 +6,7 @@ What a converted layer does, and that reverting leaves nothing, is in ``tests/co
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -32,7 +33,7 @@ from tests.support.conversion_models import TwoNames, deep, gradients, mlp
 from tests.support.measured import kept_bytes
 
 ROOT = Path(__file__).parents[1]
-PRUNED = Keep(sparsity=0.5, block_size=8)
+PRUNED = Keep(bits=None, sparsity=0.5, block_size=8)
 ALL = ["blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head"]
 """Linear layers of ``deep()``."""
 
@@ -183,7 +184,7 @@ def test_a_layer_has_one_owner():
     with pytest.raises(ValueError, match=r"'fc1' is already converted by convert\(\) #\w+.*HINT"):
         convert(model, rules=linear_only(Keep(bits=4)))
     assert state(model) == before
-    assert model.fc1.keep == PRUNED
+    assert model.fc1.keep == dataclasses.replace(PRUNED, fine_rows=1024)
     convert(model, rules={"fc2": Keep(bits=4), "*": None})
     assert revert(model, model.fc2.owner) == ["fc2"]
     assert (type(model.fc1), type(model.fc2)) == (ActivationPrunedLinear, nn.Linear)
@@ -360,7 +361,7 @@ def test_other_rules_on_the_root_are_about_it_as_a_layer():
     with pytest.raises(ValueError, match=r"'\(root\)' matches no layer"):
         convert(Changing(), rules={"(root)": Keep(bits=4)})
     [layer] = convert(nn.Linear(64, 64), rules={"(root)": Keep(bits=3), "*": None}).converted
-    assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3))
+    assert (layer.fqn, layer.keep) == ("(root)", Keep(bits=3, fine_rows=1024))
 
 
 def test_what_is_saved_is_claimed_once():
@@ -375,7 +376,7 @@ def test_what_is_saved_is_claimed_once():
 
 def test_rows_are_flat_and_plain():
     layers = {"norm": nn.LayerNorm(64), "fc1": nn.Linear(64, 64), "act": nn.GELU(), "fc2": nn.Linear(64, 8)}
-    rules = {"fc2": None, "fc1": Keep(sparsity=0.5), "act": Keep(bits=4), "norm": None}
+    rules = {"fc2": None, "fc1": Keep(bits=None, sparsity=0.5), "act": Keep(bits=4), "norm": None}
     report = convert(nn.Sequential(OrderedDict(layers)), rules=rules)
     rows = report.to_rows()
     assert all(list(row) == list(rows[0]) for row in rows)
@@ -387,3 +388,18 @@ def test_rows_are_flat_and_plain():
     assert (by_name["act"]["operator"], by_name["act"]["bits"], by_name["act"]["sparsity"]) == ("activation", 4, 0.0)
     assert "'fc2'" in by_name["fc2"]["reason"]
     assert "fc2 (Linear): " in report.describe_skipped()
+    assert "│ fc1   │ Linear    │ values as they are, drops 50 %" in str(report)
+
+
+def test_nothing_to_do_is_said():
+    class Calling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x)[0]
+
+    for model in nn.LSTM(8, 8), nn.Sequential(nn.Embedding(9, 8), nn.GRU(8, 8)), nn.Linear(8, 8):
+        with pytest.raises(ValueError, match="nothing would be saved"):
+            convert(model, "max")
+    with pytest.warns(UserWarning, match=r"No layer of Calling was converted.*HINT"):
+        convert(Calling(nn.GRU(8, 8)), "max")
+    report = convert(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.0), nn.Dropout(0.1)), "max")
+    assert [row.describe() for row in report.converted] == ["2 bits, 8 below 1024 rows", "1 bit"]

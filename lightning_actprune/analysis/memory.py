@@ -22,6 +22,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_actprune.analysis.dense import DenseForward
+from lightning_actprune.analysis.memory_table import headline, memory_table
 from lightning_actprune.analysis.recorder import (
     LayerCall,
     Saved,
@@ -33,6 +34,7 @@ from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.codec.private import COMPILED, FOR_FAKES, refusal
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import caller, is_recomputation, runs_again
+from lightning_actprune.tables import as_text
 
 
 @dataclass
@@ -118,6 +120,10 @@ class MemoryReport:
     def sparsity(self) -> float:
         """Highest sparsity of a listed layer; 0 if there are none."""
         return max((row.sparsity for row in self.rows), default=0.0)
+
+    def __str__(self) -> str:
+        """Return what the whole model keeps, and what each layer does as a table."""
+        return f"{headline(self)}\n{as_text(memory_table(self))}"
 
     def totals(self) -> dict[str, float | None]:
         """Return the totals as one flat row, with ``None`` for what was not measured.

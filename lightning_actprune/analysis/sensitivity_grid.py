@@ -127,7 +127,7 @@ def check_names(model: nn.Module, grid: SensitivityGrid) -> None:
                 f"`names` pattern {pattern!r} matches no linear layer or convolution of {type(model).__name__}. "
                 f"HINT: patterns match the whole name; such layers are: {shortened(names) or 'none'}."
             )
-        if pattern.startswith(TYPE) and not drops_blocks([pattern.removeprefix(TYPE)]):  # type: ignore[list-item]
+        if pattern.startswith(TYPE) and not drops_blocks([pattern.removeprefix(TYPE)]):
             raise ValueError(
                 f"`names` pattern {pattern!r} names no operator that drops blocks. HINT: those are 'type:linear' and "
                 "'type:convolution'."

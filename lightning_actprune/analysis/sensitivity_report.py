@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape as escape_glob
 from itertools import combinations
@@ -89,11 +89,12 @@ class SensitivityReport:
             TypeError: If ``min_cosine`` is no number.
             ValueError: If ``min_cosine`` is out of range.
         """
-        least, stored = check_share(min_cosine, "min_cosine"), (self.grid.block_size, self.grid.scope)
+        least, grid = check_share(min_cosine, "min_cosine"), self.grid
+        measured = grid.block_size, grid.scope, grid.selection, 1.0, 0  # all of it, so that no preset changes it
         best: dict[str, Keep | None] = dict.fromkeys(row.fqn for row in self.rows)
         for row in sorted(self.rows, key=lambda row: (-row.stored_share, row.cosine)):
             if row.cosine >= least and row.stored_share < 1:
-                best[row.fqn] = Keep(row.bits, row.sparsity, *stored, self.grid.selection)
+                best[row.fqn] = Keep(row.bits, row.sparsity, *measured)
         wanted: dict[str, Any] = {name: best.get(first, _UNKNOWN) for name, first in self.layer_names.items()} | best
         return grouped(wanted, best)
 
@@ -159,8 +160,8 @@ def _in_yaml(keep: Keep | None) -> str:
     """Return a rule as YAML reads it."""
     if keep is None:
         return "dense"
-    given = {own.name: getattr(keep, own.name) for own in fields(keep) if getattr(keep, own.name) != own.default}
-    shown = {name: _number(value) if isinstance(value, float) else str(value) for name, value in given.items()}
+    values = {name: "null" if value is None else value for name, value in keep.named.items()}
+    shown = {name: _number(value) if isinstance(value, float) else str(value) for name, value in values.items()}
     return f"{{{', '.join(f'{name}: {value}' for name, value in shown.items())}}}"
 
 

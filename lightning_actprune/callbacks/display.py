@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import RichModelSummary, RichProgressBar, TQDMProgressBar
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from rich import get_console
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_actprune import config
-from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
+from lightning_actprune.analysis.memory import MemoryReport
+from lightning_actprune.analysis.memory_table import compiled_cells
 from lightning_actprune.analysis.step_memory import LOSSES, PHASES, StepMemory
 from lightning_actprune.callbacks.first_batch import Decision
 from lightning_actprune.compiled.report import Row
-from lightning_actprune.config import Keep, Operator
-from lightning_actprune.operators.recompute import kept_inputs
-from lightning_actprune.report import BlockReport, ConversionReport, LayerReport
+from lightning_actprune.report import MOST_NAMED, ConversionReport, LayerReport, add_layers, with_reasons
+from lightning_actprune.tables import as_text, corresponding, counted, enumerated, mib, percent, shortened, table
 
-_Row = TypeVar("_Row", bound="LayerReport | BlockReport | LayerFootprint")
-
-_NUMBER = re.compile(r"\b\d+\b")
-_PLACE = re.compile(r"(?<![^.])\d+(?=\.)")
-"""A number in the name of a layer, but for the last part: of ``blocks.0.fc1``, not of ``net.0``."""
-MAX_ROWS = 40
-"""Rows of a table that are shown before the rest is summed up in one."""
-MIB = 2**20
-_NAMES: dict[Operator, str] = {
-    "linear": "linear layer",
-    "convolution": "convolution",
-    "activation": "activation function",
-    "norm": "norm",
-    "affine": "affine layer",
-    "scale": "layer scale",
-}
 _TITLES = {"forward": "Forward", "backward": "Backward", "optimizer": "Optimizer step"}
 _MOST_KEEPERS = 12
-_MOST_NAMED = 3
-"""Names in a sentence, of layers or of who keeps what."""
 _OUT_OF_REACH = 1 / 3
 """Fraction of what a dense model keeps above which what nothing covers is named."""
 _LOGITS_ADVICE = (
@@ -81,133 +60,6 @@ def _has(trainer: pl.Trainer, kind: type[pl.Callback]) -> bool:
     return any(isinstance(callback, kind) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
-def as_text(content: RenderableType) -> str:
-    """Return ``content`` as plain text."""
-    console = Console(file=io.StringIO(), width=120)
-    with console.capture() as capture:
-        console.print(content, markup=False)  # names and patterns may have brackets
-    return capture.get().rstrip()
-
-
-def mib(nbytes: float) -> str:
-    """Return ``nbytes`` in MiB with two decimals."""
-    return f"{nbytes / MIB:.2f}"
-
-
-def percent(fraction: float) -> str:
-    """Return ``fraction`` in percent with one decimal."""
-    return f"{100 * fraction:.1f} %"
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 layer`` or ``2 layers``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def enumerated(names: Sequence[str]) -> str:
-    """Return ``a, b and c``."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
-
-
-def table(title: str, *columns: str) -> Table:
-    """Return an empty table whose columns after the first are right-aligned unless their name ends in a blank."""
-    made = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        made.add_column(column.strip(), justify="left" if number == 0 or column.endswith(" ") else "right")
-    return made
-
-
-def shortened(rows: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the rows to show and the rest, which a single row sums up; never a rest of one."""
-    cut = len(rows) if len(rows) <= MAX_ROWS + 1 else MAX_ROWS
-    return rows[:cut], rows[cut:]
-
-
-def corresponding(rows: Iterable[_Row], key: Callable[[_Row], Any]) -> list[tuple[str, list[_Row]]]:
-    """Return the rows of layers at corresponding places that have the same ``key``, under a name for all of them."""
-    groups: dict[Any, list[_Row]] = {}
-    for row in rows:
-        groups.setdefault((_PLACE.sub("*", row.fqn), key(row)), []).append(row)
-    return [
-        (found[0].fqn if len(found) == 1 else f"{name} ({len(found)})", found) for (name, _), found in groups.items()
-    ]
-
-
-def conversion_text(report: ConversionReport, last: Mapping[str, float]) -> str:
-    """Return how each operator is kept, and which layers are dense and why; ``last``: sparsities in the end."""
-    kept: dict[tuple[Operator, str], int] = Counter(
-        (layer.operator, kept_text(layer.keep, layer.sparsity, last.get(layer.fqn, layer.sparsity)))
-        for layer in report.converted
-        if layer.keep is not None
-    )
-    by_operator = sorted(kept.items(), key=lambda entry: [*_NAMES].index(entry[0][0]))
-    named = [f"{counted(number, _NAMES[operator])} ({how})" for (operator, how), number in by_operator]
-    parts = [f"Activation pruning: {enumerated(named) or '0 layers'} converted, {len(report.skipped)} dense."]
-    if left := [counted(count, _NAMES[operator]) for operator, count in report.uncovered.items() if count]:
-        parts.append(f"Not covered: {enumerated(left)}.")
-    if report.saved is not None:
-        parts.append(f"What else modules keep for backward: {kept_text(report.saved, 0.0, 0.0)}.")
-    blocks = Counter((_NUMBER.sub("*", b.fqn), b.kind, b.recompute) for b in report.recomputed)
-    if alike := [
-        f"{name} ({number} {kind}, {kept_inputs(how)})" for (name, kind, how), number in blocks.items() if how
-    ]:
-        parts.append(f"Run again in backward: {enumerated(alike)}.")
-    if report.refused:
-        parts.append(f"Dense: {_with_reasons(report.refused)}.")
-    return " ".join(parts)
-
-
-def _with_reasons(layers: Sequence[LayerReport | BlockReport]) -> str:
-    """Return the names of some layers with their reasons, and how many more there are."""
-    groups = corresponding(layers, lambda layer: layer.reason)
-    cut = len(groups) if len(groups) <= _MOST_NAMED + 1 else _MOST_NAMED
-    text = "; ".join(f"{name}: {alike[0].reason}" for name, alike in groups[:cut])
-    rest = sum(len(alike) for _, alike in groups[cut:])
-    return text + (f"; and {rest} more (see `skipped`)" if rest else "")
-
-
-def conversion_table(report: ConversionReport, last: Mapping[str, float]) -> Table:
-    """Return how layers are kept, those at corresponding places in one row; ``last``: sparsities in the end."""
-    made = table("Layers", "Layer", "Class ", "Kept ")
-    for layers in (report.converted, report.skipped):
-        _add_layers(made, layers, last)
-        made.add_section()
-    return made
-
-
-def _add_layers(made: Table, layers: Sequence[LayerReport], last: Mapping[str, float]) -> None:
-    """Add a row for the layers at corresponding places that are of one class and kept alike."""
-
-    def cells(layer: LayerReport) -> tuple[str, str]:
-        """Return the class of a layer and how it is kept."""
-        if layer.keep is None:
-            return layer.kind, f"dense: {layer.reason}"
-        return layer.kind, kept_text(layer.keep, layer.sparsity, last.get(layer.fqn, layer.sparsity))
-
-    shown, rest = shortened(corresponding(layers, cells))
-    for name, alike in shown:
-        made.add_row(name, *cells(alike[0]))
-    if rest:
-        made.add_row(f"... and {sum(len(alike) for _, alike in rest)} more")
-
-
-def kept_text(keep: Keep, first: float, last: float) -> str:
-    """Return how a tensor is kept, as ``"2 bits, drops 50 %"``.
-
-    Args:
-        keep: How it is kept.
-        first: Sparsity before the first step.
-        last: Sparsity when the training ends.
-    """
-    parts = ["values as they are" if keep.bits is None else f"{keep.bits} bits"]
-    if first or last:
-        parts.append(f"drops {_span([f'{100 * first:g}', f'{100 * last:g}'])} %")
-        parts += [] if keep.selection == "largest" else [f"selection {keep.selection}"]
-        parts += [] if keep.scope == "sample" else [f"per {keep.scope}"]
-    parts += [] if keep.block_size == Keep.block_size else [f"blocks of {keep.block_size}"]
-    return ", ".join(parts)
-
-
 def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]:
     """Yield what the first batch has changed: layers turned dense, and layers that drop no block."""
     if decision.retained:
@@ -216,7 +68,7 @@ def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]
         yield (
             f"Activation pruning: {counted(len(decision.retained), _noun(decision.retained))} {does} dense, "
             f"since packing {what} would add memory (skip_retained=False packs {them} all the same); "
-            f"{left} {'is' if left == 1 else 'are'} converted. {_with_reasons(decision.retained)}."
+            f"{left} {'is' if left == 1 else 'are'} converted. {with_reasons(decision.retained)}."
         )
     if decision.idle:
         one = len(decision.idle) == 1
@@ -230,8 +82,8 @@ def decision_text(decision: Decision, report: ConversionReport) -> Iterator[str]
         one = len(decision.spread) == 1
         does, whose, them = ("drops", "its input", "it") if one else ("drop", "their inputs", "them")
         named = [name for name, _ in corresponding(layers, lambda layer: None)]
-        more = len(named) - _MOST_NAMED
-        shown = ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        more = len(named) - MOST_NAMED
+        shown = ", ".join(named[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         yield (
             f"Activation pruning: {counted(len(decision.spread), _noun(layers))} {does} no block, since the energy of "
             f"{whose} is spread over all blocks (max_dropped_energy=1 of a rule lets {them} drop some all the same): "
@@ -243,7 +95,7 @@ def decision_tables(decision: Decision) -> Iterator[Table]:
     """Yield the same layer by layer."""
     if decision.retained:
         made = table("Layers that stay dense", "Layer", "Class ", "Kept ")
-        _add_layers(made, decision.retained, {})
+        add_layers(made, decision.retained, {})
         yield made
     if decision.spread:
         made = table("Layers that drop no block", "Layer", "Energy that would be dropped")
@@ -253,9 +105,6 @@ def decision_tables(decision: Decision) -> Iterator[Table]:
         if rest:
             made.add_row(f"... and {len(rest)} more")
         yield made
-
-
-_HOW = {"again": "computed again", "signs": "signs", "shape": "its shape alone"}
 
 
 def compiled_text(rows: Sequence[Row]) -> str:
@@ -272,53 +121,13 @@ def compiled_text(rows: Sequence[Row]) -> str:
 def compiled_table(rows: Sequence[Row]) -> Table:
     """Return how the values are kept, those of one layer that are kept alike in one row."""
     made = table("What compiled code keeps", "Layer or operation", "Kept ", "Dense MiB", "Stored MiB")
-    for name, kept, dense, stored in _compiled_cells(rows):
+    for name, kept, dense, stored in compiled_cells(rows):
         made.add_row(name, kept, mib(dense), mib(stored))
     return made
 
 
-def _compiled_cells(rows: Sequence[Row]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield name, how it is kept, dense and stored bytes of what is kept alike, the largest first."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        packed = f"{row.bits} bits" if row.bits else "fewer blocks"
-        kept = _HOW.get(row.how) or (packed if row.how == "packed" else f"as it is: {row.reason}")
-        groups.setdefault((row.name, kept), []).append(row)
-    by_size = sorted(groups.items(), key=lambda group: -sum(row.stored_bytes for row in group[1]))
-    shown, rest = shortened(by_size)
-    for (name, kept), of in [*shown, *([(("... and more", ""), [r for _, one in rest for r in one])] if rest else [])]:
-        dense, stored = sum(row.dense_bytes for row in of), sum(row.stored_bytes for row in of)
-        yield name if len(of) == 1 else f"{name} ({len(of)})", kept, dense, stored
-
-
-def _span(shown: Iterable[str]) -> str:
-    """Return the first and the last of some numbers, or the one that both are."""
-    first, *_, last = (*shown,) * 2
-    return first if first == last else f"{first} to {last}"
-
-
 def _noun(layers: Iterable[LayerReport]) -> str:
     return "linear layer" if {layer.operator for layer in layers} == {"linear"} else "layer"
-
-
-def headline(report: MemoryReport, compiled: Sequence[Row] = ()) -> str:
-    """Return what the whole model keeps, and what it would keep if it were dense.
-
-    Args:
-        report: What was measured.
-        compiled: How what compiled code keeps of it is kept, if that is known.
-    """
-    stored = f"{mib(report.stored_bytes)} MiB"
-    if report.dense_bytes is None:
-        read = f"backward reads {mib(sum(row.dense_bytes for row in compiled))} MiB"
-        return (
-            f"Activations: {stored}, {mib(report.compiled_bytes)} MiB of it kept by compiled code, whose "
-            f"{read if compiled else 'layers are not seen one by one'}; what the dense model would keep is not known."
-        )
-    if report.dense_bytes == report.stored_bytes:
-        return f"Activations: {stored}, as in the dense model."
-    change = -100 * (report.saved_fraction or 0.0)
-    return f"Activations: {mib(report.dense_bytes)} MiB dense -> {stored} ({change:+.1f} %)."
 
 
 def uncovered_text(report: MemoryReport) -> str:
@@ -335,7 +144,7 @@ def uncovered_text(report: MemoryReport) -> str:
     total = sum(group.nbytes for group in groups)
     if total <= report.dense_bytes * _OUT_OF_REACH:
         return _logits_text(step)
-    named = groups[:_MOST_NAMED]
+    named = groups[:MOST_NAMED]
     shown = enumerated([f"{group.label} {mib(group.nbytes)} MiB" for group in named])
     hints = [hint for words, hint in _ADVICE if any(word in group.label for group in named for word in words)]
     shares = _logits_shares(step)
@@ -369,40 +178,6 @@ def _logits_shares(step: StepMemory) -> str:
         if part > whole * _OUT_OF_REACH
     ]
     return f" Logits are {enumerated(shares)}." if shares else ""
-
-
-def memory_table(report: MemoryReport, epoch: int, compiled: Sequence[Row] = ()) -> Table:
-    """Return what each linear layer, each other pruned layer and compiled code keeps, and the totals.
-
-    Args:
-        report: What was measured.
-        epoch: When.
-        compiled: How what compiled code keeps of it is kept, if that is known.
-    """
-    made = table(f"Kept for backward, epoch {epoch}", "Layer", "Kept ", "Dense MiB", "Stored MiB", "Saved")
-    shown, rest = shortened(corresponding(report.rows, _kept))
-    for name, rows in shown:
-        made.add_row(name, _kept(rows[0]), *_bytes_of(rows))
-    if rest:
-        left = [row for _, rows in rest for row in rows]
-        made.add_row(f"... and {len(left)} more", "", *_bytes_of(left))
-    made.add_section()
-    for name, kept, dense, stored in _compiled_cells(compiled):
-        made.add_row(name, kept, *_byte_cells(dense, stored))
-    if compiled:
-        made.add_section()
-    others = max(0, report.other_bytes - sum(row.stored_bytes for row in compiled))
-    made.add_row("Everything else", "", *_byte_cells(report.other_dense_bytes, others))
-    made.add_row("Whole model", "", *_byte_cells(report.dense_bytes, report.stored_bytes))
-    if report.measured_activation_bytes is not None:
-        made.add_row("Measured after forward", "", "", mib(report.measured_activation_bytes), "")
-    return made
-
-
-def _kept(row: LayerFootprint) -> str:
-    if not row.bits and not row.sparsity:
-        return "whole"
-    return kept_text(Keep(bits=row.bits), row.sparsity, row.sparsity)
 
 
 def peak_text(step: StepMemory) -> str:
@@ -468,14 +243,3 @@ def _place(step: StepMemory, index: int) -> str:
     where = f" of {moment.fqn!r}" if moment.fqn else ""
     operator = f" ({moment.operator})" if moment.operator else ""
     return f"in the {moment.phase}{where}{operator}"
-
-
-def _bytes_of(rows: Sequence[LayerFootprint]) -> tuple[str, str, str]:
-    return _byte_cells(sum(row.dense_bytes for row in rows), sum(row.stored_bytes for row in rows))
-
-
-def _byte_cells(dense: int | None, stored: int) -> tuple[str, str, str]:
-    if dense is None:
-        return "not known", mib(stored), ""
-    saved = percent((dense - stored) / dense) if dense else "kept anyway" if stored else "-"
-    return mib(dense), mib(stored), saved

@@ -8,11 +8,30 @@ open, and has made of a model, belongs to the Trainer that began its fit.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.states import TrainerStatus
+
+
+class TrainerCallback(pl.Callback):
+    """A callback of a Trainer: it says so to Fabric, which would take it and call none of its hooks."""
+
+    without_trainer: ClassVar[str]
+    """What does the same in a loop."""
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Refuse to be a callback of Fabric, which calls this when a module is set up."""
+        name = type(self).__name__
+        raise MisconfigurationException(
+            f"{name} is a callback of a Trainer, and Fabric calls none of its hooks, so it would do nothing. HINT: "
+            f"leave {name} out, and use {self.without_trainer}."
+        )
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Refuse the same where no module was set up together with its optimizer."""
+        self.on_after_setup(strategy, optimizer)
 
 
 class CurrentFit:
@@ -24,12 +43,19 @@ class CurrentFit:
     def __getstate__(self) -> dict[str, Any]:
         return {"_trainer": None}  # a copy of the callback is in no fit
 
-    def begin(self, callback: pl.Callback, trainer: pl.Trainer) -> None:
+    def begin(self, callback: pl.Callback, trainer: Any) -> None:
         """Take note that a fit of ``trainer`` begins.
 
         Raises:
-            MisconfigurationException: If the fit of another Trainer still runs.
+            MisconfigurationException: If the fit of another Trainer still runs, or it is one of another package.
         """
+        if not isinstance(trainer, pl.Trainer):
+            name, package = type(callback).__name__, type(trainer).__module__.partition(".")[0]
+            raise MisconfigurationException(
+                f"{name} is a callback of `lightning.pytorch`, and got a Trainer of `{package}`. HINT: import Trainer, "
+                f"LightningModule and callbacks from one package, `import lightning.pytorch as pl` in place of "
+                f"`import {package} as pl`."
+            )
         if self._runs_elsewhere(trainer):
             name = type(callback).__name__
             raise MisconfigurationException(

@@ -16,24 +16,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
+from lightning_actprune.analysis.memory_table import headline, memory_table
 from lightning_actprune.analysis.pictures import epochs_picture, layers_picture, step_picture
 from lightning_actprune.analysis.step_memory import StepMemoryRecorder
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.display import (
-    MIB,
-    headline,
     keepers_table,
-    memory_table,
     peak_text,
     show,
     step_table,
     uncovered_text,
 )
-from lightning_actprune.callbacks.fits import CurrentFit
+from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
 from lightning_actprune.callbacks.pruning import ActivationPruning
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import check_count, check_flag
 from lightning_actprune.operators.hooks import explain
+from lightning_actprune.tables import MIB
 
 _AS_MUCH = 1.02
 """By how much compiled code may be said to keep more than it was seen to."""
@@ -45,7 +44,7 @@ _BATCH_SIZE = 1
 batch, and raises where it can see none: with ``training_step(self, dataloader_iter)``."""
 
 
-class ActivationMemoryMonitor(pl.Callback):
+class ActivationMemoryMonitor(TrainerCallback):
     """Show and log what a training step per epoch keeps for backward, in all and layer by layer, and where its peak is.
 
     Works with and without ``ActivationPruning``, so that a dense and a pruned run can be compared. The bytes kept are
@@ -106,6 +105,8 @@ class ActivationMemoryMonitor(pl.Callback):
         >>> monitor.report is None  # a MemoryReport once a step was measured
         True
     """
+
+    without_trainer = "`lightning_actprune.analysis.memory.SavedTensorMeter` around a forward"
 
     def __init__(self, measure_batch: int = 3, verbose: Verbosity = 1, *, log_layers: bool = False) -> None:
         super().__init__()

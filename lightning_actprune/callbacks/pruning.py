@@ -27,22 +27,27 @@ from lightning_actprune.callbacks.compiled import CompiledLayers
 from lightning_actprune.callbacks.display import (
     compiled_table,
     compiled_text,
-    conversion_table,
-    conversion_text,
     decision_tables,
     decision_text,
     show,
 )
 from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
-from lightning_actprune.callbacks.fits import CurrentFit
+from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.compiled.report import Row
-from lightning_actprune.config import Config, Keep, PresetName, Recompute, check_flag
-from lightning_actprune.convert import attached_saved, check_conversion, convert_layers, new_owner, revert
+from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
+from lightning_actprune.convert import (
+    attached_saved,
+    check_conversion,
+    convert_layers,
+    describe_idle,
+    new_owner,
+    revert,
+)
 from lightning_actprune.operators.hooks import explain
 from lightning_actprune.operators.sites import Decided
-from lightning_actprune.report import ConversionReport, LayerReport
+from lightning_actprune.report import ConversionReport, LayerReport, conversion_table, conversion_text
 from lightning_actprune.schedules import SparsitySchedule
 
 _REPLACED = "_actprune_replaced"
@@ -51,7 +56,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """In what Python prints of a function or an object that does not say how: another one in each process."""
 
 
-class ActivationPruning(pl.Callback):
+class ActivationPruning(TrainerCallback):
     """Cut training memory by keeping for backward less than all of what layers need.
 
     Forward and the gradients of inputs and biases of linear layers and convolutions stay exact; their weight gradients
@@ -70,10 +75,9 @@ class ActivationPruning(pl.Callback):
     was never stopped, unless the checkpoint was saved before the end of the first batch.
 
     Several instances can share a model if the ``rules`` give each its own layers. Two whose ``rules`` have the same
-    patterns cannot be in one Trainer, whatever their other settings: Lightning finds their state under one key and
-    raises "Found more than one stateful callback of type `ActivationPruning`". Give each its own layers, as in
-    ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. No argument can be changed later but
-    ``verbose``.
+    patterns cannot be in one Trainer, whatever their other settings, since a checkpoint has one key for both. Give each
+    its own layers, as in ``rules={"head": None}`` and ``rules={"body.*": None}``, or remove one. No argument can be
+    changed later but ``verbose``.
 
     Args:
         preset: How each operator is kept: ``"paper"``, ``"balanced"``, ``"max"`` or ``"recompute"`` (see ``config``);
@@ -86,7 +90,8 @@ class ActivationPruning(pl.Callback):
             arguments, or the name of a preset; ``"dense"`` is ``None``.
         memory_budget: What the peak of a training step may take: a size such as ``"20GiB"``, a number of bytes, or a
             fraction of the dense model's peak, such as ``0.25``. Blocks are then kept in the fastest way that fits and,
-            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes.
+            of several, in the most exact one (``callbacks.budget``), the first two steps in the way of fewest bytes. A
+            ``preset`` beside it is an error.
         total_steps: Value of ``trainer.global_step``, which counts the steps of every optimizer, at which the progress
             of schedules is 1; by default the Trainer's estimate of the whole training, which counts batches: with
             several optimizers, say it.
@@ -98,8 +103,9 @@ class ActivationPruning(pl.Callback):
 
     Raises:
         MisconfigurationException: If an argument is not allowed; when the fit begins, if no layer is converted, a
-            rule counts for no layer, a layer is claimed twice, the precision plugin replaces linear layers, or the
-            length of the training is needed and unknown; after the first batch, if every layer is retained.
+            rule counts for no layer, a layer is claimed twice, another instance has the same patterns, the precision
+            plugin replaces linear layers, or the length of the training is needed and unknown; after the first batch,
+            if every layer is retained.
 
     .. note:: Saved state is keyed by the patterns of ``rules``: these make instances distinct in a checkpoint.
 
@@ -108,6 +114,7 @@ class ActivationPruning(pl.Callback):
         >>> trainer = L.Trainer(callbacks=[ActivationPruning(sparsity=0.6, rules={"head": None})], logger=False)
     """
 
+    without_trainer = '`lightning_actprune.convert(model, "max")` before `fabric.setup`'
     _fixed: frozenset[str] = frozenset()
 
     def __init__(
@@ -116,7 +123,7 @@ class ActivationPruning(pl.Callback):
         *,
         sparsity: float | SparsitySchedule | None = None,
         block_size: int | None = None,
-        rules: Mapping[str, Keep | Recompute | dict[str, Any] | str | None] | None = None,
+        rules: Mapping[str, KeepArguments | Keep | Recompute | dict[str, Any] | str | None] | None = None,
         memory_budget: str | float | None = None,
         total_steps: int | None = None,
         skip_retained: bool = True,
@@ -124,10 +131,10 @@ class ActivationPruning(pl.Callback):
     ) -> None:
         super().__init__()
         budget = None if memory_budget is None else checked(check_memory_budget, memory_budget)
-        if budget is not None and preset not in (None, "max"):
+        if budget is not None and preset is not None:
             raise MisconfigurationException(
-                "`preset` must be 'max' or None with a `memory_budget`, which chooses among the presets, got "
-                f"{preset!r}. HINT: leave one of the two out; rules say how single layers are kept."
+                f"`preset` must be left out with a `memory_budget`, which chooses among the presets, got {preset!r}. "
+                "HINT: leave one of the two out; rules say how single layers are kept."
             )
         self._config = checked(Config, preset if budget is None else "max", sparsity, block_size, rules)
         self._budget = None if budget is None else MemoryBudget(budget, self._config)
@@ -212,6 +219,7 @@ class ActivationPruning(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             self._fit.begin(self, trainer)
+            _check_alone(trainer, self)
             _check_precision(trainer, self._config)
             if self._budget is not None:
                 self._budget.begin(trainer, pl_module)
@@ -228,15 +236,19 @@ class ActivationPruning(pl.Callback):
         if not self._trials.leave():  # which convert too, before a strategy may have wrapped what they turn dense
             self._convert(pl_module)  # layers made in LightningModule.setup
         checked(check_conversion, pl_module, self._report, self._config)
-        if self.verbose:
-            show(trainer, conversion_text(self._report, self._progress.last))
-            if in_detail(self.verbose) and self._report.layers:
-                show(trainer, conversion_table(self._report, self._progress.last))
+        if idle := describe_idle(pl_module, self._report):
+            rank_zero_warn(idle)
+        if self._budget is None:
+            self._show_conversion(trainer)
             self._show(trainer, Decision([], self.spread))  # in trials
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._resume_budget(pl_module)
+        if self._is_undecided and self.verbose:
+            show(trainer, "Activation pruning: two steps keep as little as possible, then the memory budget decides.")
+        elif self._budget is not None:
+            self._show_conversion(trainer)
         self._progress.start(trainer)
         warn_of_surroundings(trainer, pl_module.device)
         warn_of_optimizers(trainer, self.total_steps, self._progress.horizon)
@@ -303,6 +315,10 @@ class ActivationPruning(pl.Callback):
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
         }
 
+    # So Lightning takes it for the method of `Callback`, and leaves it to `setup` to refuse instances with the same
+    # patterns: its own error says nothing of rules.
+    state_dict.__wrapped__ = pl.Callback.state_dict  # type: ignore[attr-defined]
+
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self._trials.ran:
@@ -315,8 +331,7 @@ class ActivationPruning(pl.Callback):
         self._convert_and_ask(trainer, pl_module)
         if self.verbose:
             show(trainer, self._budget.describe(found))
-        if in_detail(self.verbose) and self._report.layers:
-            show(trainer, conversion_table(self._report, self._progress.last))
+        self._show_conversion(trainer)
 
     def _convert_and_ask(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Convert anew in the middle of a fit, and let the next batch show what is not known of the layers."""
@@ -342,14 +357,26 @@ class ActivationPruning(pl.Callback):
             self._find_layers(pl_module)
         return decision
 
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether a memory budget is still to choose: what layers do until then is not shown, since it changes."""
+        return self._budget is not None and self._budget.number is None
+
+    def _show_conversion(self, trainer: pl.Trainer) -> None:
+        if self.verbose and not (self._budget is not None and self._report == ConversionReport()):  # all of it dense
+            tables = in_detail(self.verbose) and bool(self._report.layers)
+            show(trainer, conversion_text(self._report, self._progress.last, reasons=not tables))
+            if tables:
+                show(trainer, conversion_table(self._report, self._progress.last))
+
     def _show(self, trainer: pl.Trainer, decision: Decision) -> None:
-        if self.verbose:
+        if self.verbose and not self._is_undecided:
             show(trainer, *decision_text(decision, self._report))
-        if in_detail(self.verbose):
-            show(trainer, *decision_tables(decision))
+            if in_detail(self.verbose):
+                show(trainer, *decision_tables(decision))
 
     def _show_compiled(self, trainer: pl.Trainer, rows: list[Row]) -> None:
-        if self.verbose and rows:
+        if self.verbose and rows and not self._is_undecided:
             show(trainer, compiled_text(rows))
             if in_detail(self.verbose):
                 show(trainer, compiled_table(rows))
@@ -416,6 +443,18 @@ def _patterns(config: Config) -> list[str]:
     """Return the patterns of rules, those of dense layers marked, by which layers may be shared among instances."""
     rules = config.described()["rules"]
     return [f"{pattern} (dense)" if rule == repr(None) else pattern for pattern, rule in rules]
+
+
+def _check_alone(trainer: pl.Trainer, callback: ActivationPruning) -> None:
+    """Raise if the trainer has another callback whose state would have the same key, or this one twice."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    alike = [other for other in callbacks if other.state_key == callback.state_key]
+    if len(alike) > 1:
+        raise MisconfigurationException(
+            f"A Trainer takes one ActivationPruning with the patterns {_patterns(callback._config)} in `rules`, got "
+            f"{len(alike)}: each of them would convert the same layers. HINT: keep one of them in `callbacks`, or give "
+            "each its own layers, as in `rules={'head': None}` and `rules={'body.*': None}`."
+        )
 
 
 def _check_precision(trainer: pl.Trainer, config: Config) -> None:

@@ -616,6 +616,8 @@ class CompressedActivation(CompressedLayer):
 class ExactActivation(CompressedActivation):
     """Mixin of those whose derivative takes two values: one bit, whatever the bits."""
 
+    one_bit = True
+
     def describe(self) -> str:
         """Return nothing: there is only one way."""
         return ""

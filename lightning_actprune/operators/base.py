@@ -178,6 +178,8 @@ class CompressedLayer(Converted):
     """Name of a child that the compressed layer computes itself, and does not call."""
     stores: ClassVar[bool] = True
     """Whether the layer keeps anything itself; one that only runs the layers in it in another way is not listed."""
+    one_bit: ClassVar[bool] = False
+    """Whether it keeps one bit a value, whatever its bits are."""
     takes_shards: ClassVar[bool] = False
     """Whether it runs on shards of DTensors (``operators.shards``)."""
     always_own: ClassVar[bool] = False

@@ -102,6 +102,7 @@ class CompressedDropout(CompressedLayer, nn.Dropout):
     """``nn.Dropout`` that keeps its mask in one bit a value, whatever the bits."""
 
     operator = "activation"
+    one_bit = True
     dense_class = nn.Dropout
 
     @property

@@ -294,7 +294,7 @@ def check(
 ) -> MemoryReport:
     """Return the report of the compressed model, whose figures are what autograd keeps before and after ``convert``."""
     dense_bytes = bytes_saved(model, x, context=make_context())
-    convert(model, rules={**dict.fromkeys(dense), "type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+    convert(model, rules={**dict.fromkeys(dense), "type:linear": Keep(None, 0.6, block_size=16), "*": None})
     stored_bytes = bytes_saved(model, x, context=make_context())
     with SavedTensorMeter(model, x) as meter, make_context():
         model(x)

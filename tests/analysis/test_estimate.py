@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -243,7 +244,7 @@ def test_memory_is_handed_out_whole_and_comes_back():
 @pytest.fixture
 def _user_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("a_module_of_a_user")
-    vars(module).update(model=blocks(), build=lambda: (blocks(), batch_for((64, 32))))
+    vars(module).update(model=blocks(), build=lambda: (blocks(), batch_for((64, 32))), fails=lambda: 1 / 0)
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -265,7 +266,8 @@ def test_as_a_command(capsys):
     [
         (["vit"], "timm:NAME"),
         (["a_module_of_a_user:model"], "--shape"),
-        (["a_module_of_a_user:nothing", "--shape", "32"], "NoneType"),
+        (["a_module_of_a_user:nothing", "--shape", "32"], "AttributeError: module 'a_module_of_a_user' has"),
+        (["a_module_of_a_user:fails"], "a_module_of_a_user:fails raised ZeroDivisionError: "),
         (["timm:vit", "--batch", "0"], "--batch"),
         (["timm:vit"], "pip install timm"),
         (["hf:gpt2"], "pip install transformers"),
@@ -281,7 +283,11 @@ def test_what_the_command_cannot_do(arguments: list[str], match: str, monkeypatc
 
 
 @pytest.mark.foreign
-def test_models_of_libraries():
+def test_models_of_libraries(capsys, monkeypatch):
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", mock.Mock(side_effect=OSError("offline")))
+    for name, said in (("timm:resnt18", "did you mean resnet18"), ("hf:org/a", "OSError: offline"), ("hf:t5", "'t5'")):
+        assert main(["estimate", name]) == 1
+        assert said in capsys.readouterr().err
     parsed = {"batch": 2, "length": 16, "shape": None}
     for name, shape in (("timm:resnet18", (2, 3, 224, 224)), ("hf:gpt2", (2, 16))):
         model, batch = command._model_and_batch(type("Arguments", (), parsed | {"model": name}))

@@ -136,7 +136,7 @@ def regions(way: Callable[[nn.Module], nn.Module] = lambda module: module) -> nn
     torch.manual_seed(1)
     one, other = (nn.TransformerEncoderLayer(64, 4, 128, dropout=0.2, batch_first=True) for _ in range(2))
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), one, nn.GELU(), other, nn.GELU(), nn.Linear(64, 8))
-    convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+    convert(model, rules={"type:linear": Keep(bits=None, sparsity=0.6, block_size=16), "*": None})
     model[2], model[4] = way(one), way(other)
     return model
 

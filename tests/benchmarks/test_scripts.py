@@ -76,7 +76,9 @@ def test_what_is_no_method_is_refused(text, capsys):
 
 def test_settings_are_rules():
     rules = rules_of("linear:2:s0.5:b16:swap:token:e0.2+key:dense")
-    keep = Keep(bits=2, sparsity=0.5, block_size=16, selection="swap", scope="token", max_dropped_energy=0.2)
+    keep = Keep(
+        bits=2, sparsity=0.5, block_size=16, selection="swap", scope="token", max_dropped_energy=0.2, fine_rows=0
+    )
     assert rules == {"type:linear": keep, "type:key": None, "*": None}
     assert list(rules_of("linear:s0.6:blocks")) == ["*blocks.*", "*"]
 

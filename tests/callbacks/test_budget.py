@@ -144,6 +144,7 @@ def test_a_fit_begins_with_the_fewest_bytes_and_decides_after_the_second_step(
     else:
         assert allocator.step(number + 1).peak_bytes > (1 - MARGIN) * budget * found.dense.peak_bytes
     assert caplog.text.count("Memory budget: ") == 1
+    assert caplog.text.count(" converted, ") == (not found.is_dense)  # of the setting that was chosen
 
     (parameters, none), (_, states), *_ = model.ids
     assert none == {}

@@ -203,9 +203,11 @@ def quiet(**options: Any) -> ActivationPruning:
 SETTINGS: dict[str, Callable[[], list[pl.Callback]]] = {
     "max that drops": lambda: [quiet()],
     "judged at the end of a schedule": lambda: [
-        ActivationPruning(rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5)})
+        ActivationPruning(rules={"type:linear": Keep(4, CubicSchedule(end=0.8), max_dropped_energy=0.5, fine_rows=0)})
     ],
-    "at random": lambda: [ActivationPruning(rules={"type:linear": Keep(4, 0.5, selection="unbiased"), "*": "max"})],
+    "at random": lambda: [
+        ActivationPruning(rules={"type:linear": Keep(4, 0.5, selection="unbiased", fine_rows=0), "*": "max"})
+    ],
     "two of them": lambda: [
         quiet(rules={"late": None, "spread.1": None}, skip_retained=False),
         ActivationPruning("paper", rules={"late": "paper", "spread.1": "paper", "*": None}),

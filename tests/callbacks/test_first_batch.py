@@ -149,7 +149,7 @@ def test_frozen_layers_are_judged_when_they_are_trained():
     ("make", "rules", "named"),
     [
         (lambda: Retained(), {"body.*": None}, r"'body.3' \(relu\).*skip_retained"),
-        (lambda: Uneven(), {"body.0": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}, "max_dropped_energy"),
+        (lambda: Uneven(), {"body.0": Keep(None, 0.5, max_dropped_energy=0.2), "*": None}, "max_dropped_energy"),
     ],
 )
 def test_no_layer_left_is_an_error_that_names_the_reason(make, rules: dict[str, Any], named: str):
@@ -233,7 +233,7 @@ SPREAD, CONCENTRATED = "body.0", "body.2"
 
 
 def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dict[str, Keep | None]:
-    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit), "*": None}
+    return {"head": None, "type:linear": Keep(bits, sparsity, max_dropped_energy=limit, fine_rows=0), "*": None}
 
 
 class Uneven(Net):
@@ -276,7 +276,7 @@ def test_nothing_is_judged_without_a_limit_or_where_what_has_one_drops_nothing(m
     monkeypatch.setattr(first_batch, "EnergyProbe", None)
     for callback, expected in (
         (ActivationPruning(rules=judged(limit=1.0)), [0.5, 0.5]),
-        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5)}), [0.0, 0.0, 0.5]),
+        (ActivationPruning("max", rules={"head": Keep(sparsity=0.5, max_dropped_energy=1)}), [0.0, 0.0, 0.5]),
     ):
         fit(model := Uneven(), callback)
         assert model.seen == [expected] * BATCHES

@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
+from lightning_actprune.analysis.memory_table import headline, memory_table
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display
 from lightning_actprune.compiled.report import Row
+from lightning_actprune.tables import as_text
 
 MIB = 2**20
 LINEAR = "ActivationPrunedLinear"
 
 
 def cells(table: object) -> list[list[str]]:
-    rows = [line for line in display.as_text(table).splitlines() if "│" in line or "┃" in line]
+    rows = [line for line in as_text(table).splitlines() if "│" in line or "┃" in line]
     return [[cell.strip() for cell in row.strip("│┃").replace("┃", "│").split("│")] for row in rows]
 
 
@@ -29,16 +31,17 @@ def test_corresponding_layers_are_one_row_and_the_rest_is_everything_else():
         LayerFootprint("c", "Linear", 0.0, 1, 2 * MIB, 2 * MIB, 2 * MIB),
     ]
     report = MemoryReport(rows, 3 * MIB, 20 * MIB, 11 * MIB)
-    found = {name: (kept, *numbers) for name, kept, *numbers in cells(display.memory_table(report, 7))[1:]}
+    found = {name: (kept, *numbers) for name, kept, *numbers in cells(memory_table(report, 7))[1:]}
     assert found["a.*.fc (2)"] == ("4 bits, drops 60 %", "10.00", "4.00", "60.0 %")
     assert found["b"][1:] == ("0.00", "1.00", "kept anyway")
     assert found["c"][1:] == ("2.00", "2.00", "0.0 %")
     assert found["Everything else"] == ("", "8.00", "3.00", "62.5 %")
     assert found["Whole model"] == ("", "20.00", "10.00", "50.0 %")
     assert found["Measured after forward"][2] == "11.00"
-    assert re.findall(r"-?[0-9.]+ [M%]", display.headline(report)) == ["20.00 M", "10.00 M", "-50.0 %"]
+    assert re.findall(r"-?[0-9.]+ [M%]", headline(report)) == ["20.00 M", "10.00 M", "-50.0 %"]
+    assert {headline(report), *as_text(memory_table(report)).splitlines()} == set(str(report).splitlines())
     many = [LayerFootprint(f"layer.{i}", "Linear", 0.5, 1, 2 * MIB, MIB, MIB) for i in range(200)]
-    [last] = [row for row in cells(display.memory_table(MemoryReport(many), 0)) if "more" in row[0]]
+    [last] = [row for row in cells(memory_table(MemoryReport(many), 0)) if "more" in row[0]]
     assert ("160 more" in last[0], last[2:4]) == (True, ["320.00", "160.00"])
 
 
@@ -50,7 +53,7 @@ def test_what_compiled_code_keeps_is_listed_and_no_part_of_everything_else():
         Row("aten.where", ("aten.mul",), (8,), torch.float32, MIB, MIB, "as it is", 0, "it is a mask"),
     ]
     report = MemoryReport([], 6 * MIB, None, compiled_bytes=4 * MIB)
-    found = {name: numbers for name, _, *numbers in cells(display.memory_table(report, 7, compiled))}
+    found = {name: numbers for name, _, *numbers in cells(memory_table(report, 7, compiled))}
     assert found["a.*.act (2)"] == ["8.00", "2.00", "75.0 %"]
     assert found["aten.where"] == ["1.00", "1.00", "0.0 %"]
     assert found["c"] == ["2.00", "0.00", "100.0 %"]
@@ -94,7 +97,7 @@ def test_tables_of_the_step_and_of_who_keeps_what():
         ["1.00", "16.00", "33.00"],  # temporary ones
         ["30.00", "45.00", "44.00"],
     ]
-    assert "Temporary" not in display.as_text(display.step_table(step_of(), 2))
+    assert "Temporary" not in as_text(display.step_table(step_of(), 2))
     gelu, packed = cells(display.keepers_table(step_of(), 2))[1:]
     assert gelu == ["block.* (gelu)", "2", "12.00", "60.0 %"]
     assert packed[1:] == ["2", "8.00", "40.0 %"]

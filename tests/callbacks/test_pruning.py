@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
@@ -66,8 +67,7 @@ def compressed(model: nn.Module) -> list[str]:
         *(({"verbose": value}, "`verbose` must be a bool, 0, 1 or 2, got .* HINT: 0") for value in (3, "1")),
         ({"memory_budget": "lots"}, "`memory_budget` must be a size, got 'lots'.*HINT"),
         ({"memory_budget": True}, "`memory_budget` must be a size, got True of type bool.*HINT"),
-        ({"memory_budget": 0.5, "preset": "balanced"}, "`preset` must be 'max' or None.*got 'balanced'. HINT"),
-        ({"memory_budget": 0.5, "preset": "recompute"}, "`preset` must be 'max' or None.*got 'recompute'. HINT"),
+        ({"memory_budget": 0.5, "preset": "max"}, "`preset` must be left out.*got 'max'. HINT"),
     ],
 )
 def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str):
@@ -86,7 +86,6 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "skip_retained": False,
         "verbose": False,
     }
-    assert ActivationPruning("max", memory_budget=0.5).preset == "max"
     assert ActivationPruning().preset == ActivationPruning(rules={"head": None}).preset == "balanced"
     assert ActivationPruning(sparsity=0.6).preset == ActivationPruning(sparsity=ConstantSchedule(0.3)).preset == "paper"
     assert arguments.keys() == inspect.signature(ActivationPruning).parameters.keys()
@@ -199,7 +198,10 @@ def test_sparsity_0_is_the_dense_fit(precision: str, accelerator: str):
     [
         ({"boddy": None}, "`rules` pattern 'boddy' matches no layer.*body.0"),
         ({"*": Keep(bits=4), "head": None}, "`rules` pattern 'head' never counts"),
-        ({"type:linear": None}, r"(?s)No layer was converted.*body.0 \(Linear\): the rule 'type:linear' keeps"),
+        (
+            {"type:linear": None},
+            r"(?s)No layer was converted.*body.0, body.2, head \(Linear\): the rule 'type:linear' keeps",
+        ),
     ],
 )
 def test_a_conversion_that_cannot_be_meant_is_an_error(rules: dict[str, Any], message: str):
@@ -219,6 +221,19 @@ def test_a_layer_claimed_twice_is_an_error_that_names_both():
         fit(model, *callbacks)
     assert_plain(model)
     assert "configure_model" not in vars(model)
+    twice = ActivationPruning("max")
+    for other in twice, ActivationPruning("balanced"):
+        with pytest.raises(MisconfigurationException, match=r"takes one ActivationPruning.*got 2.*HINT"):
+            fit(Net(), twice, other)
+
+
+@pytest.mark.parametrize("callback", [ActivationPruning("max"), ActivationMemoryMonitor()])
+def test_trainers_of_another_package_and_fabric_are_refused(callback: pl.Callback):
+    other = type("Trainer", (), {"__module__": "pytorch_lightning.trainer.trainer"})()
+    with pytest.raises(MisconfigurationException, match=r"`lightning\.pytorch`.*`pytorch_lightning`.*HINT"):
+        callback.setup(other, Net(), "fit")
+    with pytest.raises(MisconfigurationException, match=r"Fabric.*HINT.*lightning_actprune"):
+        Fabric(accelerator="cpu", devices=1, callbacks=[callback]).setup(nn.Linear(2, 2))
 
 
 RICH = pytest.mark.skipif(
@@ -265,8 +280,8 @@ def test_the_summary_has_how_each_layer_is_kept(caplog):
     text = " ".join(caplog.text.split())
     for part in (
         "120 linear layers (values as they are, drops 50 %)", "1 linear layer (2 bits, drops 0 to 50 %)", "1 dense",
-        "head: the rule 'head' keeps it dense", "2 activation functions", "... and 2",
-        "blocks.7.0 │ Linear │ 4 bits │",
+        "head │ Linear │ dense: the rule 'head' keeps it dense", "2 activation functions", "... and 2",
+        "blocks.7.0 │ Linear │ 4 bits, drops 50 % │",
         "blocks.*.0 (59) │ Linear │ values as they are, drops 50 % │", "body.2 │ Linear │ 2 bits, drops 0 to 50 % │",
     ):  # fmt: skip
         assert part in text, part

@@ -452,7 +452,9 @@ def samples() -> TensorDataset:
 
 def judging() -> list[ActivationPruning]:
     schedule = LinearSchedule(end=0.5, until=0.5)
-    rules = ({name: Keep(4, schedule, max_dropped_energy=limit), "*": None} for name, limit in LIMITS.items())
+    rules = (
+        {name: Keep(4, schedule, max_dropped_energy=limit, fine_rows=0), "*": None} for name, limit in LIMITS.items()
+    )
     return [ActivationPruning(rules=each, verbose=0) for each in rules]
 
 

@@ -79,8 +79,8 @@ def _files_in_a_temporary_folder(tmp_path, monkeypatch):
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "max that drops": {"preset": "max", "sparsity": 0.5},
-    "judged, values as they are": {"rules": {"type:linear": Keep(sparsity=0.5, max_dropped_energy=0.2), "*": None}},
-    "up": {"rules": {"type:linear": Keep(4, LinearSchedule(end=0.6), max_dropped_energy=0.2), "*": None}},
+    "judged, values as they are": {"rules": {"type:linear": Keep(None, 0.5, max_dropped_energy=0.2), "*": None}},
+    "up": {"rules": {"type:linear": Keep(4, LinearSchedule(0.6), fine_rows=0, max_dropped_energy=0.2), "*": None}},
     "down": {"sparsity": LinearSchedule(start=0.8, end=0.1)},
 }
 
@@ -99,7 +99,8 @@ def test_no_step_of_the_fit_keeps_more_than_the_trial_of_its_batch_size(name: st
 
 
 def judged() -> ActivationPruning:
-    return ActivationPruning(rules={"type:linear": Keep(4, 0.5, max_dropped_energy=0.2), "*": None}, verbose=False)
+    keep = Keep(4, 0.5, fine_rows=0, max_dropped_energy=0.2)
+    return ActivationPruning(rules={"type:linear": keep, "*": None}, verbose=False)
 
 
 def test_both_tuners_and_the_checkpoint_know_what_was_found(tmp_path, caplog):

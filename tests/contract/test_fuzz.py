@@ -35,6 +35,7 @@ from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import measured
 from tests.support.cases import cut_features, cut_memory
+from tests.support.compressed import whole
 from tests.support.measured import grad_of
 
 PLACES = [
@@ -375,7 +376,7 @@ def build(drawn: Drawn, given: Circumstances, device: str) -> tuple[Model, Model
         parameter.requires_grad_(name not in given.frozen)
     dense = Model(layer.train(given.trained), given.shared).to(device)
     ours = copy.deepcopy(dense)
-    convert(ours, rules={f"type:{drawn.operator}": keep_of(drawn, given), "*": None})
+    convert(ours, rules={f"type:{drawn.operator}": whole(keep_of(drawn, given)), "*": None})
     return dense, ours
 
 

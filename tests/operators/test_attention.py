@@ -149,7 +149,7 @@ def test_every_sample_keeps_its_share_of_every_input_and_nothing_else(inputs: st
 
 def test_one_projection_alone():
     dense, inputs = Case("cross").make(), Case("cross").tensors()
-    keep, names = Keep(sparsity=SPARSITY, block_size=BLOCK), ("out_proj.weight", "in_proj_weight")
+    keep, names = Keep(bits=None, sparsity=SPARSITY, block_size=BLOCK), ("out_proj.weight", "in_proj_weight")
     run(dense, inputs)
     for changed, exact in (names, names[::-1]):
         rules = {"out_proj": None, "type:linear": keep} if changed == names[1] else {"out_proj": keep}
@@ -167,7 +167,7 @@ def test_one_that_only_routes_compiles():
     case = Case("cross")
     dense, inputs = case.make(), case.tensors()
     pruned = copy.deepcopy(dense)
-    convert(pruned, rules={"out_proj": Keep(sparsity=SPARSITY, block_size=BLOCK), "*": None})
+    convert(pruned, rules={"out_proj": Keep(bits=None, sparsity=SPARSITY, block_size=BLOCK), "*": None})
     expected, found = dense(*inputs)[0], torch.compile(pruned, backend="aot_eager")(*inputs)[0]
     torch.testing.assert_close(found, expected)
 

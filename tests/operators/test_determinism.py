@@ -43,7 +43,7 @@ def model(tokens: int) -> nn.Module:
     """Row-wise and token-mixing layers: the latter packs a transposed view. ReLU makes blocks of equal size, zero."""
     layers = nn.Linear(FEATURES, FEATURES), nn.ReLU(), ResMLPBlock(FEATURES, tokens, 0.1), nn.Linear(FEATURES, 33)
     network = nn.Sequential(*layers)
-    report = convert(network, rules={"type:linear": Keep(sparsity=0.6, block_size=16), "*": None})
+    report = convert(network, rules={"type:linear": Keep(bits=None, sparsity=0.6, block_size=16), "*": None})
     assert len(report.converted) == 5
     return network
 

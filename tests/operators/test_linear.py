@@ -149,7 +149,7 @@ def test_what_reads_one_tensor_packs_it_once(device):
     x = leaf(3, 16, 9, 6, last=True, device=device)
     model = nn.ModuleList([nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(16, 4, 1, stride=2), nn.Linear(6, 5)]).to(device)
     layers = copy.deepcopy(model)
-    convert(model, rules={"*": Keep(sparsity=SPARSITY, block_size=8)})
+    convert(model, rules={"*": Keep(bits=None, sparsity=SPARSITY, block_size=8)})
     with saved_tensors() as saved:
         outputs = [layer(x) for layer in model]
     weights = {p.data_ptr() for p in model.parameters()}
@@ -164,7 +164,7 @@ def test_what_reads_one_tensor_packs_it_once(device):
 def test_what_torch_keeps_otherwise_is_skipped():
     circular, same = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), nn.Conv1d(3, 3, 4, padding="same")
     model = nn.ModuleList([circular, same, nn.ConvTranspose2d(3, 3, 1), nn.Conv1d(8, 8, 3)])
-    report = convert(model, rules={"*": Keep(sparsity=0.5)})
+    report = convert(model, rules={"*": Keep(bits=None, sparsity=0.5)})
     assert [layer.fqn for layer in report.converted] == ["3"]
     assert [layer.fqn for layer in report.skipped] == ["0", "1", "2"]
     assert [type(m) for m in model][:3] == [nn.Conv2d, nn.Conv1d, nn.ConvTranspose2d]

@@ -27,6 +27,7 @@ from lightning_actprune.convert import convert
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
+from tests.support.compressed import whole
 
 BLOCK = 32
 Key = type[nn.Module] | tuple[str, str]
@@ -122,7 +123,7 @@ class Case:
     @property
     def keeps(self) -> list[Keep]:
         """The ways of keeping that a test of values or bytes goes through."""
-        pruned = [Keep(sparsity=0.5), Keep(bits=4, sparsity=0.5)] if self.drops else [Keep(bits=3), Keep(bits=4)]
+        pruned = [Keep(None, 0.5), Keep(bits=4, sparsity=0.5)] if self.drops else [Keep(bits=3), Keep(bits=4)]
         return [*pruned, Keep(bits=2), Keep(bits=8)]
 
     @property
@@ -141,7 +142,7 @@ class Case:
 
     def compressed(self, dense: Holder, keep: Keep | None = None) -> Holder:
         model = copy.deepcopy(dense)
-        convert(model, rules={f"type:{self.operator}": keep or self.keep, "*": None})
+        convert(model, rules={f"type:{self.operator}": whole(keep or self.keep), "*": None})
         return model
 
     def pair(self, keep: Keep | None = None, device: torch.device | str = "cpu") -> tuple[Holder, Holder]:

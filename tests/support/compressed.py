@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_actprune.codec import packed
 from lightning_actprune.codec.blocks import ALL_BLOCKS
-from lightning_actprune.config import Keep
+from lightning_actprune.config import KEEP_FIELDS, Keep
 from lightning_actprune.convert import convert
+
+
+def whole(keep: Keep) -> Keep:
+    return replace(keep, explicit=frozenset(KEEP_FIELDS))  # inherits nothing
 
 
 def compressed(module: nn.Module, operator: str = "linear", **settings: Any) -> nn.Module:
     """Return a copy of ``module`` whose layers of that operator are compressed as ``Keep(**settings)`` says."""
     model = copy.deepcopy(module)
-    convert(model, rules={f"type:{operator}": Keep(**settings), "*": None})
+    convert(model, rules={f"type:{operator}": whole(Keep(**settings)), "*": None})
     return model
 
 
