@@ -33,14 +33,3 @@ def test_seeds_in_common_do_not_count_as_scatter():
     assert finding.freedom == 4
     assert finding.seen == pytest.approx(2.776 * finding.error, rel=0.01)
     assert finding.cells(2)[0].endswith("*")
-
-
-def test_too_few_runs_say_nothing():
-    assert evidence.findings([run("dense", 0, 70.0), run("max", 0, 69.0)]) == {}
-
-
-def test_studies_together_are_known_better_than_each():
-    each = evidence.Finding(-0.2, 0.3, 8)
-    both = evidence.together([each, evidence.Finding(-0.4, 0.3, 8)])
-    assert (both.difference, both.error) == (pytest.approx(-0.3), pytest.approx(0.3 / 2**0.5))
-    assert both.freedom == pytest.approx(16)

@@ -1,19 +1,14 @@
 """Each measuring script runs at its smallest on a CPU, and its records say what they should."""
 
 import json
-import os
 import subprocess
 import sys
-import time
-from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import bench_batch_size, bench_kernels, bench_step, bench_zoo, common, tune
-from benchmarks.bench_step import rules_of
+from benchmarks import bench_batch_size, bench_kernels, common, tune
 from benchmarks.common import RecordFile
-from lightning_actprune import Keep
 from tests.support.marks import only
 
 pytestmark = pytest.mark.integration
@@ -65,28 +60,6 @@ def test_compiled_steps(tmp_path):
 def test_the_memory_of_a_step_over_time(tmp_path):
     [record] = records_of(tmp_path, "bench_step", "--timeline", "--methods", "max")
     assert len(record["phases"]) == len(record["series_mib"]["in use"]) > 10
-
-
-@pytest.mark.parametrize("text", ["nothing", "linear:q3", "linear:5", "compiler:2", "budget:"])
-def test_what_is_no_method_is_refused(text, capsys):
-    with pytest.raises(SystemExit):
-        bench_step.parse(["--methods", text])
-    assert repr(text) in capsys.readouterr().err
-
-
-def test_settings_are_rules():
-    rules = rules_of("linear:2:s0.5:b16:swap:token:e0.2+key:dense")
-    keep = Keep(
-        bits=2, sparsity=0.5, block_size=16, selection="swap", scope="token", max_dropped_energy=0.2, fine_rows=0
-    )
-    assert rules == {"type:linear": keep, "type:key": None, "*": None}
-    assert list(rules_of("linear:s0.6:blocks")) == ["*blocks.*", "*"]
-
-
-def test_gradients_are_compared_as_one_vector():
-    exact = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
-    assert bench_step.compare(exact, exact) == {"cosine": 1.0, "error": 0.0}
-    assert bench_step.compare({"a": torch.tensor([0.0]), "b": exact["b"]}, exact) == {"cosine": 0.8, "error": 0.36}
 
 
 # === Batches, kernels, constants ======================================================================
@@ -149,21 +122,6 @@ def test_what_a_file_has_is_not_run_again_unless_it_failed(tmp_path):
     assert len(file.path.read_text().splitlines()) == 5
 
 
-def failing(rank):
-    if rank == 1:
-        raise RuntimeError("no such device")
-    time.sleep(60)
-
-
-def test_a_process_that_fails_ends_its_case(monkeypatch):
-    monkeypatch.setattr(common, "LEFT_SECONDS", 0.5)
-    begin = time.monotonic()
-    found = common.finish(50, [common.start_in_fork(failing, rank) for rank in range(2)], of_one=True)
-    assert "no such device" in found[1]["error"]
-    assert "took over" in found[0]["error"]
-    assert time.monotonic() - begin < 30
-
-
 # === Zoo ==============================================================================================
 
 
@@ -175,26 +133,3 @@ def test_the_zoo(tmp_path):
         assert record["max_kib"] < record["balanced_kib"] < 0.5 * record["kib"]
         assert 0.9 < record["max_cosine"] < record["balanced_cosine"] < 1
         assert not {"balanced_left", "max_left"} & record.keys()
-
-
-def test_models_of_the_zoo_that_fail_are_reported(monkeypatch):
-    samples = {"torch/dies": partial(os._exit, 3), "torch/hangs": partial(time.sleep, 60), "torch/missing": failing}
-    monkeypatch.setattr(bench_zoo, "SAMPLES", samples)
-    monkeypatch.setattr(bench_zoo, "LIMIT_S", 4)
-    found = dict(bench_zoo.run_all(bench_zoo.measure, list(samples), 3))
-    errors = {name: record["error"] for name, record in found.items()}
-    assert "status 3" in errors["torch/dies"]
-    assert "took over 4 s" in errors["torch/hangs"]
-    assert errors["torch/missing"].startswith("TypeError")
-    records = [bench_zoo.head_of(name) | record for name, record in found.items()]
-    assert len(list(bench_zoo.problems(records))) == 3
-
-
-def test_what_is_wrong_with_models_of_the_zoo_is_told():
-    right = {"model": "a", "noise": 1.0, "bfloat16": 1.0, "last_place": 1e-6, "max_cosine": 0.9, "max_forward": 1e-6}
-    wrong = {"max_cosine": 0.5, "max_forward": 1e-3, "max_left": "hooks", "balanced_cosine": None}
-    assert not list(bench_zoo.problems([right]))
-    for key, value in wrong.items():
-        [problem] = bench_zoo.problems([right | {key: value}])
-        assert key.partition("_")[0] in problem
-    assert not list(bench_zoo.problems([right | {"noise": 0.5, "max_cosine": 0.5, "max_forward": 1e-3}]))

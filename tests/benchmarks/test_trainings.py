@@ -3,10 +3,8 @@
 import json
 
 import pytest
-import torch
 
 from benchmarks import paper, pictures, report, trainings
-from benchmarks.training_data import COLOURS, GEOMETRIC, Images, augment
 
 pytestmark = pytest.mark.integration
 QUICK = "--quick", "--batch-size", "8", "--epochs", "2", "--limit-batches", "1", "--depth", "1"
@@ -30,44 +28,11 @@ def test_records_of_a_task(task, settings, tmp_path):
     assert json.loads(out.read_text()) == records
 
 
-def test_weight_gradients_are_closer_with_more_bits():
-    settings = ["0.5:32", "0:32:2", "0:32:8"]
-    records = trainings.main([*QUICK, "--task", "vit", "--gradients", "1", "--settings", *settings])
-    cosines = [min(r["cosine"] for r in records if r["setting"] == setting) for setting in settings]
-    assert cosines == sorted(cosines)
-    assert cosines[-1] > 0.999
-
-
-@pytest.mark.parametrize("setting", ["half", "max:2", "0.5", "0.5:32:5", "max+fc1=5", "dense+fc1=4"])
-def test_settings_that_are_none(setting, capsys):
-    with pytest.raises(SystemExit):
-        trainings.parse(["--task", "gpt", "--settings", setting])
-    assert setting in capsys.readouterr().err
-
-
 def test_recipes_are_options_that_may_be_changed():
     args = trainings.parse(["--recipe", "gpt", "--epochs", "3"])
     assert (args.task, args.dim, args.clip, args.epochs) == ("gpt", 768, 1.0, 3)
     for name in trainings.RECIPES:
         trainings.parse(["--recipe", name, "--root", "data", "--settings", "dense", "--seeds", "0"])
-
-
-def test_augmentation_keeps_bytes_and_batches_are_alike():
-    images = torch.randint(256, (6, 3, 16, 16)).float()
-    for operation in range(len(GEOMETRIC) + len(COLOURS)):
-        choices = torch.zeros(5, 6, dtype=torch.long)
-        choices[0], choices[2] = operation, torch.arange(6) % 2
-        changed = augment(images, choices)
-        assert torch.equal(changed, changed.round())
-        assert changed.min() >= 0
-        assert changed.max() <= 255
-        assert torch.equal(changed, images) == (operation == 0)
-    data = Images(None, torch.device("cpu"), strong=True, turned=True)
-    choices = data.draw(1, 8, torch.Generator().manual_seed(0))[0]
-    (first, targets), (second, _) = data.batch(choices), data.batch(choices)
-    assert torch.equal(first, second)
-    assert torch.allclose(targets.sum(1), torch.ones(8))
-    assert targets.shape == (8, 80)
 
 
 def test_the_papers_accounting(tmp_path):
