@@ -346,7 +346,9 @@ def _run_again(planned: dict[nn.Module, BlockReport], owner: str) -> None:
     chosen = [(module, row) for module, row in planned.items() if row.recompute is not None]
     for number, (module, row) in enumerate(chosen):
         assert row.recompute is not None
-        module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, number // 2, {})  # type: ignore[assignment]
+        pair = number // 2
+        turn = pair + (pair > 0)  # no exact inputs in the second step, which a memory budget measures
+        module._recompute = RecomputeState(row.recompute, owner, "", row.fqn, turn, {})  # type: ignore[assignment]
         module.__class__ = recomputed_class(type(module))
 
 
