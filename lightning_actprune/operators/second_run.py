@@ -18,8 +18,8 @@ writes, a counter. So one run of each module is compared with its second run. Bo
 that they save for backward must be equal, bit for bit. Of each tensor 64 sums stand for its values, so the comparison
 keeps no tensor. Where values differ a little, the module runs a third time: the difference of two runs from the same
 state is what kernels without a fixed order of summation account for, and three times that is allowed. Exact inputs take
-memory, so the modules that quantize them take turns, two in a step, and none in the second. A module inside a checkpoint
-of torch's is not compared: it runs first in forward and in backward, and has to store the same both times.
+memory, so the modules that quantize them take turns, two in a step, and none in the second. A module inside of one of
+torch's checkpoints is not compared: it runs first in forward and in backward, and has to store the same both times.
 """
 
 from __future__ import annotations
