@@ -15,11 +15,10 @@ raises an error, as autograd does for the dense module.
 
 A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
-that they save for backward must be equal, up to what kernels without a fixed order of summation may make of them (on an
-H200, blocks of a ViT and of a GPT-2 save the same bits). Of each tensor 64 sums stand for its values, so the comparison
-keeps no tensor. Exact inputs take memory, so the modules that quantize them take turns, two in a step, and none in the
-second. A module inside of one of torch's checkpoints is not compared: it runs first in forward and in backward, and has
-to store the same both times.
+that they save for backward must be equal, up to rounding in kernels without a fixed order of summation. 64 sums stand
+for the values of each tensor, so the comparison keeps no tensor. Exact inputs take memory, so the modules that quantize
+them take turns, two in a step, and none in the second. A module inside of one of torch's checkpoints is not compared:
+it runs first in forward and in backward, and has to store the same both times.
 """
 
 from __future__ import annotations
