@@ -30,11 +30,11 @@ from lightning_actprune.analysis.recorder import copied_leaf, is_expanded, share
 from lightning_actprune.codec.private import FakeTensorMode, tree_leaves, tree_map_only
 from lightning_actprune.operators.base import Converted, dense_class
 from lightning_actprune.operators.containers import map_tensors
+from lightning_actprune.operators.hooks import MODULE_ATTRIBUTES
 from lightning_actprune.operators.second_run import python_generators, set_python_generators
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
 """Attributes of a module that hold hooks."""
-_OF_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque, UserList, UserDict)
 
 
@@ -119,7 +119,7 @@ class DenseForward:
         # Such as the parts of a flat parameter, which FSDP puts there while a module runs, or a weight with a norm.
         own |= {name: self._fake(value) for name, value in vars(module).items() if isinstance(value, Tensor)}
         # The twin fills lists and mappings of its own.
-        held = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        held = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
         own |= {name: map_tensors(self._fake, value) for name, value in held.items() if isinstance(value, _CONTAINERS)}
         vars(twin).update(own)
         return twin

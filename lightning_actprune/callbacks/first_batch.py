@@ -168,6 +168,8 @@ class FirstBatchProbe:
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
         self._idle: IdleLayers | None = None
+        self._watched: bool | None = None
+        """Whether calls of idle layers count on any rank: then all of them ask each other in each batch."""
 
     @property
     def judges_energy(self) -> bool:
@@ -189,12 +191,14 @@ class FirstBatchProbe:
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return whether layers that kept nothing so far do from now on; they are to be converted and judged then."""
-        if not self.decisions.idle:
+        if not self.decisions.idle and not self._watched:
             return False
         if self._idle is None:
             self._idle = IdleLayers(model, self.decisions.idle)
+        if self._watched is None:
+            self._watched = self._idle.watches  # of a checkpoint, which all ranks have read
         awake = self._idle.awake()
-        if self._idle.watches:
+        if self._watched:
             awake = trainer.strategy.reduce_boolean_decision(awake, all=False)
         if awake:
             self._end_watch()
@@ -260,6 +264,9 @@ class FirstBatchProbe:
         idle = dict.fromkeys(recomputations.idle, _IDLE) if retention is not None else {}
         retained = [] if retention is None else retention.apply(report)
         asleep = leave_dense(model, report, idle)
+        self._end_watch()
+        self._idle = IdleLayers(model, idle)
+        self._watched = trainer.strategy.reduce_boolean_decision(self._idle.watches, all=False)
         spread: dict[str, float] = {}
         if energy is not None:
             energy.add_up(partial(sum_over_ranks, trainer))

@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_actprune.codec.private import COMPILED, current_graph_task_id, top_saved_tensors_hooks
 from lightning_actprune.operators.base import Converted
 
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Names of the attributes that each module has."""
+
 
 class ForwardHook:
     """A forward hook that does nothing in a copied or pickled module.

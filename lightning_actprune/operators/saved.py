@@ -77,6 +77,7 @@ from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
 from lightning_actprune.operators.hooks import (
+    MODULE_ATTRIBUTES,
     add_hooks,
     caller,
     dropped_by_checkpoint,
@@ -244,10 +245,7 @@ def _has_children(module: nn.Module) -> bool:
 
 def _attributes(module: nn.Module) -> list[Any]:
     """Return the values of the attributes that torch does not know of."""
-    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
+    return [value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES]
 
 
 def _nowhere(fqn: str) -> bool:
