@@ -38,12 +38,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.analysis.recorder import (
-    ModuleNames,
-    eager_stance,
-    in_reentrant_checkpoint,
-    is_expanded,
-)
+from lightning_actprune.analysis.recorder import ModuleNames, eager_stance, is_expanded
 from lightning_actprune.analysis.sensitivity_grid import (
     ANY,
     BITS,
@@ -88,7 +83,7 @@ from lightning_actprune.operators.convolution import (
     windows_of,
     without_gaps,
 )
-from lightning_actprune.operators.hooks import ForwardHook, is_recomputation
+from lightning_actprune.operators.hooks import ForwardHook, is_in_checkpoint, is_recomputation
 from lightning_actprune.operators.linear import weight_grad_of
 from lightning_actprune.operators.registry import layers, operator_of, weights_of
 from lightning_actprune.report import LayerReport
@@ -574,7 +569,7 @@ def _made(y: Tensor) -> Tensor:
 
 def _unrecorded() -> str:
     """Return why the output of a layer has no gradient."""
-    if in_reentrant_checkpoint():
+    if is_in_checkpoint("forward"):
         return (
             "it runs inside a reentrant activation checkpoint, of which torch.autograd.grad gets no gradients; with "
             "use_reentrant=False it does"
