@@ -528,7 +528,10 @@ class RecomputationProbe(CallWatcher):
 
     @property
     def idle(self) -> list[str]:
-        """Names of the layers that no call has let keep anything so far: they are frozen, or were not called."""
+        """Names of the layers that no call has let keep anything so far.
+
+        They are frozen, were not called, or got nothing, as an expert without tokens.
+        """
         called, eager = self._again | self._kept, eager_modules(self._model)
         return [
             fqns[0]
@@ -538,7 +541,7 @@ class RecomputationProbe(CallWatcher):
         ]
 
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        if not (torch.is_grad_enabled() and weight.requires_grad) or _is_empty(x):
             return
         if is_recomputation():
             self._again.add(layer)
@@ -576,8 +579,12 @@ class IdleLayers:
             handle.remove()
         self._handles.clear()
 
-    def _see(self, *call: Any) -> None:
-        self._called |= torch.is_grad_enabled() and not is_recomputation()
+    def _see(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        self._called |= torch.is_grad_enabled() and not is_recomputation() and not _is_empty(next(iter(args), None))
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 0
 
 
 def is_trained(layer: nn.Module) -> bool:

@@ -89,12 +89,16 @@ class Decisions:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_tried": None}  # a copy of the model is another one
 
-    def add(self, decision: Decision) -> None:
-        """Take note of what was decided of the layers."""
+    def unjudged(self, layers: Sequence[str]) -> list[str]:
+        """Return those of the named layers of which nothing is decided."""
+        return [name for name in layers if name not in self._judged]
+
+    def add(self, decision: Decision, waiting: Sequence[str]) -> None:
+        """Take note of what was decided of the layers, but for those that are ``waiting``."""
         self.spread = (self.spread or {}) | decision.spread
         retained = {layer.fqn: layer.reason for layer in decision.retained}
         self.retained = (self.retained or {}) | retained | {layer.fqn: None for layer in decision.idle}
-        self._judged |= set(self.layers)
+        self._judged |= set(self.layers).difference(waiting)
 
     def add_trial_of(self, model: nn.Module) -> None:
         """Let what was decided hold for the next training of ``model``, in this fit or, after ``Tuner``, in another."""
@@ -169,6 +173,8 @@ class FirstBatchProbe:
         self._idle: IdleLayers | None = None
         self._watched: bool | None = None
         """Whether calls of idle layers count on any rank: then all of them ask each other in each batch."""
+        self._patience = 0
+        """Batches for which layers that were idle are waited for, if they keep nothing in the next one."""
 
     @property
     def judges_energy(self) -> bool:
@@ -203,6 +209,7 @@ class FirstBatchProbe:
         if awake:
             self._end_watch()
             self.decisions.wake()
+            self._patience = _PATIENCE
         return awake
 
     def _end_watch(self) -> None:
@@ -219,6 +226,7 @@ class FirstBatchProbe:
             self._asked = False
         if not self._asked:
             return
+        self.decisions.saved.settled.clear()  # what is undecided, and so kept, would be held against layers
         self._recomputations = RecomputationProbe(model, eagerly=self._skip_retained)
         self._recomputations.__enter__()
         if self._asks_energy:
@@ -259,13 +267,15 @@ class FirstBatchProbe:
         self._close_probes()
         if not (retention or recomputations).ran:
             return None
-        self._asked = False
         first = self.decisions.retained is None
-        idle = dict.fromkeys(recomputations.idle, _IDLE) if retention is not None else {}
+        idle = [] if retention is None else self.decisions.unjudged(recomputations.idle)
         retained = [] if retention is None else retention.apply(report)
-        asleep = leave_dense(model, report, idle)
+        waits = not first and self._patience > 0
+        self._asked = waits and trainer.strategy.reduce_boolean_decision(bool(idle), all=False)
+        self._patience -= self._asked
+        asleep = [] if self._asked else leave_dense(model, report, dict.fromkeys(idle, _IDLE))
         self._end_watch()
-        self._idle = IdleLayers(model, idle)
+        self._idle = IdleLayers(model, [layer.fqn for layer in asleep])
         self._watched = trainer.strategy.reduce_boolean_decision(self._idle.watches, all=False)
         spread: dict[str, float] = {}
         if energy is not None:
@@ -275,10 +285,10 @@ class FirstBatchProbe:
             keep_blocks(model, report, spread)
         if first and not asleep:
             check_left(report)
-        recomputed = set(recomputations.recomputed)
+        recomputed = set(self.decisions.unjudged(recomputations.recomputed))
         _warn_of_checkpoints([layer for layer in report.converted if layer.fqn in recomputed])
         decision = Decision(retained, spread, asleep)
-        self.decisions.add(decision)
+        self.decisions.add(decision, idle if self._asked else [])
         return decision
 
     def stop(self) -> None:
@@ -293,6 +303,8 @@ class FirstBatchProbe:
         self._retention = self._energy = self._recomputations = None
 
 
+_PATIENCE = 16
+"""Batches in which layers that have begun to keep something may keep nothing, as in phases of one batch."""
 _IDLE = "it kept nothing in the first batch (it is frozen, or was not called); it is converted when it does"
 
 

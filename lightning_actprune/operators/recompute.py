@@ -55,6 +55,7 @@ from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
+from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
 from lightning_actprune.operators.second_run import FirstRun, Habits, NamedError
 
@@ -168,6 +169,9 @@ def recomputed(
 ) -> Any:
     """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
     keep, _, _, name, turn, habits = module._recompute
+    trained = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
+    if not trained and not any(x.requires_grad for x in tensors_in((args, kwargs))):
+        return forward(*args, **kwargs)  # the dense module keeps nothing either
     args, kwargs = _without_caches(name, args, kwargs)
     first = FirstRun(module, name, habits, 0 if keep.bits is None else turn)  # type: ignore[arg-type]
     places: dict[int, _Place] = {}

@@ -115,6 +115,8 @@ _ATTENTION_INPUTS = "query", "key", "value"
 _OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
+PATIENCE = 16
+"""Forwards for which new sites are waited for, to be decided, after one in which there were some and none could be."""
 
 
 def is_weight(tensor: Tensor, shapes: Container[tuple[int, ...]]) -> bool:
@@ -312,6 +314,7 @@ class SavedTensorCompression:
         self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
         self._forwards: Counter[str] = Counter()
+        self._waits: Counter[str] = Counter()
         self._loss_inside = loss_inside
         self._names = {m: plain_name(fqn) for fqn, m in module.named_modules()}
         left_alone = {m for m, fqn in self._names.items() if dense(fqn)}
@@ -424,8 +427,15 @@ class SavedTensorCompression:
         hooks, scope.hooks = scope.hooks, None
         if hooks is not None:
             hooks.close(finish)
-            settled = self.decided.settled
-            (settled.discard if hooks.operations.undecided else settled.add)(scope.outermost)
+            operations, name = hooks.operations, scope.outermost
+            if operations.undecided:
+                self.decided.settled.discard(name)
+                if not operations.watched:
+                    self._waits[name] = PATIENCE
+            elif self._waits[name] > 0:  # these sites may not be in each forward
+                self._waits[name] -= 1
+            else:
+                self.decided.settled.add(name)
 
     @unseen_by_compilers
     def _pack(self, outer: Hooks | None, operations: Operations, tensor: Tensor) -> Unchanged | QuantizedView:
