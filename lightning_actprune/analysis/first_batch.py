@@ -249,7 +249,7 @@ class RetentionProbe(SavedTensorRecorder):
         return "is a parameter or buffer" if key in self._parameters else None
 
     def _description(self, saved: Saved) -> str:
-        name = ROOT if saved.module is None else self._names[saved.module]
+        name = ROOT if saved.module is None else self._names.get(saved.module, type(saved.module).__name__)
         if saved.call is not None and saved.call.keeps(saved.key):
             return _DENSE_LAYER.format(name)
         operator = self._operators.current if self._operators is not None else None
@@ -471,7 +471,7 @@ class EnergyProbe(CallWatcher):
             return
         if isinstance(x, Tensor) and may_compress(x) and x.numel() > 0:
             sums = dropped_energy(x.detach(), sparsity, blocks)
-            self._sums[layer] = self._sums[layer] + sums if layer in self._sums else sums
+            self._sums[layer] = self._sums[layer].to(sums.device) + sums if layer in self._sums else sums
 
 
 def keep_blocks(model: nn.Module, report: ConversionReport, shares: Mapping[str, float]) -> list[str]:

@@ -192,7 +192,9 @@ class SavedTensorMeter(SavedTensorRecorder):
         named = input_layers(self._model)
         rows = {layer: LayerFootprint(fqns[0], type(layer).__name__, 0.0) for fqns, layer in named}
         for call, packed in self._packed.items():
-            _add(rows[call.layer], call, sum(packed.values()), elsewhere, call in self._sharing)
+            layer = call.layer  # no replica of DataParallel's has a name
+            row = rows.setdefault(layer, LayerFootprint(type(layer).__name__, type(layer).__name__, 0.0))
+            _add(row, call, sum(packed.values()), elsewhere, call in self._sharing)
         counted = self._batch | self._parameters | self._kept_copies
         return MemoryReport(
             [row for row in rows.values() if row.calls],

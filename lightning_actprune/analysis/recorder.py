@@ -581,7 +581,8 @@ class CallWatcher(ABC):
         watchers.append(self)
         for layer in self._layers:
             if weight_of_call(layer) is not None:
-                self._handles.append(layer.register_forward_pre_hook(ForwardHook(self._see_layer)))
+                # A replica of DataParallel's has the hooks of its original, and counts for that.
+                self._handles.append(layer.register_forward_pre_hook(ForwardHook(partial(self._see_layer, layer))))
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -606,7 +607,7 @@ class CallWatcher(ABC):
     def leave_projection(self, projection: Projection, y: Tensor | None) -> None:  # noqa: B027  # nothing is the default on purpose
         """Do nothing: a call counts when it begins."""
 
-    def _see_layer(self, layer: nn.Module, args: Any) -> None:
+    def _see_layer(self, layer: nn.Module, called: nn.Module, args: Any) -> None:
         weight = weight_of_call(layer)
         self.ran = True
         if isinstance(layer, CompressedLayer) and weight is not None:  # not reverted meanwhile

@@ -169,9 +169,10 @@ def recomputed(
 ) -> Any:
     """Return ``forward(*args, **kwargs)`` of ``module``, which runs again in backward from what is kept of these."""
     keep, _, _, name, turn, habits = module._recompute
-    trained = any(parameter.requires_grad for parameter in module.parameters())  # type: ignore[attr-defined]
-    if not trained and not any(x.requires_grad for x in tensors_in((args, kwargs))):
-        return forward(*args, **kwargs)  # the dense module keeps nothing either
+    if not any(x.requires_grad for x in tensors_in((args, kwargs))):
+        trained = {parameter.requires_grad for parameter in module.parameters()}  # type: ignore[attr-defined]
+        if trained == {False}:  # all is frozen, and the dense module keeps nothing
+            return forward(*args, **kwargs)
     args, kwargs = _without_caches(name, args, kwargs)
     first = FirstRun(module, name, habits, 0 if keep.bits is None else turn)  # type: ignore[arg-type]
     places: dict[int, _Place] = {}

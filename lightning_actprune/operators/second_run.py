@@ -4,14 +4,14 @@ A module that runs again in backward (``operators.recompute``) has to compute th
 the first run began with, and puts it back around the second run:
 
 - buffers, with the values that they had before the first run, also if the module writes to them and reads them
-  afterwards (codebooks, counters, running statistics). The second run gets copies, so the module's own buffers move
-  once a step;
+  afterwards (codebooks, counters, running statistics), or somebody else does between both runs. The second run gets
+  copies, so the module's own buffers move once a step;
 - parameters that somebody exchanged for the first run (``torch.func.functional_call``), and ``training`` flags;
 - the choice of attention kernels (``torch.nn.attention.sdpa_kernel``);
 - the generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
 
-Somebody may write to a parameter, or to a buffer that the module only reads, between both runs. Then the second run
-raises an error, as autograd does for the dense module.
+Somebody may write to a parameter between both runs. Then the second run raises an error, as autograd does for the dense
+module. So it does where a buffer is written to for the first time in a run that is not looked at: there is no copy.
 
 A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
@@ -72,8 +72,8 @@ class Habits:
         self.draws, self.compared = False, False
         self.masks: set[int] = set()
         """Numbers of arguments that have held an additive mask."""
-        self.writers: set[int] = set()
-        """Numbers of modules in it that write to their buffers, some of them perhaps only every other time."""
+        self.written: set[tuple[int, str]] = set()
+        """Buffers that were written to before backward, by the number of the module in it and the name."""
 
     def looks(self, modules: int) -> bool:
         """Count a run of a module that has so many inside, and return whether it is looked at in full."""
@@ -128,7 +128,7 @@ class FirstRun:
         self.compares = not waits and _may_look_at_values()
         """Whether the second run is compared with this one, for which both must have the exact inputs."""
         self._training = [inner.training for inner in self._modules]
-        self._buffers: list[tuple[nn.Module, dict[str, _Buffer]]] = []
+        self._buffers: list[tuple[int, nn.Module, dict[str, _Buffer]]] = []
         self._parameters: list[tuple[nn.Module, str, _Parameter]] = []
         self._attention = _attention_kernels()
         self._generators: tuple[Any, Any] | None = None
@@ -301,40 +301,43 @@ class FirstRun:
     # === Buffers ==========================================================================================
 
     def _note_buffers(self) -> None:
-        """Note the buffers before the first run, with copies of all, or of those to which the module writes."""
+        """Note the buffers before the first run, with copies of all, or of those that were written to before."""
         for number, inner in enumerate(self._modules):
             before = {}
             for name, buffer in inner._buffers.items():
-                copies = type(buffer) is Tensor and (self._looks or number in self._habits.writers)
+                copies = type(buffer) is Tensor and (self._looks or (number, name) in self._habits.written)
                 values = buffer.detach().clone() if copies and buffer is not None else None
                 before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
-            self._buffers.append((inner, before))
+            self._buffers.append((number, inner, before))
 
     def _find_written_buffers(self) -> None:
-        """Keep copies of the buffers that the first run has written to, and of no others."""
-        for number, (inner, before) in enumerate(self._buffers):
-            for name, (buffer, version, values) in before.items():
-                if buffer is None or not (buffer._version != version or _is_uncounted(inner, name)):
-                    before[name] = _Buffer(buffer, version, None)
-                elif values is None:
+        """Have copies made of the buffers that the first run has written to, in later runs too."""
+        for number, inner, before in self._buffers:
+            for name, noted in before.items():
+                if not _is_written(inner, name, before):
+                    continue
+                if noted.values is None:
                     self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
-                else:
-                    self._habits.writers.add(number)
-        self._buffers = [(inner, before) for inner, before in self._buffers if before or inner._buffers]
+                self._habits.written.add((number, name))
+        self._buffers = [noted for noted in self._buffers if noted[2] or noted[1]._buffers]
 
     def _exchange_buffers(self) -> Callable[[], None]:
         """Have the module begin with the buffers of its first run; return how to undo that."""
         exchanged = []
-        for inner, before in self._buffers:
+        for number, inner, before in self._buffers:
             buffers = {}
-            for name, (buffer, version, values) in before.items():
-                if values is None and buffer is not None and buffer._version != version:
+            for name, noted in before.items():
+                buffers[name] = noted.tensor
+                if not _is_written(inner, name, before):
+                    continue
+                if noted.values is None:
                     raise NamedError(
                         f"Buffer {name!r} of {type(inner).__name__} in module {self._who}, which runs again in "
                         "backward, has been modified by an inplace operation since its forward. HINT: write to it "
                         "after backward."
                     )
-                buffers[name] = buffer if values is None else values.clone()
+                self._habits.written.add((number, name))
+                buffers[name] = noted.values.clone()
             if buffers.keys() != inner._buffers.keys() or any(
                 buffers[name] is not now for name, now in inner._buffers.items()
             ):
@@ -391,10 +394,16 @@ _PLAIN = (Tensor, nn.Parameter)
 """Types of parameters that autograd knows by themselves; a strategy exchanges others as it likes."""
 
 
-def _is_uncounted(module: nn.Module, name: str) -> bool:
-    """Return whether kernels write to a buffer that torch does not count: running statistics."""
-    tracked = module.training and getattr(module, "track_running_stats", False)
-    return bool(tracked and name in ("running_mean", "running_var"))
+def _is_written(module: nn.Module, name: str, before: dict[str, _Buffer]) -> bool:
+    """Return whether a buffer has been written to.
+
+    Torch does not count that of running statistics, but that of their counter, where there is one.
+    """
+    running = name in ("running_mean", "running_var")
+    if running and module.training and getattr(module, "track_running_stats", False):
+        return before[name].tensor is not None
+    counted = [before[name], *([before["num_batches_tracked"]] if running and "num_batches_tracked" in before else [])]
+    return any(each.tensor is not None and each.tensor._version != each.version for each in counted)
 
 
 _count_modes = functools.partial(len_torch_dispatch_stack)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
@@ -224,6 +224,12 @@ class Masked(Base):
         prune.l1_unstructured(self.a, "weight", amount=0.5)
 
 
+class Parametrized(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.a)
+
+
 class Checkpointed(Base):
     def use(self, h: Tensor) -> Tensor:
         return checkpoint(self.a, h, use_reentrant=False) * self.a(h.sin())
@@ -309,6 +315,8 @@ def check(
     ("make", "context", "dense"),
     [
         (Masked, bf16, ()),
+        (Parametrized, nullcontext, ()),
+        (Parametrized, parametrize.cached, ()),
         (Checkpointed, bf16, ()),
         (SizedAttention, bf16, ()),
         (SizedAttention, nullcontext, ()),

@@ -76,6 +76,9 @@ def test_layers_that_keep_nothing_are_not_found():
     with torch.no_grad(), RecomputationProbe(model) as probe:
         model(torch.randn(2, 64))
     assert (probe.recomputed, probe.ran) == ([], True)
+    with RecomputationProbe(model) as probe:
+        model(torch.randn(0, 64)).sum().backward()
+    assert len(probe.idle) == 4  # nothing to keep, as in an expert without tokens
 
 
 class Attention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lightning_actprune.analysis.first_batch import RecomputationProbe, RetentionProbe
 from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.codec.blocks import input_geometry
 from lightning_actprune.config import Keep
@@ -162,6 +164,19 @@ def test_other_models_are_not_seen_and_a_failed_call_leaves_no_trace():
         other(*(x[..., 1:] for x in case.tensors()))
     assert watchers == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in other.modules())
+
+
+def test_replicas_and_transforms():
+    """Replicas share hooks with their originals, as those of DataParallel do."""
+    model, x = mlp(), torch.randn(4, 64)
+    convert(model, sparsity=0.5)
+    expected = measure(model, x).rows
+    with SavedTensorMeter(model) as meter, RecomputationProbe(model) as probe, RetentionProbe(model):
+        nn.Sequential(*map(copy.copy, model))(x).sum().backward()
+    assert [row.stored_bytes for row in meter.report().rows] == [row.stored_bytes for row in expected]
+    assert probe.idle == []
+    with SavedTensorMeter(model):
+        torch.testing.assert_close(torch.vmap(model)(x), model(x))
 
 
 def test_a_compiled_part_compiles_nothing_anew_and_is_counted_in_bytes():

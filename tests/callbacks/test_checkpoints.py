@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep
@@ -120,9 +122,23 @@ class Nested(Net):
         return super().forward(x) + self.parts[0](x).mean()
 
 
-def test_modules_among_hyperparameters_are_dense_in_a_checkpoint(tmp_path):
+class Copies(pl.Callback):
+    """Keeps a copy of the model in its state, as averages by hand do."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.average = copy.deepcopy(pl_module.body)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": [self.average]}
+
+
+def test_modules_in_a_checkpoint_are_dense(tmp_path):
+    """Among hyperparameters and states of callbacks, beside averages of Lightning's, also in a logger's file."""
     parts = {"nets": [nn.Sequential(nn.Linear(64, 64), nn.GELU())]}
-    fit_and_save(Nested(parts), tmp_path, ActivationPruning("max"))
+    callbacks = ActivationPruning("max"), Copies(), EMAWeightAveraging(decay=0.5)
+    fit_and_save(Nested(parts), tmp_path, *callbacks, logger=CSVLogger(tmp_path))
+    assert b"lightning_actprune" not in (tmp_path / "step=6.ckpt").read_bytes()
+    assert "lightning_actprune" not in next(tmp_path.rglob("hparams.yaml")).read_text()
     loaded = Nested.load_from_checkpoint(tmp_path / "step=6.ckpt", weights_only=False)
     assert_plain(loaded)
     fit(loaded, ActivationPruning("max"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, Recompute
 from lightning_actprune.analysis.first_batch import RetentionProbe
+from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import LinearSchedule
 from tests.support.by_hand import ByHand
+from tests.support.everything import Scaled
 from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities, warnings_of
-from tests.support.stack import Stack
+from tests.support.stack import STEPS, TOKENS, Stack
 
 PRUNED = ["body.0", "body.2", "head"]
 LEFT = ["body.0", "body.2"]
@@ -129,20 +132,77 @@ def test_the_first_batch_with_a_forward_decides():
 
 
 class Frozen(Retained):
-    """Trains its body from the third batch on, whose layers then have inputs that ReLUs keep."""
+    """Trains its body in some batches, whose layers then have inputs that ReLUs keep."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.body.requires_grad_(self.global_step >= 2)
+        self.body.requires_grad_(self.trains(self.global_step))
         return super().training_step(batch, batch_idx)
 
 
-def test_frozen_layers_are_judged_when_they_are_trained():
+@pytest.mark.parametrize(
+    ("trains", "seen"),
+    [
+        # Dense from the second batch on, also in that in which training begins, and judged in the one after the next.
+        (lambda step: step >= 2, [PRUNED, ["head"], ["head"], PRUNED]),
+        (lambda step: step % 2 == 1, [PRUNED, ["head"], PRUNED, PRUNED]),  # one after the other, as in a GAN
+    ],
+)
+def test_frozen_layers_are_judged_when_they_are_trained(trains: Callable[[int], bool], seen: list[list[str]]):
     model, callback = Frozen(), ActivationPruning(sparsity=0.5)
+    model.trains = trains
     model.body.requires_grad_(False)
     fit(model, callback, max_epochs=2)
-    # Dense from the second batch on, also in that in which training begins, and judged in the one after the next.
-    assert model.seen == [PRUNED, ["head"], ["head"], PRUNED] + [LEFT] * (len(model.seen) - 4)
+    assert model.seen == seen + [LEFT] * (len(model.seen) - 4)
     assert outcome(callback) == {"head": RELU}
+
+
+class Measured(Stack):
+    """Notes what its steps keep, of sequences that may grow."""
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.kept = tokens or [TOKENS], list[int]()
+        for block in self.body[1:-1]:
+            block.act = nn.Sequential(nn.GELU(), Scaled())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with SavedTensorMeter(self, x) as meter:
+            y = self.body(x)
+        self.kept.append(meter.report().stored_bytes)
+        return y
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = (part[:, : self.tokens[self.global_step % len(self.tokens)]] for part in batch)
+        return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
+
+
+class Hooked(Measured):
+    """Runs all that needs gradients in a hook of backward, as cached contrastive losses do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run_again(grad: Tensor) -> None:
+            with torch.enable_grad():
+                y = Measured.forward(self, x)
+            y.backward(grad)
+
+        with torch.no_grad():
+            y = self.body(x)
+        y.requires_grad_().register_hook(run_again)
+        return y
+
+
+@pytest.mark.parametrize("preset", ["max", "recompute"])
+def test_forwards_in_hooks_of_backward_and_of_longer_sequences_are_judged_like_others(preset: str):
+    found = []
+    for model in (Measured(), Hooked(), Measured(*[1] * (STEPS // 2), *[TOKENS] * (STEPS // 2))):
+        fit(model, callback := ActivationPruning(preset, verbose=False))
+        found.append((model.kept, callback.report.to_rows(), list(model.parameters())))
+    (kept, rows, state), (in_hooks, rows_in_hooks, state_in_hooks), (growing, *_) = found
+    assert (in_hooks, rows_in_hooks) == (kept, rows)
+    torch.testing.assert_close(state_in_hooks, state, rtol=0, atol=1e-3)  # norms round otherwise without gradients
+    fit(dense := Measured())
+    assert growing[-1] <= kept[-1] < dense.kept[-1] / 3
+    assert max(growing) < dense.kept[-1]
 
 
 @pytest.mark.parametrize(

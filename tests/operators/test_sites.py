@@ -252,6 +252,15 @@ def test_each_of_several_scopes_decides_in_its_own_first_forward():
     assert saving.left == []
 
 
+def test_what_is_saved_in_some_forwards_alone_is_decided_in_the_second_of_them():
+    module = nn.Sequential(scales())
+    with SavedTensorCompression(module, min_values=256) as saving:
+        for trained, count in ((False, 0), (True, 0), (False, 0), (True, 1)):
+            module.requires_grad_(trained)
+            module(activation() if trained else activation().detach())
+            assert sum(row.count for row in saving.rows) == count
+
+
 def test_what_was_decided_before_a_checkpoint_is_not_decided_again():
     """Nor what is there for the first time: that is left as it is once, as in the training that was not stopped."""
     model, x = nn.Sequential(scales(), scales()), activation()
