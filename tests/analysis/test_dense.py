@@ -19,7 +19,7 @@ from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import PRESETS, Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
-from tests.support.convolutions import laid_out
+from tests.support.compressed import laid_out
 from tests.support.marks import cover
 from tests.support.saving import bytes_saved
 

@@ -18,10 +18,9 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from tests.support.checkpointing import WAYS
-from tests.support.convolutions import laid_out
+from tests.support.compressed import converted, laid_out
 from tests.support.marks import cover, in_turn
 from tests.support.packing import packed
-from tests.support.retention import converted
 
 INSIDE = ["inside.fc1", "inside.fc2"]
 

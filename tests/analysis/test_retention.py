@@ -30,10 +30,9 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport
 from tests.support.attention import BLOCK, SPARSITY, Case
-from tests.support.convolutions import laid_out
+from tests.support.compressed import converted, laid_out
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
-from tests.support.retention import converted
 from tests.support.saving import bytes_saved, saved_tensors
 
 

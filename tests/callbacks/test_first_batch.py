@@ -17,8 +17,17 @@ from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities, warnings_of
+from tests.support.helpers import (
+    BATCHES,
+    FEATURES,
+    ByHand,
+    Net,
+    assert_plain,
+    fit,
+    pruned_layers,
+    sparsities,
+    warnings_of,
+)
 from tests.support.stack import Stack
 
 PRUNED = ["body.0", "body.2", "head"]
