@@ -39,9 +39,7 @@ LIST = "its input is kept alive by a Python reference outside autograd (such as 
 class Retained(Net):
     """``head`` reads the output of a ReLU."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = pruned_layers
+    watch = staticmethod(pruned_layers)
 
     def make(self) -> None:
         super().make()
@@ -51,9 +49,11 @@ class Retained(Net):
 class Listed(Net):
     """``head`` reads what a list keeps."""
 
+    watch = staticmethod(pruned_layers)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.watch, self.features = pruned_layers, list[Tensor]()
+        self.features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(nn.functional.layer_norm(x, (FEATURES,)))
@@ -248,9 +248,7 @@ def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dic
 class Uneven(Net):
     """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = sparsities
+    watch = staticmethod(sparsities)
 
     def make(self) -> None:
         super().make()

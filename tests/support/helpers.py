@@ -26,12 +26,13 @@ class Net(pl.LightningModule):
     ``seen`` collects what ``watch`` returns in every training step.
     """
 
+    watch: Callable[[Net], Any] = staticmethod(lambda model: kinds(model))
+
     def __init__(self, made_in: str = "init", lr: float = 0.01, batch_size: int = 4) -> None:
         super().__init__()
         self.made_in = made_in
         self.lr = lr
         self.batch_size = batch_size
-        self.watch: Callable[[Net], Any] = kinds
         self.seen: list[Any] = []
         self.body: nn.Module | None = None
         if made_in == "init":
