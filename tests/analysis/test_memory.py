@@ -83,12 +83,12 @@ def test_the_batch_does_not_count(in_batch: bool):
 
 
 def test_a_layer_called_twice_sums_its_calls():
-    layer = ActivationPrunedLinear(64, 64, sparsity=0.5)
-    model = nn.Sequential(layer, nn.GELU(), layer)
-    report = measure(model, torch.randn(8, 64))
-    [row] = report.rows
-    assert (row.calls, row.dense_bytes) == (2, 2 * 8 * 64 * 4)
-    once = input_geometry(torch.empty(8, 64), 32, 0.5, "sample").stored_bytes(4)
+    layer = ActivationPrunedLinear(64, 64, sparsity=0.6, block_size=24, scope="token")
+    model, x = nn.Sequential(layer, nn.GELU(), layer), torch.randn(2, 4, 64)
+    [row] = measure(model, x).rows
+    assert (row.kind, row.sparsity) == ("ActivationPrunedLinear", 0.6)
+    assert (row.calls, row.dense_bytes) == (2, 2 * x.nbytes)
+    once = input_geometry(x, 24, 0.6, "token").stored_bytes(4)
     assert row.stored_bytes == row.accounted_bytes == 2 * once
 
 

@@ -37,6 +37,9 @@ class Model(Everything):
         super().__init__(seed, dropout)
         self.kind, self.batch_size = (seed, dropout), 4
 
+    def configure_model(self) -> None:
+        """Might make layers."""
+
 
 def ours() -> list[pl.Callback]:
     """The first batch is probed, in the second memory is measured, then nothing."""
