@@ -58,6 +58,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
@@ -77,11 +78,11 @@ from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_par
 from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers
-from lightning_actprune.operators.base import CompressedLayer, LayerState, torch_class
+from lightning_actprune.operators.base import CompressedLayer, Converted, LayerState, torch_class
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, dropped_by_checkpoint, eager_modules, is_recomputation
 from lightning_actprune.operators.recompute import RecomputedModule
-from lightning_actprune.operators.registry import ROOT, operator_of
+from lightning_actprune.operators.registry import ROOT, layers, operator_of
 from lightning_actprune.operators.retainers import Retainers
 from lightning_actprune.report import ConversionReport, LayerReport
 from lightning_actprune.schedules import check_sparsity
@@ -581,6 +582,40 @@ class IdleLayers:
 
     def _see(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         self._called |= torch.is_grad_enabled() and not is_recomputation() and not _is_empty(next(iter(args), None))
+
+
+class AddedLayers:
+    """Find out when a model gets layers that it did not have, as adapters in the middle of a training.
+
+    A hook of torch's notes when any module gets a child; only then the model is walked through.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._changed = False
+        self._look_at(model)
+        self._handle = register_module_module_registration_hook(self._see)
+
+    def found(self, model: nn.Module) -> bool:
+        """Return whether the model has got layers since it was last looked at."""
+        if not self._changed:
+            return False
+        self._changed, before = False, self._names
+        self._look_at(model)
+        return not self._names <= before
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def _look_at(self, model: nn.Module) -> None:
+        self._modules = set(map(id, model.modules()))
+        self._names = {fqns[0] for fqns, layer in layers(model) if not isinstance(layer, Converted)}
+
+    def _see(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._changed |= id(module) in self._modules
 
 
 def _is_empty(x: Any) -> bool:

@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_actprune.analysis.first_batch import (
+    AddedLayers,
     EnergyProbe,
     IdleLayers,
     RecomputationProbe,
@@ -171,6 +172,7 @@ class FirstBatchProbe:
         self._energy: EnergyProbe | None = None
         self._recomputations: RecomputationProbe | None = None
         self._idle: IdleLayers | None = None
+        self._added: AddedLayers | None = None
         self._watched: bool | None = None
         """Whether calls of idle layers count on any rank: then all of them ask each other in each batch."""
         self._patience = 0
@@ -197,13 +199,16 @@ class FirstBatchProbe:
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return whether layers that kept nothing so far do from now on; they are to be converted and judged then."""
-        if not self.decisions.idle and not self._watched:
+        if self._added is None:
+            self._added = AddedLayers(model)
+        added = self._added.found(model)
+        if not self.decisions.idle and not self._watched and not added:
             return False
         if self._idle is None:
             self._idle = IdleLayers(model, self.decisions.idle)
         if self._watched is None:
             self._watched = self._idle.watches  # of a checkpoint, which all ranks have read
-        awake = self._idle.awake()
+        awake = added or self._idle.awake()
         if self._watched:
             awake = trainer.strategy.reduce_boolean_decision(awake, all=False)
         if awake:
@@ -295,6 +300,9 @@ class FirstBatchProbe:
         """Close the probes, and watch no layers any more, whatever happened in the step."""
         self._end_watch()
         self._close_probes()
+        if self._added is not None:
+            self._added.close()
+            self._added = None
 
     def _close_probes(self) -> None:
         for probe in (self._retention, self._energy, self._recomputations):

@@ -117,18 +117,14 @@ def is_recomputation() -> bool:
     Any other forward in backward, such as one that a hook runs to accumulate gradients by chunks, keeps what it saves
     until its own backward.
     """
-    return backward_runs() and (dropped_by_checkpoint(top_saved_tensors_hooks(False)) or is_in_checkpoint("backward"))
+    return backward_runs() and (dropped_by_checkpoint(top_saved_tensors_hooks(False)) or _is_in_checkpoint())
 
 
-def is_in_checkpoint(method: str) -> bool:
-    """Return whether ``method`` of a reentrant checkpoint, an autograd function, has called this.
-
-    No saved-tensor hooks tell: it has none, and its first forward records no gradients.
-    """
+def _is_in_checkpoint() -> bool:
+    """Return whether this is called from the backward of a reentrant checkpoint, which has no saved-tensor hooks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code, module = frame.f_code, frame.f_globals.get("__name__", "")
-        if code.co_name == method and code.co_varnames[:1] == ("ctx",) and "checkpoint" in module:
+        if frame.f_code.co_name == "backward" and "checkpoint" in frame.f_globals.get("__name__", ""):
             return True
         frame = frame.f_back
     return False

@@ -19,9 +19,18 @@ from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.by_hand import ByHand
 from tests.support.everything import Scaled
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities, warnings_of
+from tests.support.helpers import (
+    BATCHES,
+    FEATURES,
+    ByHand,
+    Net,
+    assert_plain,
+    fit,
+    pruned_layers,
+    sparsities,
+    warnings_of,
+)
 from tests.support.stack import STEPS, TOKENS, Stack
 
 PRUNED = ["body.0", "body.2", "head"]
@@ -33,9 +42,7 @@ LIST = "its input is kept alive by a Python reference outside autograd (such as 
 class Retained(Net):
     """``head`` reads the output of a ReLU."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = pruned_layers
+    watch = staticmethod(pruned_layers)
 
     def make(self) -> None:
         super().make()
@@ -45,9 +52,11 @@ class Retained(Net):
 class Listed(Net):
     """``head`` reads what a list keeps."""
 
+    watch = staticmethod(pruned_layers)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.watch, self.features = pruned_layers, list[Tensor]()
+        self.features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(nn.functional.layer_norm(x, (FEATURES,)))
@@ -131,29 +140,40 @@ def test_the_first_batch_with_a_forward_decides():
     assert outcome(callback) == {"head": RELU}
 
 
-class Frozen(Retained):
-    """Trains its body in some batches, whose layers then have inputs that ReLUs keep."""
+class Changing(Retained):
+    """Has a body whose layers have inputs that ReLUs keep if it is trained, perhaps behind an adapter."""
+
+    adapter = nn.Identity()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.body.requires_grad_(self.trains(self.global_step))
+        self.change(self, self.global_step)
         return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.adapter(nn.functional.layer_norm(x, (FEATURES,))))
 
 
 @pytest.mark.parametrize(
-    ("trains", "seen"),
+    ("change", "seen"),
     [
         # Dense from the second batch on, also in that in which training begins, and judged in the one after the next.
-        (lambda step: step >= 2, [PRUNED, ["head"], ["head"], PRUNED]),
-        (lambda step: step % 2 == 1, [PRUNED, ["head"], PRUNED, PRUNED]),  # one after the other, as in a GAN
+        (lambda model, step: model.body.requires_grad_(step >= 2), [PRUNED, ["head"], ["head"], PRUNED, LEFT]),
+        # One after the other, as in a GAN.
+        (lambda model, step: model.body.requires_grad_(step % 2 == 1), [PRUNED, ["head"], PRUNED, PRUNED, LEFT]),
+        (
+            lambda model, step: step != 2 or setattr(model, "adapter", nn.Linear(FEATURES, FEATURES)),
+            [PRUNED, LEFT, LEFT, [*LEFT, "adapter"], [*LEFT, "adapter"]],
+        ),
     ],
 )
-def test_frozen_layers_are_judged_when_they_are_trained(trains: Callable[[int], bool], seen: list[list[str]]):
-    model, callback = Frozen(), ActivationPruning(sparsity=0.5)
-    model.trains = trains
-    model.body.requires_grad_(False)
+def test_layers_are_judged_when_they_begin_to_keep_something(change: Callable[..., Any], seen: list[list[str]]):
+    model, callback = Changing(), ActivationPruning(sparsity=0.5)
+    model.change = change
+    change(model, 0)
     fit(model, callback, max_epochs=2)
-    assert model.seen == seen + [LEFT] * (len(model.seen) - 4)
+    assert model.seen == seen + [seen[-1]] * (len(model.seen) - len(seen))
     assert outcome(callback) == {"head": RELU}
+    assert not torch.nn.modules.module._global_module_registration_hooks
 
 
 class Measured(Stack):
@@ -299,9 +319,7 @@ def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dic
 class Uneven(Net):
     """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = sparsities
+    watch = staticmethod(sparsities)
 
     def make(self) -> None:
         super().make()
