@@ -122,20 +122,11 @@ class Nested(Net):
         return super().forward(x) + self.parts[0](x).mean()
 
 
-class Copies(pl.Callback):
-    """Keeps a copy of the model in its state, as averages by hand do."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.average = copy.deepcopy(pl_module.body)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"averages": [self.average]}
-
-
 def test_modules_in_a_checkpoint_are_dense(tmp_path):
-    """Among hyperparameters and states of callbacks, beside averages of Lightning's, also in a logger's file."""
+    """Among hyperparameters, as copies, beside averages of Lightning's, and in a logger's file."""
     parts = {"nets": [nn.Sequential(nn.Linear(64, 64), nn.GELU())]}
-    callbacks = ActivationPruning("max"), Copies(), EMAWeightAveraging(decay=0.5)
+    copies = LambdaCallback(on_save_checkpoint=lambda _, model, saved: saved.update(own=[copy.deepcopy(model.body)]))
+    callbacks = ActivationPruning("max"), EMAWeightAveraging(decay=0.5), copies
     fit_and_save(Nested(parts), tmp_path, *callbacks, logger=CSVLogger(tmp_path))
     assert b"lightning_actprune" not in (tmp_path / "step=6.ckpt").read_bytes()
     assert "lightning_actprune" not in next(tmp_path.rglob("hparams.yaml")).read_text()

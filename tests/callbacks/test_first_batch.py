@@ -185,37 +185,34 @@ class Measured(Stack):
         for block in self.body[1:-1]:
             block.act = nn.Sequential(nn.GELU(), Scaled())
 
-    def forward(self, x: Tensor) -> Tensor:
-        with SavedTensorMeter(self, x) as meter:
-            y = self.body(x)
-        self.kept.append(meter.report().stored_bytes)
-        return y
-
     def loss(self, batch: Any) -> Tensor:
-        x, y = (part[:, : self.tokens[self.global_step % len(self.tokens)]] for part in batch)
-        return nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten())
+        with SavedTensorMeter(self, batch) as meter:
+            loss = super().loss([part[:, : self.tokens[self.global_step % len(self.tokens)]] for part in batch])
+        self.kept.append(meter.report().stored_bytes)
+        return loss
 
 
 class Hooked(Measured):
     """Runs all that needs gradients in a hook of backward, as cached contrastive losses do."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def loss(self, batch: Any) -> Tensor:
         def run_again(grad: Tensor) -> None:
             with torch.enable_grad():
-                y = Measured.forward(self, x)
-            y.backward(grad)
+                loss = Measured.loss(self, batch)
+            loss.backward(grad)
 
         with torch.no_grad():
-            y = self.body(x)
-        y.requires_grad_().register_hook(run_again)
-        return y
+            loss = Stack.loss(self, batch)
+        loss.requires_grad_().register_hook(run_again)
+        return loss
 
 
 @pytest.mark.parametrize("preset", ["max", "recompute"])
 def test_forwards_in_hooks_of_backward_and_of_longer_sequences_are_judged_like_others(preset: str):
     found = []
     for model in (Measured(), Hooked(), Measured(*[1] * (STEPS // 2), *[TOKENS] * (STEPS // 2))):
-        fit(model, callback := ActivationPruning(preset, verbose=False))
+        callback = ActivationPruning(preset, verbose=False)
+        assert warnings_of(fit, model, callback, about="activation checkpoint") == []
         found.append((model.kept, callback.report.to_rows(), list(model.parameters())))
     (kept, rows, state), (in_hooks, rows_in_hooks, state_in_hooks), (growing, *_) = found
     assert (in_hooks, rows_in_hooks) == (kept, rows)
