@@ -53,6 +53,7 @@ from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import ForwardHook, eager_modules, explain, is_recomputation
 from lightning_actprune.operators.registry import as_cut, layers, operator_of, plain_name, weight_of_call
+from lightning_actprune.operators.retainers import StorageKey
 from lightning_actprune.operators.saved import packing, unpack_saved
 
 _Hooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -164,7 +165,7 @@ def kept_copy(saved: Tensor) -> Any:
 
 def _shared_key(leaf: Tensor) -> Any:
     # The storage tells a tensor from a later one with the same id, the id from others with the same storage.
-    return StorageWeakRef(leaf.untyped_storage()), id(leaf), _region()  # type: ignore[no-untyped-call]
+    return StorageKey(leaf.untyped_storage()), id(leaf), _region()  # type: ignore[no-untyped-call]
 
 
 def _region() -> Any:
@@ -297,7 +298,7 @@ def storages(value: Any) -> list[tuple[StorageWeakRef, int]]:
     if not isinstance(value, Tensor) or value.layout != torch.strided or is_functorch_wrapped_tensor(value):
         return []
     storage = value.untyped_storage()
-    return [(StorageWeakRef(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
+    return [(StorageKey(storage), storage.nbytes())]  # type: ignore[no-untyped-call]
 
 
 def is_expanded(tensor: Tensor) -> bool:

@@ -9,6 +9,15 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
+class StorageKey(StorageWeakRef):
+    """A weak reference to a storage that is its own copy: each copy of torch's own frees what it refers to again."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> StorageKey:
+        return self
+
+
 class Retainers:
     """Who retains which storage: asked before something is packed in its place, and when it is judged what that saved.
 

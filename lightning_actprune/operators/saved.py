@@ -59,7 +59,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
@@ -107,7 +106,7 @@ from lightning_actprune.operators.regions import (
     layout_of,
 )
 from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
-from lightning_actprune.operators.retainers import Retainers
+from lightning_actprune.operators.retainers import Retainers, StorageKey
 from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
 
 _OUTLIER = "an outlier takes all steps of its block for itself"
@@ -568,7 +567,7 @@ class SavedTensorCompression:
         kept, storage = Unchanged(tensor, outer, version), tensor.untyped_storage()
         address = storage._cdata
         if address not in self._unchanged:
-            self._unchanged.add(StorageWeakRef(storage), None, kept)  # type: ignore[no-untyped-call]
+            self._unchanged.add(StorageKey(storage), None, kept)  # type: ignore[no-untyped-call]
             self.retained_twice_bytes += sum(packed.nbytes for packed in self._packed.all_of(address))
         return kept
 
@@ -586,7 +585,7 @@ class SavedTensorCompression:
             packed = QuantizedRegion(tensor, layout, bits, outer)
         finally:
             packing.original = None
-        self._packed.add(StorageWeakRef(storage), (*region, bits), packed)  # type: ignore[no-untyped-call]
+        self._packed.add(StorageKey(storage), (*region, bits), packed)  # type: ignore[no-untyped-call]
         self._count(fqn, tensor, packed.nbytes)
         return packed
 

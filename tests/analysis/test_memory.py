@@ -146,7 +146,7 @@ def test_other_models_are_not_seen_and_a_failed_call_leaves_no_trace():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in other.modules())
 
 
-def test_replicas_and_transforms():
+def test_replicas_transforms_and_copies():
     """Replicas share hooks with their originals, as those of DataParallel do."""
     model, x = mlp(), torch.randn(4, 64)
     convert(model, sparsity=0.5)
@@ -155,6 +155,7 @@ def test_replicas_and_transforms():
         nn.Sequential(*map(copy.copy, model))(x).sum().backward()
     assert [row.stored_bytes for row in meter.report().rows] == [row.stored_bytes for row in expected]
     assert probe.idle == []
+    assert copy.deepcopy(meter).report() == meter.report()
     with SavedTensorMeter(model):
         torch.testing.assert_close(torch.vmap(model)(x), model(x))
 
