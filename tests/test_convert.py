@@ -30,7 +30,7 @@ from lightning_actprune.config import Config, Keep
 from lightning_actprune.convert import DenseView, convert, convert_layers, revert
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.scale import Affine
-from tests.support.conversion_models import TwoNames, deep, gradients, mlp
+from tests.support.conversion_models import TwoNames, deep, gpt2, gradients, mlp
 from tests.support.measured import kept_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -189,13 +189,6 @@ def test_a_layer_has_one_owner():
     convert(model, rules={"fc2": Keep(bits=4), "*": None})
     assert revert(model, model.fc2.owner) == ["fc2"]
     assert (type(model.fc1), type(model.fc2)) == (ActivationPrunedLinear, nn.Linear)
-
-
-def gpt2() -> nn.Module:
-    import transformers
-
-    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
 
 
 PICKLED = """

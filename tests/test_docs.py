@@ -2,20 +2,18 @@
 
 import importlib
 import inspect
-import itertools
 import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 import lightning_actprune
 from lightning_actprune import config, schedules
+from tests.examples.image_folders import write_images
 from tests.support.helpers import assert_plain
-from tests.support.markdown import code_blocks, run_blocks
+from tests.test_readme import code_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -43,21 +41,15 @@ def test_python_of_the_page_runs(page, tmp_path, monkeypatch, recwarn):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / page).read_text()
     if page == "vision_from_scratch.md":
-        write_images(tmp_path / "data" / "cifar10")
+        write_images(tmp_path / "data" / "cifar10", size=32)
         for full, small in SMALLER.items():
             assert full in text
             text = text.replace(full, small)
-    names = run_blocks(code_blocks(text, "python"), page)
+    names = {"__name__": page}
+    for block in code_blocks(text, "python"):
+        exec(compile(block, page, "exec"), names)
     globals().get(f"check_{page.removesuffix('.md')}", lambda names: None)(names)  # what names have to be in the end
     assert not [w for w in recwarn if "inside an activation checkpoint" in str(w.message)]
-
-
-def write_images(root):
-    for part, count in (("train", 8), ("test", 4)):
-        for label, i in itertools.product(range(3), range(count)):
-            pixels = np.random.default_rng(i).integers(80 * label, 80 * label + 60, (32, 32, 3), dtype=np.uint8)
-            (root / part / str(label)).mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(root / part / str(label) / f"{i}.png")
 
 
 def check_vision_from_scratch(names):

@@ -7,10 +7,14 @@ import pytest
 from torch import nn
 
 from tests.support.helpers import assert_plain
-from tests.support.markdown import code_blocks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(page, language):
+    """Return the blocks of ``language`` in the text of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.mark.integration

@@ -15,22 +15,9 @@ from torch import Tensor, nn
 from lightning_actprune.codec.dispatch import LaunchCache
 from lightning_actprune.config import Config, PresetName
 from lightning_actprune.convert import attached_saved, convert_layers, new_owner
+from tests.support.compression import Runs
 
 TOKENS, FEATURES = 16, 64
-
-
-class Student(nn.Module):
-    """Has a linear layer, a norm, an activation function, and a product whose factors saved-tensor hooks keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.act = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 128), nn.GELU()
-        self.down, self.gate = nn.Linear(128, FEATURES), nn.Parameter(torch.ones(TOKENS, FEATURES))
-        self.head = nn.Linear(FEATURES, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + self.down(self.act(self.up(self.norm(x))))
-        return self.head((y * self.gate).mean(1))
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,7 +43,9 @@ def held() -> tuple[int, int, int, int, int]:
 def train(preset: PresetName | None, steps: int) -> list[float]:
     """Return the mean losses of each tenth of the steps; in the second half nothing may grow."""
     torch.manual_seed(0)
-    model = Student()
+    layers = nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 128), nn.GELU(), nn.Linear(128, FEATURES)
+    gate = Runs(lambda x, gate: x * gate, (TOKENS, FEATURES))  # a product, whose factors saved-tensor hooks keep
+    model = nn.Sequential(*layers, gate, nn.Flatten(), nn.Linear(TOKENS * FEATURES, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     if preset is not None:
         owner = new_owner("soak")

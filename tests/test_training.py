@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,14 +22,6 @@ from lightning_actprune.operators.scale import Affine
 from tests.support.conversion_models import gradients, mlp
 
 # In one process of a group.
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of one CPU process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def test_fully_shard_before_conversion_trains_like_the_unsharded_pruned_model(mesh):

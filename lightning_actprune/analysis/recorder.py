@@ -20,8 +20,6 @@ of our own without any values, on the CPU: within a region, that has one and the
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -618,14 +616,3 @@ class CallWatcher(ABC):
     @abstractmethod
     def _see(self, layer: CompressedLayer, weight: Tensor, x: Any, blocks: Blocks) -> None:
         """Look at a call with its first argument, and how that is cut into blocks."""
-
-
-def in_reentrant_checkpoint() -> bool:
-    """Return whether this call comes from the first forward of a reentrant checkpoint, which records no gradients."""
-    module = sys.modules.get("torch.utils.checkpoint")
-    if module is None:
-        return False
-    frame, code = inspect.currentframe(), module.CheckpointFunction.forward.__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None

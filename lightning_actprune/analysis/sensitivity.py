@@ -38,12 +38,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.analysis.recorder import (
-    ModuleNames,
-    eager_stance,
-    in_reentrant_checkpoint,
-    is_expanded,
-)
+from lightning_actprune.analysis.recorder import ModuleNames, eager_stance, is_expanded
 from lightning_actprune.analysis.sensitivity_grid import (
     ANY,
     BITS,
@@ -532,7 +527,7 @@ class SensitivityProbe:
         pending = measured.pending.setdefault(key, Pending())
         pending.calls += not is_recomputation()  # a checkpoint's second forward is the same call again
         if not y.requires_grad:
-            measured.unmeasured = measured.unmeasured or _unrecorded()
+            measured.unmeasured = measured.unmeasured or "it was called only where no gradients are recorded"
             return
         measured.unmeasured = "no gradient of its output came: the loss does not depend on it"
         layer, autocast, x = measured.layer, autocast_dtype(x), x.detach()
@@ -570,16 +565,6 @@ def _made(y: Tensor) -> Tensor:
     if base is None or not base.requires_grad or base.numel() != y.numel():
         return y
     return base if base.is_contiguous() and y.is_contiguous() else y
-
-
-def _unrecorded() -> str:
-    """Return why the output of a layer has no gradient."""
-    if in_reentrant_checkpoint():
-        return (
-            "it runs inside a reentrant activation checkpoint, of which torch.autograd.grad gets no gradients; with "
-            "use_reentrant=False it does"
-        )
-    return "it was called only where no gradients are recorded"
 
 
 def _leaves(layer: Any) -> list[Tensor]:

@@ -53,14 +53,13 @@ class Decisions:
         """Names of the layers that were converted, whatever was decided of them."""
         self.spread: dict[str, float] | None = None
         """Share of the energy that was to be dropped, of the layers that drop none for it; ``None`` if not judged."""
-        self.retained: dict[str, str] | None = None
-        """Of the layers that were turned dense, what keeps their input; ``None`` if none was judged."""
+        self.retained: dict[str, str | None] | None = None
+        """Of the layers that were turned dense, what keeps their input; ``None`` if none was judged.
+
+        Without a reason are those that have kept nothing yet, which are dense until they do.
+        """
         self.saved = Decided()
         """How what operations save is kept that no layer is known for, which first forwards decide."""
-        self.idle: list[str] = []
-        """Names of the layers that kept nothing yet: they are dense, and among ``retained``, until they do."""
-        self.woken = False
-        """Whether some of these keep something now, and are not judged yet."""
         self._judged: frozenset[str] = frozenset()
         self._tried: weakref.ref[nn.Module] | None = None
 
@@ -72,14 +71,16 @@ class Decisions:
     def forget(self) -> None:
         """Forget all."""
         self.spread, self.retained, self._judged, self._tried = None, None, frozenset(), None
-        self.idle, self.woken = [], False
+
+    @property
+    def idle(self) -> list[str]:
+        """Names of the layers that have kept nothing yet."""
+        return [name for name, reason in (self.retained or {}).items() if reason is None]
 
     def wake(self) -> None:
         """Forget what was decided of layers that kept nothing."""
-        self.woken = True
-        self.retained = {name: reason for name, reason in (self.retained or {}).items() if name not in self.idle}
         self._judged -= set(self.idle)
-        self.idle = []
+        self.retained = {name: reason for name, reason in (self.retained or {}).items() if reason is not None}
 
     def end_with_the_fit(self) -> None:
         """Let what was decided hold for this fit only."""
@@ -91,9 +92,8 @@ class Decisions:
     def add(self, decision: Decision) -> None:
         """Take note of what was decided of the layers."""
         self.spread = (self.spread or {}) | decision.spread
-        dense = (*decision.retained, *decision.idle)
-        self.retained = (self.retained or {}) | {layer.fqn: layer.reason or "" for layer in dense}
-        self.idle, self.woken = [layer.fqn for layer in decision.idle], False
+        retained = {layer.fqn: layer.reason for layer in decision.retained}
+        self.retained = (self.retained or {}) | retained | {layer.fqn: None for layer in decision.idle}
         self._judged |= set(self.layers)
 
     def add_trial_of(self, model: nn.Module) -> None:
@@ -115,8 +115,7 @@ class Decisions:
         model: nn.Module,
         report: ConversionReport,
         spread: dict[str, float],
-        retained: dict[str, str] | None,
-        idle: list[str],
+        retained: dict[str, str | None] | None,
     ) -> Decision:
         """Go on with what was decided before a checkpoint, and return it.
 
@@ -125,12 +124,11 @@ class Decisions:
             report: The conversion.
             spread: As it was.
             retained: As it was; ``None`` if that is not known, so that a batch is still to show it.
-            idle: As it was.
         """
-        self.spread, self.retained, self.idle = spread, retained, idle
+        self.spread, self.retained = spread, retained
         if retained is not None:
             self._judged = frozenset(self.layers)
-        found = self._change(model, report)
+        found, idle = self._change(model, report), self.idle
         if not idle:
             check_left(report)
         return Decision(
@@ -138,7 +136,8 @@ class Decisions:
         )
 
     def _change(self, model: nn.Module, report: ConversionReport) -> list[LayerReport]:
-        found = leave_dense(model, report, self.retained or {})
+        reasons = {name: _IDLE if reason is None else reason for name, reason in (self.retained or {}).items()}
+        found = leave_dense(model, report, reasons)
         keep_blocks(model, report, self.spread or {})
         return found
 
@@ -187,7 +186,8 @@ class FirstBatchProbe:
         packs = sparsity > 0 or any(keep.bits is not None for keep in keeps)
         self._asked = packs and not self.decisions.complete
         judged = any(keep.max_dropped_energy < 1 and keep.sparsity != 0 for keep in keeps)
-        self._asks_energy = judged and sparsity > 0 and (self.decisions.spread is None or self.decisions.woken)
+        known = self.decisions.spread is not None and self.decisions.retained is None  # by a checkpoint, in part
+        self._asks_energy = judged and sparsity > 0 and not known
 
     def wakes(self, trainer: pl.Trainer, model: nn.Module) -> bool:
         """Return whether layers that kept nothing so far do from now on; they are to be converted and judged then."""

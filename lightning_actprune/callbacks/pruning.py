@@ -322,7 +322,6 @@ class ActivationPruning(TrainerCallback):
             "skip_retained": self.skip_retained,
             "spread": self._decisions.spread,
             "retained": self._decisions.retained,
-            "idle": self._decisions.idle,
             "saved": self._decisions.saved.state_dict(),
             **({} if self._budget is None else {"memory_budget": self._budget.state_dict()}),
         }
@@ -431,7 +430,7 @@ class ActivationPruning(TrainerCallback):
     def _restore(self, pl_module: pl.LightningModule) -> Decision | None:
         """Go on with what was decided before the checkpoint; warn if that was made with other settings than the new."""
         then, self._restored = self._restored or {}, None
-        found = "spread", "retained", "idle", "saved", "memory_budget"
+        found = "spread", "retained", "saved", "memory_budget"
         now = {name: value for name, value in self.state_dict().items() if name not in found}
         chosen = () if self._budget is None else ("layers",)  # which a budget chooses
         _warn_of_other_settings(self._owner, then, {name: now[name] for name in now if name not in chosen})
@@ -446,8 +445,7 @@ class ActivationPruning(TrainerCallback):
         self._decisions.saved.load_state_dict(then.get("saved", Decided().state_dict()))
         if not decided:
             return None
-        known = then["spread"], then.get("retained"), then.get("idle", [])
-        restored = self._decisions.restore(pl_module, self._report, *known)
+        restored = self._decisions.restore(pl_module, self._report, then["spread"], then.get("retained"))
         self._find_layers(pl_module)
         return restored
 

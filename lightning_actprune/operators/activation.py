@@ -446,7 +446,7 @@ class ActivationFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable("an activation function whose derivative is kept in few bits")
+    @once_differentiable("a layer whose derivative is kept in few bits")
     def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor]:
         """Return the gradient of the input."""
         (codes,) = ctx.saved_tensors

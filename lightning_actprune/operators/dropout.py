@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, may_compress, once_differentiable
+from lightning_actprune.codec.autograd import applied, may_compress
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
@@ -31,7 +31,7 @@ from lightning_actprune.codec.dispatch import (
     is_aligned,
     on_device_of,
 )
-from lightning_actprune.operators.activation import ROW, StoredMask, activation_grad, encode_mask
+from lightning_actprune.operators.activation import ROW, ActivationFunction, StoredMask, encode_mask
 from lightning_actprune.operators.base import CompressedLayer, Traced
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ _mask_launches = LaunchCache(_mask_launch)
 class DropoutFunction(torch.autograd.Function):
     """Dropout that keeps its mask in one bit a value."""
 
+    backward = staticmethod(ActivationFunction.backward)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, in_place: bool, eager: bool) -> Tensor:
         """Drop values of ``x`` with probability ``p``."""
@@ -79,13 +81,6 @@ class DropoutFunction(torch.autograd.Function):
         ctx.strides, ctx.dtype, ctx.stored = mask.stride(), x.dtype, StoredMask(1 / (1 - p))
         ctx.save_for_backward(pack_mask(mask))
         return y
-
-    @staticmethod
-    @once_differentiable("a dropout layer that keeps its mask in one bit")
-    def backward(ctx: Any, eager: bool, grad_y: Tensor) -> tuple[Tensor]:
-        """Return the gradient of the input."""
-        (codes,) = ctx.saved_tensors
-        return (activation_grad(grad_y, codes, ctx.strides, ctx.stored, ctx.dtype, eager),)
 
 
 _apply = applied(DropoutFunction)

@@ -20,7 +20,6 @@ from lightning_actprune.analysis.allocation import (
     BALANCED,
     DENSE,
     FEW,
-    MARGIN,
     Allocator,
     Settings,
     allocate,
@@ -218,33 +217,29 @@ def allocator(peaks: list[float], looked_at: list[int] | None = None) -> Allocat
 
 
 RISING = [20.0 + 2 * number for number in range(LAST + 1)]
-
-
-@pytest.mark.parametrize("budget", [20, 22, 46.5, 72, 95, 96, 100])
-def test_the_last_setting_that_fits_is_found(budget: float):
-    looked_at: list[int] = []
-    found = allocator(RISING, looked_at).fit(int(budget * MIB))
-    within = [number for number, peak in enumerate(RISING) if peak <= (1 - MARGIN) * budget]
-    assert found.number == (LAST if found.is_dense else max(within, default=0))
-    assert found.peak_bytes == RISING[found.number] * MIB
-    assert found.is_dense == (budget >= RISING[-1])
-    assert found.dense.peak_bytes == RISING[-1] * MIB
-    assert len(looked_at) == len(set(looked_at)) <= 2 + math.ceil(math.log2(LAST + 1))
+FITS = (20, 0), (22, 0), (46.5, 13), (72, 25), (95, 37), (96, LAST), (100, LAST)
+"""Budgets in MiB, and the last setting whose peak is below each by a margin."""
 
 
 @pytest.mark.parametrize(
     ("budget", "off", "number"),
     [
+        *((int(budget * MIB), 0, number) for budget, number in FITS),
         (1.0, 0, LAST),
-        (0.75, 0, 25),  # 72 of 96, less a margin
+        (0.75, 0, 25),  # 72 of 96
         (31 * MIB, 4 * MIB, 3),
         (31 * MIB, -4 * MIB, 7),
         (0.6, 12 * MIB, 16),  # 64.8 of 108
     ],
 )
-def test_fractions_are_of_the_dense_peak_and_a_measured_step_corrects_all_predictions(budget, off, number):
-    found = allocator(RISING).fit(budget, off=off)
+def test_the_last_setting_that_fits_is_found(budget: float, off: int, number: int):
+    """Fractions are of the dense peak, and by what a measured step is off all predictions are corrected."""
+    looked_at: list[int] = []
+    found = allocator(RISING, looked_at).fit(budget, off=off)
     assert (found.number, found.peak_bytes) == (number, RISING[number] * MIB + off)
+    assert found.is_dense == (number == LAST)
+    assert found.dense.peak_bytes == RISING[-1] * MIB
+    assert len(looked_at) == len(set(looked_at)) <= 2 + math.ceil(math.log2(LAST + 1))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -19,7 +19,9 @@ from lightning_actprune.analysis.memory import MemoryReport, SavedTensorMeter
 from lightning_actprune.config import PRESETS, Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
-from tests.support.convolutions import laid_out
+from tests.support.compressed import laid_out
+from tests.support.compression import Runs
+from tests.support.conversion_models import gpt2
 from tests.support.marks import cover
 from tests.support.saving import bytes_saved
 
@@ -53,20 +55,6 @@ class Residual(nn.Module):
         return self.act2(self.norm2(self.conv2(self.act1(self.norm1(self.conv1(x))))) + x)
 
 
-class Gpt(nn.Module):
-    """Layers of transformers' own class ``Conv1D``, and a head whose weight is that of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2, "use_cache": False}
-        self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).logits
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +76,11 @@ def case(name: str) -> tuple[nn.Module, Tensor]:
         "recurrent": (Recurrent(), rows),
         "encoder": (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu"), rows)
     }  # fmt: skip
-    return made[name] if name in made else (Gpt().train(), torch.randint(99, (3, 32)))
+    if name in made:
+        return made[name]
+    gpt = Runs(lambda x: gpt.model(x).logits)  # has transformers' Conv1D, and a head with the weight of the embedding
+    gpt.model = gpt2().train()
+    return gpt, torch.randint(99, (3, 32))
 
 
 def measured(model: nn.Module, x: Tensor, autocast: bool) -> MemoryReport:

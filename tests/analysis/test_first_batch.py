@@ -17,11 +17,11 @@ from lightning_actprune.codec.blocks import Blocks
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.linear import ActivationPrunedLinear
+from tests.support.attention import Attending
 from tests.support.checkpointing import WAYS
-from tests.support.convolutions import laid_out
+from tests.support.compressed import converted, laid_out
 from tests.support.marks import cover, in_turn
 from tests.support.packing import packed
-from tests.support.retention import converted
 
 INSIDE = ["inside.fc1", "inside.fc2"]
 
@@ -78,25 +78,15 @@ def test_layers_that_keep_nothing_are_not_found():
     assert (probe.recomputed, probe.ran) == ([], True)
 
 
-class Attention(nn.Module):
-    def __init__(self, batch_first: bool, need_weights: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=batch_first)
-        self.need_weights = need_weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=self.need_weights)[0]
-
-
 @pytest.mark.parametrize(
     ("way", "need_weights", "batch_first"), cover(["reentrant", "non_reentrant"], *[(False, True)] * 2)
 )
 def test_both_projections_of_attention_are_found(way: str, need_weights: bool, batch_first: bool):
-    inside, outside = (Attention(batch_first, need_weights) for _ in range(2))
+    inside, outside = (Attending(need_weights=need_weights, batch_first=batch_first) for _ in range(2))
     model = nn.Sequential(nn.Linear(64, 64), inside, outside)
     convert(model, sparsity=0.5)
     model[1] = WAYS[way](inside)
-    assert found(model) == ["1.attention", "1.attention.out_proj"]
+    assert found(model) == ["1.attn", "1.attn.out_proj"]
 
 
 def test_saved_tensors_moved_inside_a_checkpoint_are_kept_and_hooks_around_it_hide_nothing():

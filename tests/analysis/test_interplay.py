@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from lightning_actprune.analysis.first_batch import RetentionProbe
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
+from tests.analysis.test_step_memory import recorded_step
 from tests.support.packing import packed
-from tests.support.recorded import recorded_step
 
 
 class Projections(nn.Module):
@@ -82,9 +83,7 @@ def test_no_recorder_keeps_anything_alive(recorder: Any):
             gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("recorder", "inside"), [(SavedTensorMeter, False), (SavedTensorMeter, True), (RetentionProbe, False)]
-)
+@pytest.mark.parametrize(("recorder", "inside"), itertools.product([SavedTensorMeter, RetentionProbe], [False, True]))
 def test_hooks_around_and_inside_a_recorder_get_what_they_get_without(recorder: Any, inside: bool):
     model, x = made()
     expected, (alone, counted_alone), (hooks, counted) = (

@@ -29,11 +29,10 @@ from lightning_actprune.operators.attention import (
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport
-from tests.support.attention import BLOCK, SPARSITY, Case
-from tests.support.convolutions import laid_out
+from tests.support.attention import BLOCK, SPARSITY, Attending, Case
+from tests.support.compressed import converted, laid_out
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
-from tests.support.retention import converted
 from tests.support.saving import bytes_saved, saved_tensors
 
 
@@ -296,7 +295,7 @@ def test_an_exception_leaves_everything_as_it_was(error: type[BaseException]):
     with pytest.raises(error), RetentionProbe(model, x):
         model(x)
     handle.remove()
-    model.attention, model.refusing = SelfAttention(norm=True), Refusing()
+    model.attention, model.refusing = Attending(norm=True), Refusing()
     with pytest.raises(error):
         RetentionProbe(model, x).__enter__()
     assert model.fc.sparsity == model.in_.sparsity == 0.6
@@ -352,20 +351,6 @@ def test_a_compiled_model_is_probed_eagerly_and_compiles_once_more_for_what_chan
 BY_ATTENTION = BY + "'attn' (multi_head_attention_forward)"
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, norm: bool, copies: bool = True) -> None:
-        super().__init__()
-        self.norm, self.attn, self.copies = (
-            nn.LayerNorm(64) if norm else nn.Identity(),
-            nn.MultiheadAttention(64, 4),
-            copies,
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return self.attn(h, h, h, need_weights=self.copies)[0]
-
-
 OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
 
 
@@ -380,7 +365,7 @@ OUT = NonDynamicallyQuantizableLinear, CompressedOutProjection
     ids=["none", "in", "out", "both"],
 )
 def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, samples, reasons, attention, sparsity):
-    model, x = SelfAttention(norm, copies), torch.randn(7, samples, 64)
+    model, x = Attending(norm, copies), torch.randn(7, samples, 64)
     report = converted(model, sparsity)
     with RetentionProbe(model, x, sparsity=0.6) as probe:
         model(x).sum().backward()
@@ -402,7 +387,7 @@ def test_exactly_the_projection_with_a_retained_input_is_turned(norm, copies, sa
 
 
 def test_such_a_projection_runs_dense_in_the_probed_step_and_changes_no_other():
-    model, x = SelfAttention(norm=False), torch.randn(7, 3, 64)
+    model, x = Attending(need_weights=True), torch.randn(7, 3, 64)
     expected = model(x).square().sum()
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     convert(model, sparsity=0.6)

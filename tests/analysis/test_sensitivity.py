@@ -16,6 +16,7 @@ from lightning_actprune import Keep, convert, measure_sensitivity
 from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport, grouped
 from lightning_actprune.operators.attention import watchers
+from tests.support.attention import Attending
 from tests.support.conversion_models import deep, mlp
 
 BITS = [None, 4, 2]
@@ -36,17 +37,6 @@ class TokenMixing(nn.Module):
         return self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
 
 
-class Attention(nn.Module):
-    def __init__(self, crossed: bool, **options: Any) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(64, 4, batch_first=True, **options)
-        self.crossed = crossed
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x.roll(1, 0) if self.crossed else x
-        return self.attention(x, other, other, need_weights=False)[0]
-
-
 class Twice(nn.Module):
     """One layer called twice, and one of which only the first of two calls reaches the loss."""
 
@@ -65,8 +55,8 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "three": (deep, (3, 5, 65)),
     "token mixing": (TokenMixing, (3, 40, 70)),
     "called twice": (Twice, (4, 3, 66)),
-    "self-attention": (lambda: Attention(False), (3, 6, 64)),
-    "own weights": (lambda: Attention(True, kdim=64, vdim=64, bias=False), (3, 6, 64)),
+    "self-attention": (lambda: Attending(batch_first=True), (3, 6, 64)),
+    "own weights": (lambda: Attending(crossed=True, kdim=64, vdim=64, bias=False, batch_first=True), (3, 6, 64)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3, padding="same"), nn.Conv2d(8, 4, 2, 2)), (2, 6, 9, 8)),
 }
 """Models and the shapes of their inputs."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
 
@@ -31,7 +32,6 @@ from lightning_actprune.analysis.step_memory import (
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support.marks import cover
-from tests.support.recorded import recorded_step
 from tests.support.stack import WIDTH, Residual
 
 
@@ -56,6 +56,24 @@ def random_step(seed: int, measured: bool) -> StepMemory:
 
 def kept(step: StepMemory, index: int, packed: bool | None = None) -> int:
     return sum(h.nbytes for h in step.retained if h.kept_at(index) and packed in (None, h.packed))
+
+
+def recorded_step(
+    model: nn.Module,
+    x: Tensor,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean(),
+) -> StepMemory:
+    """Return the record of a step that frees the gradients of the one before when its forward is over."""
+    with StepMemoryRecorder(model, x, [optimizer]) as recorder:
+        value = loss(model, x)
+        recorder.moment()
+        optimizer.zero_grad()
+        recorder.mark("backward")
+        value.backward()
+        recorder.mark("optimizer")
+        optimizer.step()
+    return recorder.result()
 
 
 @pytest.mark.parametrize(("seed", "measured"), [(0, True), (1, False), (2, True)])

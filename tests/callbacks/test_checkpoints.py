@@ -99,7 +99,6 @@ def test_checkpoints_have_the_keys_of_the_plain_model_and_resume_with_and_withou
         "skip_retained": True,
         "spread": {},
         "retained": {},
-        "idle": [],
         "saved": {"sites": {}, "settled": []},
     }
     model = Net()

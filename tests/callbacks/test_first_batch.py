@@ -17,8 +17,17 @@ from lightning_actprune.callbacks import first_batch
 from lightning_actprune.codec import private
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, FEATURES, Net, assert_plain, fit, pruned_layers, sparsities, warnings_of
+from tests.support.helpers import (
+    BATCHES,
+    FEATURES,
+    ByHand,
+    Net,
+    assert_plain,
+    fit,
+    pruned_layers,
+    sparsities,
+    warnings_of,
+)
 from tests.support.stack import Stack
 
 PRUNED = ["body.0", "body.2", "head"]
@@ -30,9 +39,7 @@ LIST = "its input is kept alive by a Python reference outside autograd (such as 
 class Retained(Net):
     """``head`` reads the output of a ReLU."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = pruned_layers
+    watch = staticmethod(pruned_layers)
 
     def make(self) -> None:
         super().make()
@@ -42,9 +49,11 @@ class Retained(Net):
 class Listed(Net):
     """``head`` reads what a list keeps."""
 
+    watch = staticmethod(pruned_layers)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.watch, self.features = pruned_layers, list[Tensor]()
+        self.features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(nn.functional.layer_norm(x, (FEATURES,)))
@@ -239,9 +248,7 @@ def judged(sparsity: Any = 0.5, bits: int | None = 4, limit: float = 0.2) -> dic
 class Uneven(Net):
     """``body.0`` reads what a norm has made even, ``body.2`` one large block and three of zeros."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.watch = sparsities
+    watch = staticmethod(sparsities)
 
     def make(self) -> None:
         super().make()

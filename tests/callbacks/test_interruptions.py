@@ -37,6 +37,9 @@ class Model(Everything):
         super().__init__(seed, dropout)
         self.kind, self.batch_size = (seed, dropout), 4
 
+    def configure_model(self) -> None:
+        """Might make layers."""
+
 
 def ours() -> list[pl.Callback]:
     """The first batch is probed, in the second memory is measured, then nothing."""
@@ -193,7 +196,13 @@ PLACES: dict[str, tuple[Any, type[BaseException], int | None]] = {
     "start of a batch": (in_callback("on_train_batch_start"), KeyboardInterrupt, 0),
     "before backward": (in_callback("on_before_backward"), KeyboardInterrupt, 0),
     "end of a batch": (in_callback("on_train_batch_end"), torch.OutOfMemoryError, 2),
+    "setup of the model": (in_model("setup"), RuntimeError, None),
+    "setup of a callback": (in_callback("setup"), KeyboardInterrupt, None),
+    "making layers": (in_model("configure_model"), RuntimeError, None),
     "making optimizers": (in_model("configure_optimizers"), RuntimeError, None),
+    "start of a fit": (in_callback("on_fit_start"), RuntimeError, None),
+    "gradients": (in_model("on_after_backward"), RuntimeError, 0),
+    "state of a checkpoint": (in_callback("state_dict"), RuntimeError, None),
     "validation": (in_callback("on_validation_end"), torch.OutOfMemoryError, None),
     "end of training": (in_callback("on_train_end"), RuntimeError, None),
     "teardown": (in_callback("teardown"), KeyboardInterrupt, None),

@@ -25,8 +25,7 @@ from lightning_actprune.analysis.memory import MemoryReport
 from lightning_actprune.analysis.step_memory import StepMemory
 from lightning_actprune.callbacks import memory
 from lightning_actprune.schedules import LinearSchedule
-from tests.support.by_hand import ByHand
-from tests.support.helpers import BATCHES, Net, assert_plain, fit, loader, warnings_of
+from tests.support.helpers import BATCHES, ByHand, Net, assert_plain, fit, loader, warnings_of
 
 STEPS = [BATCHES - 1, 2 * BATCHES - 1]
 """Where Lightning logs the ends of two epochs."""

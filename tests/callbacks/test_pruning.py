@@ -9,7 +9,6 @@ import json
 import pickle
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,19 +22,17 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, TransformerEnginePrecision
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep, convert
-from lightning_actprune.analysis.recorder import unpack_listeners
 from lightning_actprune.callbacks.advice import warn_of_optimizers, warn_of_surroundings
 from lightning_actprune.codec import dispatch
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.schedules import ConstantSchedule, LinearSchedule, SparsitySchedule
-from tests.callbacks.test_first_batch import Retained, assert_hooks_gone
-from tests.support.by_hand import ByHand
+from tests.callbacks.test_first_batch import Retained
 from tests.support.helpers import (
     BATCHES,
+    ByHand,
     ConfiguredNet,
     Net,
     assert_plain,
@@ -362,81 +359,12 @@ def test_schedule_reaches_both_projections_of_attention():
     assert "_pruning" not in vars(model.body.self_attn)
 
 
-class Offloading(Net):
-    """Moves what its forward saves to the CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with save_on_cpu():
-            return super().forward(x)
-
-
-def test_save_on_cpu_inside_and_around_a_fit_changes_nothing():
-    states = []
-    for make, around in ((Net, nullcontext()), (Offloading, nullcontext()), (Net, save_on_cpu())):
-        torch.manual_seed(0)
-        model, pruning = make(), ActivationPruning(sparsity=0.6, verbose=False)
-        with around:
-            fit(model, pruning, ActivationMemoryMonitor(1))
-        assert pruning.skipped == []
-        states.append(model.state_dict())
-    torch.testing.assert_close(states, [states[0]] * 3, rtol=0, atol=0)
-
-
-# What every exit restores; see test_interruptions for other phases, and for all operators.
-
-
-@pytest.mark.parametrize(
-    ("make", "phase", "place"),
-    [
-        *((Net, phase, "model") for phase in ("setup", "on_before_zero_grad")),
-        *((ConfiguredNet, phase, "model") for phase in ("configure_model", "forward", "on_after_backward")),
-        (ConfiguredNet, "on_train_end", "model"),
-        *((ConfiguredNet, phase, "before") for phase in ("setup", "on_fit_start")),
-        *((ConfiguredNet, phase, "after") for phase in ("setup", "state_dict")),
-    ],
-)
-def test_an_exception_in_any_phase_of_the_model_or_another_callback_leaves_a_plain_model(make, phase, place, tmp_path):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ZeroDivisionError
-
-    model, other = make(), pl.Callback()
-    setattr(model if place == "model" else other, phase, fail)
-    monitor = ActivationMemoryMonitor(measure_batch=0)
-    ours = ActivationPruning(sparsity=0.6, rules={"head": None}), ActivationPruning(rules={"body.*": None}), monitor
-    callbacks = (*ours, other) if place == "after" else (other, *ours)
-    with pytest.raises(ZeroDivisionError):
-        fit(model, *callbacks, enable_checkpointing=True, default_root_dir=tmp_path, num_sanity_val_steps=0)
-    assert_hooks_gone(model)
-    assert unpack_listeners == []
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-    assert "configure_model" not in vars(model) or vars(model)["configure_model"] is fail
-    vars(model).pop(phase, None)
-    model.seen.clear()
-    fit(model, ActivationPruning(sparsity=0.5), monitor)
-    assert model.seen == [PRUNED] * BATCHES
-    assert monitor.report is not None
-    assert_plain(model)
+# What is left of a fit; see test_interruptions for errors in it.
 
 
 def test_a_fit_without_a_usable_module_raises_lightnings_own_error():
     with pytest.raises(TypeError, match="LightningModule"):
         fit(nn.Linear(3, 3), ActivationPruning(sparsity=0.6), ActivationMemoryMonitor())
-
-
-def test_the_model_can_be_copied_and_pickled_during_the_fit_without_the_trainer():
-    copies, model = list[nn.Module](), Net()
-
-    def copy_parts(*args: Any) -> None:
-        for module in model.body, model.head:
-            state = pickle.dumps(module)
-            assert b"callbacks" not in state
-            copies.extend([copy.deepcopy(module), pickle.loads(state)])
-
-    ours = ActivationPruning(sparsity=0.5), ActivationMemoryMonitor(measure_batch=0)
-    fit(model, *ours, LambdaCallback(on_train_batch_end=copy_parts))
-    for module in copies:
-        assert not any(m._forward_hooks for m in module.modules())
-        module(torch.randn(2, 3, next(module.parameters()).shape[1])).sum().backward()
 
 
 def test_nothing_is_left_alive_after_the_fit():

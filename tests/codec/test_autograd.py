@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lightning_actprune.codec.autograd import applied, no_view, once_differentiable
 
@@ -51,13 +51,6 @@ def leaves() -> tuple[Tensor, Tensor]:
     return torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
 
 
-class Watched(TorchDispatchMode):
-    """Any dispatch mode ends plain eager mode."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def test_plain_eager_mode_and_what_ends_it():
     """Dispatch modes, and of backward batched gradients."""
     x, w = leaves()
@@ -67,10 +60,10 @@ def test_plain_eager_mode_and_what_ends_it():
     assert seen == [x.data_ptr(), w.data_ptr()]  # hooks of others see what is saved
     grads = torch.autograd.grad(y.sum(), (x, w))
     torch.testing.assert_close(grads, (w.detach(), 2 * x.detach()))
-    with Watched():
+    with BaseTorchDispatchMode():
         y = product(x, w, "name")
     torch.autograd.grad(y.sum(), (x, w))
-    with Watched():
+    with BaseTorchDispatchMode():
         torch.autograd.grad(product(x, w, "name").sum(), (x, w))
     grads = torch.randn(2, 3)
     (found,) = torch.autograd.grad(product(x, w, "name"), x, grads, is_grads_batched=True)
@@ -104,7 +97,7 @@ addresses: list[int] = []
 def test_a_result_may_be_written_to_and_is_no_copy(mode):
     x = torch.randn(2, 4, 3, requires_grad=True)
     call = torch.compile(rows_of, backend="aot_eager", fullgraph=True) if mode == "compiled" else rows_of
-    with Watched() if mode == "watched" else nullcontext():
+    with BaseTorchDispatchMode() if mode == "watched" else nullcontext():
         y = call(x)
     assert mode == "compiled" or y.data_ptr() == addresses[-1]
     y[:, 0] *= 3

@@ -8,9 +8,7 @@ import torch
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.formats import DITHER_BITS, MASK, PLANES, dequantize, quantize, row_bytes
 from tests.support.marks import cover
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-each_bits = pytest.mark.parametrize("bits", PLANES)
+from tests.support.packing import DTYPES, each_bits
 
 
 def made_blocks(count: int, size: int, seed: int = 0) -> torch.Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_actprune.convert import convert, revert
@@ -131,14 +129,6 @@ def test_second_derivatives_are_refused(case: Case):
         assert isinstance(dense.layer, (nn.MultiheadAttention, nn.Hardsigmoid))
         return
     assert torch.equal(penalised(model), right)
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    store = tmp_path_factory.mktemp("mesh") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.cases(lambda case: not case.inside and not case.seeded)  # a bit of dropout belongs to one value

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from examples import cli
 from examples.classifier import ImageClassifier
@@ -15,20 +14,6 @@ pytestmark = pytest.mark.integration
 CONFIGS = Path(cli.__file__).parent / "configs"
 QUICK = "--trainer.accelerator=cpu --trainer.max_epochs=1 --trainer.limit_train_batches=2 --trainer.limit_val_batches=1"
 IN_FOLDER = "--data.num_workers=0 --data.batch_size=4 --data.images_per_class=2 --model.dim=64 --model.depth=1"
-
-
-def print_config(capsys, config, *options):
-    """Return the whole configuration that the command line makes of a file."""
-    with pytest.raises(SystemExit) as end:
-        cli.main(["fit", "--config", str(config), *options, "--print_config"])
-    assert end.value.code == 0
-    return yaml.safe_load(capsys.readouterr().out)
-
-
-def pruning_arguments(config):
-    """Return the arguments of `ActivationPruning` in a configuration."""
-    callbacks = config["trainer"]["callbacks"]
-    return next(c["init_args"] for c in callbacks if c["class_path"].endswith("ActivationPruning"))
 
 
 def pruning_of(model):
@@ -42,19 +27,6 @@ def fitted(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ImageClassifier, "on_fit_end", lambda self: found.append(self), raising=False)
     return found
-
-
-def test_options_change_the_config_and_a_printed_config_is_one(capsys, tmp_path):
-    options = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.5"
-    rules = "--trainer.callbacks.rules={'*head': dense}"
-    whole = print_config(capsys, CONFIGS / "digits.yaml", *options, rules, "--model.lr=0.003")
-    changed = pruning_arguments(whole)
-    assert (changed["preset"], changed["rules"], whole["model"]["lr"]) == ("max", {"*head": "dense"}, 0.003)
-    assert changed["sparsity"]["class_path"] == "lightning_actprune.schedules.LinearSchedule"
-    assert changed["sparsity"]["init_args"]["end"] == 0.5
-    again = tmp_path / "config.yaml"
-    again.write_text(yaml.safe_dump(whole))
-    assert print_config(capsys, again) == whole
 
 
 def test_the_saved_config_reproduces_the_run(fitted, tmp_path):

@@ -19,13 +19,9 @@ def make_noticeable(model):
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        *[("resmlp_s12", 15_350_872), ("resmlp_s24", 30_020_680), ("resmlp_s36", 44_690_488)],
-        *[
-            ("resmlp_b24", 129_138_280),
-            ("vit_8x384", 14_243_722),
-            ("resnet_9x64", 4_326_986),
-            ("gpt_6x384", 10_942_464),
-        ],
+        *(("resmlp_s12", 15_350_872), ("resmlp_s24", 30_020_680), ("resmlp_s36", 44_690_488)),
+        *(("resmlp_b24", 129_138_280), ("vit_8x384", 14_243_722)),
+        *(("resnet_9x64", 4_326_986), ("gpt_6x384", 10_942_464)),
     ],
 )
 def test_parameter_counts(name, parameters):

@@ -18,12 +18,9 @@ from lightning_actprune.operators.activation import (
 )
 from tests.support.activations import BITS, EXACT, SMOOTH, inputs, oracle, stored_of
 from tests.support.marks import cover
-from tests.support.packing import rounded
+from tests.support.packing import DTYPES, each_bits, each_dtype, rounded
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 each_function = pytest.mark.parametrize("name", list(ACTIVATIONS))
-each_bits = pytest.mark.parametrize("bits", BITS)
 
 
 def tolerance(name: str, x: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -59,7 +56,7 @@ def check(x: torch.Tensor, name: str, bits: int) -> None:
 
 
 CASES = [(name, 300, 4, torch.float32) for name in ACTIVATIONS]
-CASES += cover(["gelu", "softplus", "relu"], (2500,), (4,), list(DTYPES.values()))
+CASES += cover(["gelu", "softplus", "relu"], (2500,), (4,), DTYPES)
 CASES += [("gelu", *case, torch.float32) for case in itertools.product((1, 257), BITS)]
 
 

@@ -21,11 +21,8 @@ from lightning_actprune.operators.gated import (
 from tests.support.activations import BITS, gated_oracle, inputs, stored_of
 from tests.support.marks import cover
 from tests.support.oracle import largest_error
-from tests.support.packing import rounded
+from tests.support.packing import DTYPES, each_dtype, rounded
 from tests.support.workload import launches
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def check(a: Tensor, u: Tensor, name: str, bits: int, block_size: int) -> None:
@@ -117,7 +114,7 @@ def test_one_launch_each_way_and_no_copy(kernel_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "bits", "dtype"),
-    cover([(8192, 11008), (1000, 8192), (517, 4099)], BITS, list(DTYPES.values())),
+    cover([(8192, 11008), (1000, 8192), (517, 4099)], BITS, DTYPES),
     ids=str,
 )
 def test_large_inputs_on_the_gpu(shape, bits, dtype):

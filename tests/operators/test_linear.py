@@ -17,8 +17,7 @@ from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from tests.support import oracle
-from tests.support.compressed import as_kept, compressed
-from tests.support.convolutions import laid_out
+from tests.support.compressed import as_kept, compressed, laid_out
 from tests.support.marks import in_turn
 from tests.support.measured import kept_bytes
 from tests.support.saving import saved_tensors

@@ -35,13 +35,6 @@ WIDTH, HIDDEN, TOKENS = 80, 66, 6
 EIGHT_BITS = {f"type:{operator}": Keep(bits=8) for operator in ("linear", "norm", "activation")}
 BY_TOKENS = Shard(1)
 Found = dict[str, Any]
-CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
-"""What both processes do, by the name of the test."""
-
-
-def check(function: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
-    CHECKS[function.__name__] = function
-    return function
 
 
 class Block(nn.Module):
@@ -109,7 +102,6 @@ def assert_found(found: Found, expected: Found, cosine: float = 1, placed: bool 
             assert not placed or found[name] == right, name
 
 
-@check
 def dense_where_nothing_is_left_out_and_near_in_few_bits(mesh: DeviceMesh) -> None:
     for sequence in (False, True):
         dense, ours = block(mesh, sequence), block(mesh, sequence)
@@ -124,7 +116,6 @@ def dense_where_nothing_is_left_out_and_near_in_few_bits(mesh: DeviceMesh) -> No
         assert not torch.equal(found["q.weight"], expected["q.weight"])
 
 
-@check
 def blocks_of_each_shard(mesh: DeviceMesh) -> None:
     """A row-wise layer drops blocks of its own features, a column-wise one those of the whole input."""
     x, grad = given(False)
@@ -144,7 +135,6 @@ def blocks_of_each_shard(mesh: DeviceMesh) -> None:
         assert not torch.allclose(found, grad_y.flatten(0, 1).T @ x.flatten(0, 1), rtol=0.1)
 
 
-@check
 def layers_that_read_one_tensor_keep_it_once(mesh: DeviceMesh) -> None:
     model, (x, _) = block(mesh, False), given(False)
     convert(model, sparsity=0.5, block_size=8)
@@ -158,7 +148,6 @@ def layers_that_read_one_tensor_keep_it_once(mesh: DeviceMesh) -> None:
     assert len(kept[0]) == len(kept[1]) == 3  # values, which blocks they are, and where rows begin
 
 
-@check
 def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMesh) -> None:
     features, outputs, whole = [Shard(1)], [Shard(0)], [Replicate()]
     cases = (  # how input, weight and bias lie
@@ -191,7 +180,6 @@ def layers_are_dense_where_no_process_can_compute_its_part_alone(mesh: DeviceMes
                 ours(x)
 
 
-@check
 def of_two_dimensions(mesh: DeviceMesh) -> None:
     """``fully_shard`` along one dimension of a mesh of two, tensor-parallel along the other."""
     grid = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("data", "tensor"))
@@ -200,7 +188,6 @@ def of_two_dimensions(mesh: DeviceMesh) -> None:
     assert_found(step(ours, *given(True)), step(dense, *given(True)))
 
 
-@check
 def compiled(mesh: DeviceMesh) -> None:
     """A compiler packs what the shards keep, and its marks lie as what they mark does."""
     x = torch.randn(256, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -253,7 +240,6 @@ def loss_and_gradient(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         return loss.detach(), torch.cat([grad.flatten() for _, grad in sorted(grads.items())])
 
 
-@check
 def strategies_run_blocks_again(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     model, x = Net().eval(), torch.randn(RANKS, 4, 32, 16)[dist.get_rank()]
@@ -268,21 +254,29 @@ def strategies_run_blocks_again(mesh: DeviceMesh) -> None:
         assert 0.9999 < cosine(gradient, exact) <= 1 + 1e-9
 
 
-def in_process(name: str, folder: Path) -> None:
+CHECKS = (
+    dense_where_nothing_is_left_out_and_near_in_few_bits, blocks_of_each_shard,
+    layers_that_read_one_tensor_keep_it_once, layers_are_dense_where_no_process_can_compute_its_part_alone,
+    of_two_dimensions, compiled, strategies_run_blocks_again,
+)  # fmt: skip
+"""What both processes do."""
+
+
+def in_process(check: Callable[[DeviceMesh], None], folder: Path) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    CHECKS[name](init_device_mesh("cpu", (RANKS,)))
+    check(init_device_mesh("cpu", (RANKS,)))
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Seen | None]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Seen | None]]:
     """What went wrong in each process; one pair of them does all checks, since starting it takes longer."""
-    checks = [partial(in_process, name) for name in CHECKS]
+    checks = [partial(in_process, check) for check in CHECKS]
     return dict(zip(CHECKS, fit_all(checks, "cpu", tmp_path_factory.mktemp("shards")), strict=True))
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", CHECKS)
-def test_in_two_processes(name: str, outcomes: dict[str, list[Seen | None]]):
-    for rank, failed in enumerate(outcomes[name]):
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_two_processes(check: Callable[[DeviceMesh], None], outcomes: dict[Any, list[Seen | None]]):
+    for rank, failed in enumerate(outcomes[check]):
         assert failed is None, f"in process {rank}: {failed.error}"

@@ -47,3 +47,17 @@ class Case:
     def _leaf(self, length: int, width: int, dtype: torch.dtype) -> Tensor:
         batched = (N, length, width) if self.batch_first else (length, N, width)
         return torch.randn(batched if self.batched else (length, width), dtype=dtype, requires_grad=True)
+
+
+class Attending(nn.Module):
+    """Attention ``attn`` of a tensor with itself, or with that of another sample, perhaps behind a norm."""
+
+    def __init__(self, norm: bool = False, need_weights: bool = False, crossed: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(64) if norm else nn.Identity(), nn.MultiheadAttention(64, 4, **options)
+        self.need_weights, self.crossed = need_weights, crossed
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        other = h.roll(1, 0) if self.crossed else h
+        return self.attn(h, other, other, need_weights=self.need_weights)[0]

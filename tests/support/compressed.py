@@ -1,4 +1,4 @@
-"""Converted copies of single layers, and what is left of an input that is compressed."""
+"""Converted layers, the layouts of their inputs, and what is left of an input that is compressed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lightning_actprune.codec import packed
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.config import KEEP_FIELDS, Keep
 from lightning_actprune.convert import convert
+from lightning_actprune.operators.base import CompressedLayer
+from lightning_actprune.report import ConversionReport
 
 
 def whole(keep: Keep) -> Keep:
@@ -24,6 +26,20 @@ def compressed(module: nn.Module, operator: str = "linear", **settings: Any) -> 
     model = copy.deepcopy(module)
     convert(model, rules={f"type:{operator}": whole(Keep(**settings)), "*": None})
     return model
+
+
+def converted(model: nn.Module, sparsity: float = 0.6, **options: object) -> ConversionReport:
+    """Convert linear layers, which at a sparsity of 0 wait for a schedule."""
+    report = convert(model, sparsity=sparsity or 0.5, **options)
+    for layer in model.modules():
+        if isinstance(layer, CompressedLayer) and "_state" in vars(layer):
+            layer.sparsity = sparsity
+    return report
+
+
+def laid_out(x: Tensor, last: bool) -> Tensor:
+    """Return ``x`` with its channels last in memory, or with the innermost dimension last."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x.contiguous()
 
 
 def as_kept(rows: Tensor, block_size: int, sparsity: float, bits: int = 0, selection: str = "largest") -> Tensor:

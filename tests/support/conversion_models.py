@@ -33,6 +33,13 @@ def deep() -> nn.Module:
     return nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(65, 7)))
 
 
+def gpt2() -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": 99, "n_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False))
+
+
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(x).square().sum().backward()

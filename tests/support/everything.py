@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.analysis import first_batch, recorder
+from lightning_actprune.compiled.told import listening
 from lightning_actprune.operators.attention import watchers
 
 BATCHES = 4
@@ -100,7 +101,7 @@ def stance() -> str:
 
 
 def assert_nothing_open() -> None:
-    """Assert that no hooks, modes, recorders or listeners are open in this thread."""
+    """Assert that no hooks, modes, recorders, passes or listeners are open in this thread."""
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.overrides._get_current_function_mode() is None
     assert stance() == "default"
@@ -108,4 +109,5 @@ def assert_nothing_open() -> None:
     assert [context._users for context in shared] == [0, 0, 0]
     assert recorder._open.recorders == recorder.unpack_listeners == watchers == []
     assert not first_batch._dense_for_now
+    assert listening() == ()
     assert torch.is_grad_enabled()

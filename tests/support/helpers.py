@@ -26,12 +26,13 @@ class Net(pl.LightningModule):
     ``seen`` collects what ``watch`` returns in every training step.
     """
 
+    watch: Callable[[Net], Any] = staticmethod(lambda model: kinds(model))
+
     def __init__(self, made_in: str = "init", lr: float = 0.01, batch_size: int = 4) -> None:
         super().__init__()
         self.made_in = made_in
         self.lr = lr
         self.batch_size = batch_size
-        self.watch: Callable[[Net], Any] = kinds
         self.seen: list[Any] = []
         self.body: nn.Module | None = None
         if made_in == "init":
@@ -85,6 +86,31 @@ class ConfiguredNet(Net):
 
     def configure_model(self) -> None:
         self.make()
+
+
+class ByHand(Net):
+    """Steps two optimizers in each batch, with backward through Lightning or past it."""
+
+    through_lightning = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.watch(self))
+        for optimizer in self.optimizers():
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss) if self.through_lightning else loss.backward()
+            self.after_backward()
+            optimizer.step()
+
+    def after_backward(self) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in (self.body, self.head)]
 
 
 def loader(samples: int, batch_size: int, tokens: int = 8) -> DataLoader[Any]:
