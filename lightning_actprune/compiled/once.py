@@ -32,8 +32,8 @@ def run_once_if_written(state: Any) -> None:
         checkpoints[-1].target, checkpoints[-1].kwargs = ops.wrap, {}
         name = state.get_local("name", stacklevel=1).as_python_constant()
         warnings.warn(
-            f"Module {name!r} reads a buffer that it writes to: in compiled code it runs once, and keeps what the dense "
-            "module does. HINT: do not compile it, or give it a rule of `None` and its layers rules of their own.",
+            f"Module {name!r} reads a buffer that it writes to: in compiled code it runs once, and keeps what a dense "
+            "one does. HINT: do not compile it, or give it a rule of `None` and its layers rules of their own.",
             stacklevel=2,
         )
 
