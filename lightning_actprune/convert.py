@@ -31,7 +31,15 @@ from lightning_actprune.config import MIN_FEATURES, Config, Keep, Operator, Pres
 from lightning_actprune.operators import convolution
 from lightning_actprune.operators.activation import CompressedActivation, ExactActivation
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
-from lightning_actprune.operators.base import CompressedLayer, LayerState, Marks, dense_class, torch_class
+from lightning_actprune.operators.base import (
+    OF_CONVERSION,
+    CompressedLayer,
+    Converted,
+    LayerState,
+    Marks,
+    dense_class,
+    torch_class,
+)
 from lightning_actprune.operators.convolution import Convolution
 from lightning_actprune.operators.hooks import drop_idle_hooks
 from lightning_actprune.operators.linear import CompressedLinear
@@ -40,6 +48,7 @@ from lightning_actprune.operators.registry import (
     LEFT_DENSE,
     ROOT,
     compressed_class,
+    enter_in_tables,
     known_class,
     layers,
     operator_of,
@@ -151,6 +160,47 @@ def revert_layers(model: nn.Module, chosen: Callable[[CompressedLayer], bool]) -
         if type(module) is RoutedMultiheadAttention and not isinstance(module.out_proj, CompressedLinear):
             module.__class__ = dense_class(type(module))  # type: ignore[assignment]
     return names
+
+
+class DenseView:
+    """Shows the modules that an owner has converted as dense ones, while it is open.
+
+    Classes and attributes are those of dense modules, and forwards keep what dense modules do.
+    """
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        self._paused: SavedTensorCompression | None = None
+
+    def open(self, model: nn.Module, owner: str) -> None:
+        """Make the modules of ``model`` dense that ``owner`` has converted; does nothing for those that are."""
+        for module in model.modules():
+            if isinstance(module, Converted) and _is_of(module, owner):
+                taken = {name: vars(module).pop(name) for name in OF_CONVERSION if name in vars(module)}
+                self._shown.append((module, type(module), taken))
+                module.__class__ = torch_class(dense_class(type(module)))  # type: ignore[assignment]
+        self._paused = attached_saved(model, owner) or self._paused
+        if self._paused is not None:
+            self._paused.paused = True
+
+    def close(self) -> None:
+        """Make the modules what they were; does nothing if it is closed."""
+        while self._shown:
+            module, cls, taken = self._shown.pop()
+            module.__class__ = cls
+            vars(module).update(taken)
+        if self._paused is not None:
+            self._paused.paused = False
+            self._paused = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(DenseView())  # a copy of it has shown nothing
+
+
+def _is_of(module: Converted, owner: str) -> bool:
+    """Return whether ``owner`` has converted a module; attention that is routed for its output alone is everybody's."""
+    states = [vars(module)[name] for name in OF_CONVERSION if name in vars(module)]
+    return all(state.owner == owner for state in states)
 
 
 def new_owner(name: str) -> str:
@@ -596,6 +646,7 @@ def _convert_layer(candidate: Candidate, keep: Keep, owner: str) -> None:
     layer._state = state  # type: ignore[assignment]
     if type(layer) is not made:
         layer.__class__ = made
+        enter_in_tables(made)
     if type(attention) is nn.MultiheadAttention:
         attention.__class__ = RoutedMultiheadAttention
 

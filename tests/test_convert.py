@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, prune
 
 from lightning_actprune import ActivationPrunedLinear
-from lightning_actprune.config import Keep
-from lightning_actprune.convert import convert, revert
+from lightning_actprune.config import Config, Keep
+from lightning_actprune.convert import DenseView, convert, convert_layers, revert
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.scale import Affine
 from tests.support.conversion_models import TwoNames, deep, gpt2, gradients, mlp
@@ -304,6 +305,32 @@ def test_copies_and_what_a_wrapper_holds_are_reverted_without_a_trace():
         for each in (model, twin):
             revert_all(each)
             assert traces(each) == before
+
+
+@pytest.mark.parametrize("preset", ["max", "recompute"])
+def test_a_dense_view_is_the_dense_model_until_it_is_closed(preset):
+    dense, x = deep(), torch.randn(32, 65)
+    ours, view = copy.deepcopy(dense), DenseView()
+    assert convert_layers(ours, Config(preset), "me").converted or preset == "recompute"
+    converted = [type(module) for module in ours.modules()]
+    for owner in ("another", "me", "me"):
+        view.open(ours, owner)
+        assert ([type(module) for module in ours.modules()] == converted) is (owner == "another")
+    assert state(ours).items() >= {**state(dense), "": state(ours)[""]}.items()
+    torch.testing.assert_close(gradients(ours, x), gradients(dense, x), rtol=0, atol=0)
+    pickle.loads(pickle.dumps(view)).close()
+    view.close()
+    assert [type(module) for module in ours.modules()] == converted
+    convert(dense, preset)
+    torch.testing.assert_close(gradients(ours, x), gradients(dense, x), rtol=0, atol=0)
+
+
+def test_tools_find_layers_in_their_tables_by_class(monkeypatch):
+    table = {nn.ReLU: "of activations"}
+    monkeypatch.setitem(sys.modules, "captum.attr._core.deep_lift", SimpleNamespace(SUPPORTED_NON_LINEAR=table))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    convert(model)
+    assert table == {nn.ReLU: "of activations", type(model[1]): "of activations"}
 
 
 class Changing(nn.Module):

@@ -38,6 +38,7 @@ from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
 from lightning_actprune.convert import (
+    DenseView,
     attached_saved,
     check_conversion,
     convert_layers,
@@ -63,7 +64,8 @@ class ActivationPruning(TrainerCallback):
     are computed from what is kept: the largest blocks (arXiv:2311.16883), quantized values, or both. Gradients that
     pass through activation functions, norms and attention that are quantized are rounded, too. Layers are converted in
     place when a fit begins and turned back when it ends, also after an exception. Validation, test, prediction and
-    checkpoints are those of the plain model: no key is added, and the package is not needed to load one. A schedule is
+    checkpoints are those of the plain model: its modules are dense from the start of a validation until training goes
+    on, no key is added to a checkpoint, and the package is not needed to load one. A schedule is
     a function of ``trainer.global_step``: a resumed run continues it.
 
     The first training batch of a fit shows which layers have an input that is retained for backward anyway (see
@@ -164,6 +166,7 @@ class ActivationPruning(TrainerCallback):
         self._probe = FirstBatchProbe(skip_retained)
         self._decisions = self._probe.decisions
         self._compiled = CompiledLayers(self._owner)
+        self._dense_view = DenseView()
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
@@ -243,6 +246,14 @@ class ActivationPruning(TrainerCallback):
             self._show(trainer, Decision([], self.spread))  # in trials
 
     @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._dense_view.open(pl_module, self._owner)  # until training goes on, so also in later hooks of others
+
+    @override
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._dense_view.close()
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._resume_budget(pl_module)
         if self._is_undecided and self.verbose:
@@ -264,6 +275,7 @@ class ActivationPruning(TrainerCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._dense_view.close()
         if self._probe.wakes(trainer, pl_module):
             self._convert_and_ask(trainer, pl_module)
         self._progress.follow(trainer)
@@ -398,6 +410,7 @@ class ActivationPruning(TrainerCallback):
         self._compiled.mark(pl_module, weight_gradients=not by_rule)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
+        self._dense_view.close()
         self._trials.leave()
         self._compiled.end()
         self._progress.forget_layers()

@@ -60,6 +60,8 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
   converted, and compared with the original: where it does not do the same, attention stays dense, with that reason.
 - ``operators.saved`` and ``operators.hooks`` tell operations and callers by names of torch's nodes and modules. What is
   not known by its name is not packed.
+- ``compiled.once`` reads, through ``torch._dynamo.comptime``, the graph that a compiler traces, and the bodies of
+  checkpoints in it. Without, compiling a module that runs again is an error.
 - ``kernels.launch`` passes arguments to Triton's native launcher itself, in the order that was recorded from Triton's
   own in Python. One that takes other parameters than those known is left to Triton, at several times the cost.
 - ``callbacks.tuning`` lets two public hooks of Lightning's strategy do something more. Without one of them, or if
@@ -300,6 +302,18 @@ def unseen_by_compilers(function: _Function) -> _Function:
             _strategy(_action.SKIP, _action.SKIP),
         )
     return function
+
+
+def while_traced(function: Callable[[Any], None]) -> None:
+    """Call ``function`` with the state of the compiler that traces this call; do nothing without one."""
+    torch._dynamo.comptime.comptime(function)
+
+
+def bodies_of(state: Any) -> dict[str, torch.fx.GraphModule]:
+    """Return, by their names in the graph that is traced, the graphs that its checkpoints hold."""
+    output = state._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    bodies: dict[str, torch.fx.GraphModule] = output.nn_modules
+    return bodies
 
 
 fix_weakref: Callable[[Tensor], None] | None = found("torch.Tensor._fix_weakref")

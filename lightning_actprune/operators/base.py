@@ -144,7 +144,7 @@ class Converted:
             return super().__reduce_ex__(protocol)
         dense = torch_class(dense_class(type(self)))  # type: ignore[arg-type]
         module = dense.__new__(dense)
-        module.__dict__.update({name: value for name, value in vars(self).items() if name not in _OF_CONVERSION})
+        module.__dict__.update({name: value for name, value in vars(self).items() if name not in OF_CONVERSION})
         make, arguments, *state = cast(tuple[Any, ...], module.__reduce_ex__(max(protocol, 2)))
         # A pickler compares the class that `__newobj__` makes with that of the object that it was given.
         return object.__new__ if make is copyreg.__newobj__ else make, arguments, *state  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ class Converted:
         return copied
 
 
-_OF_CONVERSION = frozenset(("_state", "_recompute"))
+OF_CONVERSION = frozenset(("_state", "_recompute"))
 """Attributes that ``convert`` gives to modules."""
 
 

@@ -31,7 +31,9 @@ The second run has to save as many tensors of the same shapes as the first. A bl
 are computed from ``x``, as those of experts on a router, may not: that is such an error, and ``bits=None`` is the cure.
 
 A compiler that traces a module sees torch's checkpoint around the dense one, and its inputs marked: these are packed by
-the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are.
+the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are. A module
+that no graph holds, since it writes to attributes for example, runs without the compiler. One that reads a buffer that
+it writes to, which a compiler gets wrong, runs once (``compiled.once``).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import pkgutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +53,21 @@ from torch.utils.checkpoint import checkpoint
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
 from lightning_actprune.codec.packed import pack
-from lightning_actprune.codec.private import are_functorch_transforms_active, is_tracing, tree_map_only
+from lightning_actprune.codec.private import (
+    are_functorch_transforms_active,
+    is_tracing,
+    top_saved_tensors_hooks,
+    tree_map_only,
+    unseen_by_compilers,
+    while_traced,
+)
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
+from lightning_actprune.compiled.once import run_once_if_written
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.operators.hooks import dropped_by_checkpoint
 from lightning_actprune.operators.regions import Layout, as_read, layout_of, unpack_region
 from lightning_actprune.operators.second_run import FirstRun, Habits, NamedError
 
@@ -104,7 +116,7 @@ class RecomputedModule(Converted):
         if not torch.is_grad_enabled():
             return dense(*args, **kwargs)
         if is_compiling():
-            return checkpointed(dense, self._recompute.mark, args, kwargs)
+            return checkpointed(self, dense, args, kwargs)
         if are_functorch_transforms_active() or is_tracing():  # neither allows hooks on what is saved
             return dense(*args, **kwargs)
         return recomputed(self, dense, args, kwargs)
@@ -157,11 +169,30 @@ class _Read(torch.autograd.Function):
         raise AssertionError("The graph of a recomputation is not the one that backward takes.")
 
 
-def checkpointed(forward: Callable[..., Any], mark: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def checkpointed(
+    module: RecomputedModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Return ``forward(*args, **kwargs)`` as a compiler is to see it: in a checkpoint, from marked inputs."""
+    mark = module._recompute.mark
+    name = module._recompute.name  # noqa: F841  # for `run_once_if_written`
     if mark:
         args, kwargs = _mapped(Tensor, lambda x: marked(x, mark) if x.requires_grad else x, args, kwargs)
-    return checkpoint(lambda: forward(*args, **kwargs), use_reentrant=False)
+    run = partial(_run_outside_of_graphs, module, lambda: forward(*args, **kwargs), [])
+    outputs = checkpoint(run, use_reentrant=False)
+    while_traced(run_once_if_written)
+    return outputs
+
+
+@unseen_by_compilers
+def _run_outside_of_graphs(module: RecomputedModule, forward: Callable[[], Any], first: list[FirstRun]) -> Any:
+    """Return what ``forward`` does in torch's checkpoint, which a compiler calls where no graph holds the module."""
+    if is_compiling():
+        return forward()
+    if first:
+        return first[0].run_again(forward)
+    first.append(FirstRun(module, module._recompute.name, module._recompute.habits, turn=0))  # type: ignore[arg-type]
+    with first[0].noted():
+        return forward()
 
 
 def recomputed(
@@ -174,7 +205,8 @@ def recomputed(
         if trained == {False}:  # all is frozen, and the dense module keeps nothing
             return forward(*args, **kwargs)
     args, kwargs = _without_caches(name, args, kwargs)
-    first = FirstRun(module, name, habits, 0 if keep.bits is None else turn)  # type: ignore[arg-type]
+    inside = dropped_by_checkpoint(top_saved_tensors_hooks(False))  # has to store the same in its first runs, of two
+    first = FirstRun(module, name, habits, None if inside else 0 if keep.bits is None else turn)  # type: ignore[arg-type]
     places: dict[int, _Place] = {}
     kept: list[Tensor] = []
     stored: list[_Stored | None] = []

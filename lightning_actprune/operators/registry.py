@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -84,6 +85,23 @@ def compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
         "dense_class": cls,
     }
     return _derived.setdefault(cls, type(f"Compressed{cls.__name__}", (mixin, cls), namespace))
+
+
+def enter_in_tables(made: type[CompressedLayer]) -> None:
+    """Let other packages that were imported do with a class what they do with its dense one."""
+    for module, name in _TABLES:
+        owner, _, attribute = name.rpartition(".")
+        found = sys.modules.get(module)
+        table = getattr(getattr(found, owner, None) if owner else found, attribute, {})
+        if made.dense_class in table:
+            table.setdefault(made, table[made.dense_class])
+
+
+_TABLES = (
+    ("captum.attr._core.deep_lift", "SUPPORTED_NON_LINEAR"),
+    ("opacus.grad_sample.grad_sample_module", "GradSampleModule.GRAD_SAMPLERS"),
+)
+"""Module and name of tables of other packages by ``type(module)`` that go on without an error where it is not found."""
 
 
 def _mixin_of_copy(cls: type[nn.Module]) -> type[CompressedLayer] | None:

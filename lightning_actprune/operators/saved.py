@@ -325,6 +325,8 @@ class SavedTensorCompression:
         self._scope = _Scope()
         self._packed = Retainers()
         self._unchanged = Retainers()
+        self.paused = False
+        """Whether forwards save what they do without it."""
         self.reset()
 
     def for_compilers(self) -> Model:
@@ -410,7 +412,7 @@ class SavedTensorCompression:
                 self._scope.hooks.operations.returned(output, len(running))
 
     def _open(self, outermost: str) -> OpenHooks | None:
-        if not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or is_recomputation():
+        if self.paused or not (saved_tensors_hooks_are_enabled() and torch.is_grad_enabled()) or is_recomputation():
             return None
         outer = top_saved_tensors_hooks(False)
         if dropped_by_checkpoint(outer):

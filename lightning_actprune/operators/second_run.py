@@ -39,7 +39,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_actprune.codec.private import len_torch_dispatch_stack, top_saved_tensors_hooks
-from lightning_actprune.operators.hooks import dropped_by_checkpoint, explain
+from lightning_actprune.operators.hooks import explain
 
 SUMS = 64
 """Sums that stand for the values of a tensor."""
@@ -113,18 +113,17 @@ class FirstRun:
         module: The module.
         name: Its name in the model, for errors.
         habits: What its runs have shown before, by training mode.
-        turn: How many runs come before the one that is compared.
+        turn: How many runs come before the one that is compared, ``None`` if none is to be.
     """
 
-    def __init__(self, module: nn.Module, name: str, habits: dict[bool, Habits], turn: int) -> None:
+    def __init__(self, module: nn.Module, name: str, habits: dict[bool, Habits], turn: int | None) -> None:
         self._who = f"{name!r} ({type(module).__name__.removeprefix('Recomputed')})"
         self._modules = [module]
         for inner in self._modules:  # the list grows; torch's own walk takes ten times as long
             self._modules += [child for child in inner._modules.values() if child is not None]
         self._habits = habits.setdefault(module.training, Habits())
         self._looks = self._habits.looks(len(self._modules))
-        checkpointed = dropped_by_checkpoint(top_saved_tensors_hooks(False))
-        waits = self._habits.compared or self._habits.runs <= turn or checkpointed
+        waits = turn is None or self._habits.compared or self._habits.runs <= turn
         self.compares = not waits and _may_look_at_values()
         """Whether the second run is compared with this one, for which both must have the exact inputs."""
         self._training = [inner.training for inner in self._modules]
