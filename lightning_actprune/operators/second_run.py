@@ -11,7 +11,7 @@ the first run began with, and puts it back around the second run:
 - the generators of Python and NumPy. ``torch.utils.checkpoint`` restores torch's own, and autocast.
 
 Somebody may write to a parameter between both runs. Then the second run raises an error, as autograd does for the dense
-module. So it does where a buffer is written to for the first time in a run that is not looked at: there is no copy.
+module. So it does where buffers are written to for the first time in a run that is not looked at: there is no copy.
 
 A module may also depend on what nothing here can put back: a cache of keys and values, an attribute that another module
 writes, a counter. So one run of each module is compared with its second run. Both get the exact inputs, and all tensors
@@ -72,8 +72,8 @@ class Habits:
         self.draws, self.compared = False, False
         self.masks: set[int] = set()
         """Numbers of arguments that have held an additive mask."""
-        self.written: set[tuple[int, str]] = set()
-        """Buffers that were written to before backward, by the number of the module in it and the name."""
+        self.writers: set[int] = set()
+        """Numbers of modules in it whose buffers are written to before backward, perhaps only every other time."""
 
     def looks(self, modules: int) -> bool:
         """Count a run of a module that has so many inside, and return whether it is looked at in full."""
@@ -300,11 +300,11 @@ class FirstRun:
     # === Buffers ==========================================================================================
 
     def _note_buffers(self) -> None:
-        """Note the buffers before the first run, with copies of all, or of those that were written to before."""
+        """Note the buffers before the first run, with copies of all, or where some were written to before."""
         for number, inner in enumerate(self._modules):
             before = {}
             for name, buffer in inner._buffers.items():
-                copies = type(buffer) is Tensor and (self._looks or (number, name) in self._habits.written)
+                copies = type(buffer) is Tensor and (self._looks or number in self._habits.writers)
                 values = buffer.detach().clone() if copies and buffer is not None else None
                 before[name] = _Buffer(buffer, 0 if buffer is None else buffer._version, values)
             self._buffers.append((number, inner, before))
@@ -317,7 +317,7 @@ class FirstRun:
                     continue
                 if noted.values is None:
                     self._refuse(f"writes to its buffer {name!r} in run {self._habits.runs}, and did not before")
-                self._habits.written.add((number, name))
+                self._habits.writers.add(number)
         self._buffers = [noted for noted in self._buffers if noted[2] or noted[1]._buffers]
 
     def _exchange_buffers(self) -> Callable[[], None]:
@@ -335,7 +335,7 @@ class FirstRun:
                         "backward, has been modified by an inplace operation since its forward. HINT: write to it "
                         "after backward."
                     )
-                self._habits.written.add((number, name))
+                self._habits.writers.add(number)
                 buffers[name] = noted.values.clone()
             if buffers.keys() != inner._buffers.keys() or any(
                 buffers[name] is not now for name, now in inner._buffers.items()

@@ -477,6 +477,7 @@ class Stateful(nn.Module):
         super().__init__()
         self.kind, self.shared, self.fc = kind, shared, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("codes", torch.randn(16, WIDTH))
+        self.register_buffer("runs", torch.zeros(()))
         if kind == "old spectral norm":
             nn.utils.spectral_norm(self.fc)
 
@@ -486,8 +487,10 @@ class Stateful(nn.Module):
             case "codebook":
                 nearest = torch.cdist(h.flatten(0, 1), self.codes).argmin(1)
                 h = h * self.codes[nearest].view_as(h)
-                with torch.no_grad():
-                    self.codes[nearest] = self.codes[nearest].lerp(h.flatten(0, 1), 0.5)
+                self.runs += 1
+                if self.runs == 3:  # which is not looked at
+                    with torch.no_grad():
+                        self.codes[nearest] = self.codes[nearest].lerp(h.flatten(0, 1), 0.5)
             case "normalizer":
                 self.codes = self.codes.lerp(h.detach().mean((0, 1)), 0.1)
                 h = h - self.codes[0]
