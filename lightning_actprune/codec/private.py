@@ -352,6 +352,14 @@ FOR_FAKES = "torch.utils._pytree.tree_map_only", "torch._subclasses.fake_tensor.
 """What to know what a dense model would keep rests on."""
 tree_leaves: Callable[[Any], list[Any]] = found("torch.utils._pytree.tree_leaves", _leaves)
 tree_map_only: Callable[..., Any] = found(FOR_FAKES[0], _gone(FOR_FAKES[0]))
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = found("torch.utils._pytree.tree_flatten")
+tree_unflatten: Callable[[list[Any], Any], Any] = found("torch.utils._pytree.tree_unflatten")
+_storage_uses: Callable[[int], int] = found("torch._C._storage_Use_Count")
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """Return how many refer to the storage of a tensor."""
+    return _storage_uses(tensor.untyped_storage()._cdata)
 FakeTensorMode: Any = found(FOR_FAKES[1], _NoFakeTensors)
 
 # Steps without values.

@@ -1,0 +1,646 @@
+r"""Modules whose forward and backward are replayed from CUDA graphs.
+
+An eager training step whose GPU has little to do waits for Python. A CUDA graph is a list of kernels with all their
+arguments, which the GPU runs without it. It has to be right to run the same kernels on the same addresses again, so a
+call of a module goes through four states, for each signature (shapes, strides, types, autocast) by itself:
+
+1. *watched*: it runs eagerly while what Python does is noted. Whoever reads values on the host, draws from Python's
+   random generators, writes to attributes, or does something else in each call, stays eager.
+2. *captured*: from the same parameters, buffers and random numbers, it runs twice eagerly, and is captured. Nothing of
+   this changes parameters, gradients, buffers or generators.
+3. *compared*: outputs and gradients of a replay are those of the eager runs, bit for bit where both of these agree, and
+   else within ``NOISE`` times their difference.
+4. *replayed*: as long as storages of parameters and buffers, flags, hooks and sparsities are those of the capture.
+
+A graph has one set of addresses for what it keeps for backward. So a call is eager while backward of the one before has
+not run, or while somebody holds its outputs. One in ``EAGER_EVERY`` calls is eager too, in which looks are had at what
+changes slowly.
+
+Gradients of parameters are the graph's own tensors, of which ``.grad`` becomes an alias: they exist once, unless they
+are accumulated over several calls.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_actprune.codec.private import (
+    are_functorch_transforms_active,
+    storage_uses,
+    top_saved_tensors_hooks,
+    tree_flatten,
+    tree_unflatten,
+)
+from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.containers import map_tensors, tensors_in
+from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
+from lightning_actprune.operators.second_run import python_generators, set_python_generators
+
+WATCHED = 2
+"""Calls in a row in which Python has to do the same before a call is captured."""
+MOST_WATCHED = 12
+"""Calls of one signature that are watched at most."""
+MOST_GRAPHS = 8
+"""Signatures of a module that are captured at most; calls of others are eager."""
+MOST_CAPTURES = 24
+"""Captures of a module at most, of the same signature again after something has changed."""
+EAGER_EVERY = 128
+"""Calls of which one is eager."""
+NOISE = 3.0
+"""Differences between two eager runs that a replay may differ from them by."""
+SMALL_BYTES = 2**24
+"""Outputs up to this size are copied out of the graph's own."""
+
+
+class Recorder(Protocol):
+    """What captures work, and replays it."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return what replays ``run``, and what that returned, which a replay writes anew."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs that share one pool of memory: one of them is in use at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """See ``Recorder``."""
+        graph = torch.cuda.CUDAGraph()
+        # Threads that load data may use the GPU meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = run()
+        return graph.replay, results
+
+
+class RefusedError(Exception):
+    """A module cannot be replayed; the text is the reason."""
+
+
+class ReplayedModule(Converted):
+    """Mixin of the classes of modules whose calls are replayed."""
+
+    _replay: ModuleReplay
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the dense module does."""
+        if "_replay" not in self.__dict__:  # let go, and this method is held by somebody
+            return type(self).forward(self, *args, **kwargs)
+        return self._replay.call(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+def replayed_class(cls: type[nn.Module]) -> type[Any]:
+    """Return what a module of exactly this class becomes; the same one each time."""
+    if cls not in _classes:
+        text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
+        _classes[cls] = type(f"Replayed{cls.__name__}", (ReplayedModule, cls), {"__doc__": text, "dense_class": cls})
+    return _classes[cls]
+
+
+_classes: dict[type[nn.Module], type[Any]] = {}
+
+
+def replay_module(module: nn.Module, name: str, recorder: Callable[[], Recorder] = CudaRecorder) -> ModuleReplay:
+    """Let the calls of ``module`` be replayed once it is known how; ``let_go`` undoes it.
+
+    Args:
+        module: Any module. Its parameters and buffers stay the same objects.
+        name: Of it, for reasons.
+        recorder: Makes what captures.
+    """
+    replay = module._replay = ModuleReplay(module, name, recorder)  # type: ignore[assignment]
+    module.__class__ = replayed_class(type(module))
+    return replay
+
+
+def let_go(module: nn.Module) -> None:
+    """Make ``module`` what it was, and free its graphs."""
+    if isinstance(module, ReplayedModule):
+        module.__dict__.pop("_replay").close()
+        module.__class__ = type(module).dense_class  # type: ignore[assignment]
+
+
+class _Call(NamedTuple):
+    """A call of a module, taken apart.
+
+    Args:
+        tensors: Among its arguments.
+        places: Of these among ``leaves``.
+        leaves: All that is in the arguments, without the tensors.
+        spec: How the arguments are put together.
+    """
+
+    tensors: list[Tensor]
+    places: list[int]
+    leaves: list[Any]
+    spec: Any
+
+    def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in place of its own."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+class _Signature:
+    """What is known of the calls of one signature."""
+
+    def __init__(self) -> None:
+        self.watched, self.alike = 0, 0
+        self.log: list[Any] | None = None
+        self.graph: Graph | None = None
+        self.state: tuple[Any, ...] = ()
+        self.calls = 0
+
+
+class ModuleReplay:
+    """The calls of one module: watched, captured by signature, and replayed.
+
+    Args:
+        module: The module, which this does not keep.
+        name: Of it, for reasons.
+        recorder: Makes what captures.
+    """
+
+    def __init__(self, module: nn.Module, name: str, recorder: Callable[[], Recorder]) -> None:
+        self._module, self.name = weakref.ref(module), name
+        self._recorder, self._signatures = recorder, dict[Any, _Signature]()
+        self._pool: Recorder | None = None
+        self._captures = 0
+        self.reason = ""
+        """Why all calls are eager, empty if they are not."""
+        self.replays = 0
+        """Calls that were replayed."""
+
+    @property
+    def graphs(self) -> int:
+        """Signatures that are captured."""
+        return sum(signature.graph is not None for signature in self._signatures.values())
+
+    def __deepcopy__(self, memo: Any) -> ModuleReplay:
+        return _Eager(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Eager, (self.name,)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self._signatures.clear()
+        self._pool = None
+
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return ``forward(*args, **kwargs)``, eagerly or from a graph."""
+        module = self._module()
+        if self.reason or module is None or not module.training or not _may_replay():
+            return forward(*args, **kwargs)
+        try:
+            call, key = _take_apart(args, kwargs)
+            signature = self._signature(key)
+            if signature is None:
+                return forward(*args, **kwargs)
+            if signature.graph is None:
+                if signature.alike < WATCHED:
+                    return self._watch(signature, module, forward, args, kwargs)
+                self._capture(signature, module, forward, call)
+            if signature.state != _state_of(module):
+                self._forget(signature)
+                return forward(*args, **kwargs)
+        except RefusedError as reason:
+            self.close()
+            self.reason = str(reason)
+            return forward(*args, **kwargs)
+        signature.calls += 1
+        graph = signature.graph
+        assert graph is not None
+        if signature.calls % EAGER_EVERY == 0 or self._in_use():
+            return forward(*args, **kwargs)
+        self.replays += 1
+        return graph(call.tensors)
+
+    def _signature(self, key: Any) -> _Signature | None:
+        found = self._signatures.get(key)
+        if found is None and len(self._signatures) < MOST_GRAPHS:
+            found = self._signatures[key] = _Signature()
+        return found
+
+    def _in_use(self) -> bool:
+        """Return whether somebody still needs what the last replay of any graph has written."""
+        return any(known.graph is not None and known.graph.in_use() for known in self._signatures.values())
+
+    def _forget(self, signature: _Signature) -> None:
+        """Free a graph that something has changed for; the call is watched and captured anew."""
+        signature.__init__()  # type: ignore[misc]
+
+    def _watch(
+        self,
+        signature: _Signature,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run a call eagerly, and note whether Python does what it did in the one before.
+
+        Raises:
+            RefusedError: If it never does.
+        """
+        before = _python_state(module)
+        with _Operations() as operations:
+            outputs = forward(*args, **kwargs)
+        changed = _changes(before, _python_state(module)) or operations.reason
+        alike = not changed and operations.log == signature.log
+        signature.log = None if changed else operations.log
+        signature.alike = signature.alike + 1 if alike else 0
+        signature.watched += 1
+        if signature.watched >= MOST_WATCHED and not alike:
+            self.close()
+            self.reason = changed or "it does something else in each call"
+        return outputs
+
+    def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: _Call) -> None:
+        """Capture a call, and compare a replay with eager runs.
+
+        Raises:
+            RefusedError: If it cannot be captured, or computes something else.
+        """
+        self._captures += 1
+        if self._captures > MOST_CAPTURES:
+            raise RefusedError("its parameters, flags, hooks or sparsities change too often")
+        if self._pool is None:
+            self._pool = self._recorder()
+        signature.state = _state_of(module)
+        with _unchanged(module):
+            signature.graph = capture(self._pool, module, forward, call)
+        signature.log = None
+
+
+class _Eager(ModuleReplay):
+    """That of a copied or pickled module, whose calls are eager."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(nn.Identity(), name, CudaRecorder)
+        self.reason = "it is a copy"
+
+
+def _may_replay() -> bool:
+    """Return whether a call keeps something for a backward that is its own, and no compiler or transform looks on."""
+    return (
+        torch.is_grad_enabled()
+        and not is_compiling()
+        and not backward_runs()
+        and not dropped_by_checkpoint(top_saved_tensors_hooks(False))
+        and not are_functorch_transforms_active()
+        and not torch.is_inference_mode_enabled()
+    )
+
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, Any]:
+    """Return a call and its signature.
+
+    Raises:
+        RefusedError: If something among the arguments is no tensor and no constant.
+    """
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    tensors, places, described = list[Tensor](), list[int](), list[Any]()
+    for place, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.layout == torch.strided:
+            tensors.append(leaf)
+            places.append(place)
+            described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+            leaves[place] = None
+        elif isinstance(leaf, _PLAIN):
+            described.append(leaf)
+        else:
+            raise RefusedError(f"an argument of type {type(leaf).__name__} is neither a tensor nor a constant")
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise RefusedError(f"its arguments are on {len(devices)} devices")
+    return _Call(tensors, places, leaves, spec), (spec, tuple(described), _autocast(devices.pop().type))
+
+
+def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _state_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a graph of ``module`` depends on: where tensors are, flags, hooks, and how layers are kept."""
+    found: list[Any] = []
+    for inner in module.modules():
+        found += (type(inner), inner.training, inner.__dict__.get("_state"))
+        hooks = inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks
+        found += map(len, hooks)
+        for parameter in inner._parameters.values():
+            if parameter is not None:
+                found += (parameter.data_ptr(), parameter.requires_grad)
+        found += [None if buffer is None else buffer.data_ptr() for buffer in inner._buffers.values()]
+    return tuple(found)
+
+
+# === What Python does in a call =======================================================================
+
+_ON_HOST = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal"}
+"""Names of functions that wait for values, or take them to the host."""
+
+
+class _Operations(TorchFunctionMode):
+    """Notes the functions of torch that are called in here, with shapes and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+        self.reason = ""
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        given = tree_flatten((args, dict(kwargs or {})))[0]
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        if name in _ON_HOST and tensors:
+            self.reason = f"it reads values on the host ({name})"
+        elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
+            self.reason = f"it uses tensors on different devices ({name})"
+        constants = tuple(leaf for leaf in given if isinstance(leaf, _PLAIN))
+        self.log.append((name, tuple(tuple(leaf.shape) for leaf in tensors), constants))
+        return result
+
+
+def _python_state(module: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """Return Python's random generators, and what the attributes of all modules refer to."""
+    attributes = {}
+    for fqn, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            held = value.items() if name in ("_buffers", "_parameters", "_modules") else ((name, value),)
+            attributes.update({f"{fqn}.{key}".lstrip("."): each for key, each in held})
+    on_gpu = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
+    return (python_generators(), torch.get_rng_state().numpy().tobytes() if on_gpu else None), attributes
+
+
+def _changes(before: tuple[Any, dict[str, Any]], after: tuple[Any, dict[str, Any]]) -> str:
+    """Return what a call has changed that a graph would not, empty for nothing."""
+    generators, attributes = before
+    if pickle.dumps(generators) != pickle.dumps(after[0]):
+        return "it draws from a random generator on the host"
+    names = [name for name in after[1].keys() | attributes.keys() if attributes.get(name) is not after[1].get(name)]
+    return f"it writes to its attribute {min(names)!r}" if names else ""
+
+
+# === Capture ==========================================================================================
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Leave buffers, gradients and all random generators as they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    python, drawn = python_generators(), _generators()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        set_python_generators(python)
+        _set_generators(drawn)
+
+
+def _generators() -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+def _set_generators(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
+
+
+def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], call: _Call) -> Graph:
+    """Return the graph of a call, of which a replay has computed what eager runs do.
+
+    Raises:
+        RefusedError: If it cannot be captured, or a replay computes something else.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
+    drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def from_the_start() -> None:
+        _set_generators(drawn)
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+
+    try:
+        runs = []
+        for _ in range(2):
+            from_the_start()
+            outputs, gradients = _run(forward, call, inputs, parameters)
+            runs.append([*(y.detach() for y in outputs), *gradients])
+            del outputs, gradients
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()  # which the pool of graphs cannot use
+        from_the_start()
+        graph = Graph(recorder, forward, call, inputs, parameters)
+        from_the_start()
+        found = graph.trial(call.tensors)
+    except RefusedError:
+        raise
+    except torch.OutOfMemoryError:
+        raise RefusedError("there is not enough memory for its graph") from None
+    except RuntimeError as error:
+        raise RefusedError(f"it cannot be captured: {str(error).strip().splitlines()[0]}") from error
+    for mine, one, other in zip(found, *runs, strict=True):
+        if not _are_alike(mine, one, other):
+            raise RefusedError("a replay of its graph computes something else than an eager run")
+    return graph
+
+
+def _run(
+    forward: Callable[..., Any], call: _Call, inputs: list[Tensor], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the outputs of an eager run, and the gradients of inputs and parameters for gradients of ones."""
+    args, kwargs = call.arguments(inputs)
+    outputs = list(tensors_in(forward(*args, **kwargs)))
+    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
+    ends = [y for y in outputs if y.requires_grad]
+    if not ends or not wanted:
+        raise RefusedError("none of its outputs needs a gradient")
+    return outputs, list(torch.autograd.grad(ends, wanted, list(map(_probe, ends)), allow_unused=True))
+
+
+def _probe(y: Tensor) -> Tensor:
+    """Return the gradient of an output that captures are compared with: of either sign, and no two rows alike."""
+    steps = torch.arange(y.numel(), device=y.device, dtype=torch.float32)
+    return torch.sin(steps + 1).view(y.shape).to(y.dtype)
+
+
+def _are_alike(mine: Tensor | None, one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether a replay computes what two eager runs do, up to what these differ by."""
+    if mine is None or one is None or other is None:
+        return mine is one is other
+    if torch.equal(mine, one) or bool(((mine == one) | (mine.isnan() & one.isnan())).all()):
+        return True
+    noise = (one.float() - other.float()).abs().max()
+    return bool((mine.float() - one.float()).abs().max() <= NOISE * noise)
+
+
+class Graph:
+    """A captured call: forward, and backward from gradients of its outputs.
+
+    Args:
+        recorder: What captures it.
+        forward: The module's own.
+        call: The call.
+        inputs: Tensors that stand for those of the call, at the graph's addresses.
+        parameters: Those that need a gradient.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        forward: Callable[..., Any],
+        call: _Call,
+        inputs: list[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        self._inputs, self._parameters = inputs, parameters
+        self._wanted = [*(x for x in inputs if x.requires_grad), *parameters]
+        live: list[Tensor] = []
+        autocast = _autocast(inputs[0].device.type)
+
+        def run_forward() -> Any:
+            args, kwargs = call.arguments(inputs)
+            # Casts of weights that were made outside would be those of today for good.
+            with torch.autocast(autocast[0], autocast[2], autocast[1], cache_enabled=False):
+                outputs = forward(*args, **kwargs)
+            live[:] = tensors_in(outputs)
+            return outputs
+
+        self._replay_forward, outputs = recorder.record(run_forward)
+        self._outputs = [y.detach() for y in live]
+        places = {id(y): number for number, y in enumerate(live)}
+        self._template = map_tensors(lambda y: self._outputs[places[id(y)]], outputs)
+        self._ends = [number for number, y in enumerate(live) if y.requires_grad]
+        self._gradients = [torch.zeros_like(live[number]) for number in self._ends]
+
+        def run_backward() -> list[Tensor | None]:
+            ends = [live[number] for number in self._ends]
+            return list(torch.autograd.grad(ends, self._wanted, self._gradients, allow_unused=True))
+
+        found: tuple[Callable[[], None], list[Tensor | None]] = recorder.record(run_backward)
+        self._replay_backward, self._found = found
+        live.clear()
+        del outputs
+        self._pending: weakref.ref[Any] | None = None
+        self._numbers = {id(y): number for number, y in enumerate(self._outputs)}
+        self._copied = [y.nbytes <= SMALL_BYTES for y in self._outputs]
+        self._uses = [storage_uses(y) for y in self._outputs]
+        of_parameters = self._found[len(self._wanted) - len(parameters) :]
+        self._gradients_of = [
+            (p, g, storage_uses(g)) for p, g in zip(parameters, of_parameters, strict=True) if g is not None
+        ]
+
+    def trial(self, tensors: list[Tensor]) -> list[Tensor | None]:
+        """Return outputs and gradients of a replay, from the gradients that eager runs were given."""
+        self.run_forward(tensors)
+        self.run_backward([_probe(self._outputs[number]) for number in self._ends])
+        return [*self._outputs, *self._found]
+
+    def in_use(self) -> bool:
+        """Return whether backward of the last call is still to come, or somebody holds what it has written."""
+        if self._pending is not None and self._pending() is not None:
+            return True
+        if any(storage_uses(y) > uses for y, uses in zip(self._outputs, self._uses, strict=True)):
+            return True
+        return any(storage_uses(g) > uses + _is_alias(p.grad, g) for p, g, uses in self._gradients_of)
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """Return what the module does with other tensors."""
+        results = _Replay.apply(self, len(tensors), *tensors, *self._parameters)
+        return map_tensors(lambda y: results[self._numbers[id(y)]], self._template)
+
+    @torch.no_grad()
+    def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay forward with these inputs, and return the outputs: small ones as copies."""
+        for mine, x in zip(self._inputs, tensors, strict=True):
+            if mine.data_ptr() != x.data_ptr():
+                mine.copy_(x)
+        self._replay_forward()
+        return tuple(y.clone() if copied else y.detach() for y, copied in zip(self._outputs, self._copied, strict=True))
+
+    @torch.no_grad()
+    def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay backward with these gradients of the outputs that need one; return those of inputs and parameters."""
+        for mine, gradient in zip(self._gradients, gradients, strict=True):
+            if gradient is None:
+                mine.zero_()
+            else:
+                mine.copy_(gradient)
+        for parameter, gradient, _ in self._gradients_of:
+            if _is_alias(parameter.grad, gradient):  # it is accumulated
+                parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
+        self._replay_backward()
+        return self._found
+
+    def differentiable(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of the outputs that need a gradient."""
+        return [results[number] for number in self._ends]
+
+    def gradients_of_call(self) -> list[Tensor | None]:
+        """Return the gradients of inputs, as copies, and of parameters, as aliases that may become ``.grad``."""
+        found = iter(self._found)
+        of_inputs = [next(found) if x.requires_grad else None for x in self._inputs]
+        copies = [None if gradient is None else gradient.clone() for gradient in of_inputs]
+        return [*copies, *(None if gradient is None else gradient.detach() for gradient in found)]
+
+
+def _is_alias(gradient: Tensor | None, own: Tensor) -> bool:
+    return gradient is not None and gradient.data_ptr() == own.data_ptr()
+
+
+class _Replay(torch.autograd.Function):
+    """A replay as an operation: its inputs are those of the module and its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: Graph, count: int, *tensors: Tensor) -> Any:
+        ctx.graph = graph
+        graph._pending = weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+        results = graph.run_forward(tensors[:count])
+        ends = {id(y) for y in graph.differentiable(results)}
+        ctx.mark_non_differentiable(*(y for y in results if id(y) not in ends))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        graph = ctx.graph
+        if graph._pending is None or graph._pending() is not ctx:
+            raise RuntimeError(
+                "A module that is replayed from a CUDA graph keeps what backward needs for one backward. HINT: leave "
+                "out `retain_graph`, or `cuda_graphs`."
+            )
+        graph.run_backward(graph.differentiable(gradients))
+        graph._pending = None
+        return None, None, *graph.gradients_of_call()
