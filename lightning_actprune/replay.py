@@ -26,6 +26,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -160,7 +161,7 @@ class _Signature:
     """What is known of the calls of one signature."""
 
     def __init__(self) -> None:
-        self.watched, self.alike = 0, 0
+        self.watched, self.alike, self.reads = 0, 0, ""
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
         self.state: tuple[Any, ...] = ()
@@ -217,7 +218,7 @@ class ModuleReplay:
                     return self._watch(signature, module, forward, args, kwargs)
                 self._capture(signature, module, forward, call)
             if signature.state != _state_of(module):
-                self._forget(signature)
+                del self._signatures[key]  # and watched and captured anew
                 return forward(*args, **kwargs)
         except RefusedError as reason:
             self.close()
@@ -241,10 +242,6 @@ class ModuleReplay:
         """Return whether somebody still needs what the last replay of any graph has written."""
         return any(known.graph is not None and known.graph.in_use() for known in self._signatures.values())
 
-    def _forget(self, signature: _Signature) -> None:
-        """Free a graph that something has changed for; the call is watched and captured anew."""
-        signature.__init__()  # type: ignore[misc]
-
     def _watch(
         self,
         signature: _Signature,
@@ -263,7 +260,7 @@ class ModuleReplay:
             outputs = forward(*args, **kwargs)
         changed = _changes(before, _python_state(module)) or operations.reason
         alike = not changed and operations.log == signature.log
-        signature.log = None if changed else operations.log
+        signature.log, signature.reads = None if changed else operations.log, operations.reads
         signature.alike = signature.alike + 1 if alike else 0
         signature.watched += 1
         if signature.watched >= MOST_WATCHED and not alike:
@@ -284,7 +281,10 @@ class ModuleReplay:
             self._pool = self._recorder()
         signature.state = _state_of(module)
         with _unchanged(module):
-            signature.graph = capture(self._pool, module, forward, call)
+            try:
+                signature.graph = capture(self._pool, module, forward, call)
+            except RefusedError as reason:
+                raise RefusedError(signature.reads or str(reason)) from reason
         signature.log = None
 
 
@@ -339,6 +339,12 @@ def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
+def _uncached_autocast(device: str) -> torch.autocast:
+    """Return autocast as it is, without its cache: casts of weights from before would be those of today for good."""
+    _, enabled, dtype = _autocast(device)
+    return torch.autocast(device, dtype, enabled, cache_enabled=False)
+
+
 def _state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return what a graph of ``module`` depends on: where tensors are, flags, hooks, and how layers are kept."""
     found: list[Any] = []
@@ -365,7 +371,7 @@ class _Operations(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Any] = []
-        self.reason = ""
+        self.reason = self.reads = ""
 
     @override
     def __torch_function__(
@@ -376,7 +382,9 @@ class _Operations(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         if name in _ON_HOST and tensors:
-            self.reason = f"it reads values on the host ({name})"
+            self.reads = f"it reads values on the host ({name})"
+            if not tensors[0].is_cuda:  # of a GPU's, capture tells: some code reads none while it is captured
+                self.reason = self.reads
         elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
             self.reason = f"it uses tensors on different devices ({name})"
         constants = tuple(leaf for leaf in given if isinstance(leaf, _PLAIN))
@@ -451,28 +459,31 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
             for buffer, values in buffers:
                 buffer.copy_(values)
 
+    def run() -> list[Tensor | None]:
+        from_the_start()
+        outputs, gradients = _run(forward, call, inputs, parameters)
+        return [*(y.detach() for y in outputs), *gradients]
+
     try:
-        runs = []
-        for _ in range(2):
-            from_the_start()
-            outputs, gradients = _run(forward, call, inputs, parameters)
-            runs.append([*(y.detach() for y in outputs), *gradients])
-            del outputs, gradients
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()  # which the pool of graphs cannot use
+        with _beside(inputs[0].device):
+            one = [None if tensor is None else tensor.cpu() for tensor in run()]  # to hold them once
+            other = [_differences(*pair) for pair in zip(one, run(), strict=True)]
+        _free_cache()  # which the pool of graphs cannot use
         from_the_start()
         graph = Graph(recorder, forward, call, inputs, parameters)
         from_the_start()
-        found = graph.trial(call.tensors)
+        found = [_differences(*pair) for pair in zip(one, graph.trial(call.tensors), strict=True)]
+        _free_cache()
     except RefusedError:
         raise
     except torch.OutOfMemoryError:
         raise RefusedError("there is not enough memory for its graph") from None
     except RuntimeError as error:
+        while isinstance(error.__context__, RuntimeError):  # of which the others only tell that it failed
+            error = error.__context__
         raise RefusedError(f"it cannot be captured: {str(error).strip().splitlines()[0]}") from error
-    for mine, one, other in zip(found, *runs, strict=True):
-        if not _are_alike(mine, one, other):
-            raise RefusedError("a replay of its graph computes something else than an eager run")
+    if any(mine > NOISE * noise for mine, noise in zip(found, other, strict=True)):
+        raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
 
 
@@ -481,7 +492,8 @@ def _run(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs of an eager run, and the gradients of inputs and parameters for gradients of ones."""
     args, kwargs = call.arguments(inputs)
-    outputs = list(tensors_in(forward(*args, **kwargs)))
+    with _uncached_autocast(inputs[0].device.type):
+        outputs = list(tensors_in(forward(*args, **kwargs)))
     wanted = [*(x for x in inputs if x.requires_grad), *parameters]
     ends = [y for y in outputs if y.requires_grad]
     if not ends or not wanted:
@@ -495,14 +507,31 @@ def _probe(y: Tensor) -> Tensor:
     return torch.sin(steps + 1).view(y.shape).to(y.dtype)
 
 
-def _are_alike(mine: Tensor | None, one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether a replay computes what two eager runs do, up to what these differ by."""
-    if mine is None or one is None or other is None:
-        return mine is one is other
-    if torch.equal(mine, one) or bool(((mine == one) | (mine.isnan() & one.isnan())).all()):
-        return True
-    noise = (one.float() - other.float()).abs().max()
-    return bool((mine.float() - one.float()).abs().max() <= NOISE * noise)
+def _differences(right: Tensor | None, found: Tensor | None) -> float:
+    """Return the largest difference of two tensors, 0 for the same bits, infinity if only one has a value."""
+    if right is None or found is None:
+        return 0.0 if right is found else inf
+    right = right.to(found.device)
+    differs = (right != found) & ~(right.isnan() & found.isnan())
+    return float((right.double() - found.double()).abs()[differs].nan_to_num(inf, inf).amax()) if differs.any() else 0.0
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Run on a stream of its own, as captures do: libraries set up their memory for one when it is met first."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _free_cache() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 class Graph:
@@ -527,12 +556,10 @@ class Graph:
         self._inputs, self._parameters = inputs, parameters
         self._wanted = [*(x for x in inputs if x.requires_grad), *parameters]
         live: list[Tensor] = []
-        autocast = _autocast(inputs[0].device.type)
 
         def run_forward() -> Any:
             args, kwargs = call.arguments(inputs)
-            # Casts of weights that were made outside would be those of today for good.
-            with torch.autocast(autocast[0], autocast[2], autocast[1], cache_enabled=False):
+            with _uncached_autocast(inputs[0].device.type):
                 outputs = forward(*args, **kwargs)
             live[:] = tensors_in(outputs)
             return outputs
