@@ -25,7 +25,8 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -80,9 +81,15 @@ class CudaRecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """See ``Recorder``."""
         graph = torch.cuda.CUDAGraph()
-        # Threads that load data may use the GPU meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = run()
+        try:
+            # Threads that load data may use the GPU meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = run()
+        except BaseException:
+            # A failed capture leaves the generator of random numbers in it; the end of the next one takes it out.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device="cuda")
+            raise
         return graph.replay, results
 
 
@@ -450,6 +457,8 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
         RefusedError: If it cannot be captured, or a replay computes something else.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    aliases = [parameter.detach().requires_grad_() for parameter in parameters]
+    around = partial(_exchanged, module, parameters, aliases)
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
     drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
@@ -461,16 +470,16 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
 
     def run() -> list[Tensor | None]:
         from_the_start()
-        outputs, gradients = _run(forward, call, inputs, parameters)
+        outputs, gradients = _run(forward, call, inputs, aliases)
         return [*(y.detach() for y in outputs), *gradients]
 
     try:
-        with _beside(inputs[0].device):
+        with around(), _beside(inputs[0].device):
             one = [None if tensor is None else tensor.cpu() for tensor in run()]  # to hold them once
             other = [_differences(*pair) for pair in zip(one, run(), strict=True)]
         _free_cache()  # which the pool of graphs cannot use
         from_the_start()
-        graph = Graph(recorder, forward, call, inputs, parameters)
+        graph = Graph(recorder, forward, call, inputs, parameters, aliases, around)
         from_the_start()
         found = [_differences(*pair) for pair in zip(one, graph.trial(call.tensors), strict=True)]
         _free_cache()
@@ -485,6 +494,29 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
     if any(mine > NOISE * noise for mine, noise in zip(found, other, strict=True)):
         raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
+
+
+@contextmanager
+def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> Iterator[None]:
+    """Let ``module`` compute with aliases of its parameters.
+
+    What accumulates the gradient of a tensor stays with the stream that has met it first, on which a capture may not
+    wait.
+    """
+    alias_of = {id(parameter): alias for parameter, alias in zip(parameters, aliases, strict=True)}
+    places = [
+        (inner._parameters, name, parameter)
+        for inner in module.modules()
+        for name, parameter in inner._parameters.items()
+        if id(parameter) in alias_of
+    ]
+    try:
+        for holder, name, parameter in places:
+            holder[name] = alias_of[id(parameter)]  # type: ignore[assignment]
+        yield
+    finally:
+        for holder, name, parameter in places:
+            holder[name] = parameter
 
 
 def _run(
@@ -543,6 +575,8 @@ class Graph:
         call: The call.
         inputs: Tensors that stand for those of the call, at the graph's addresses.
         parameters: Those that need a gradient.
+        aliases: Tensors that ``forward`` computes with in their place.
+        around: Puts them there.
     """
 
     def __init__(
@@ -552,14 +586,16 @@ class Graph:
         call: _Call,
         inputs: list[Tensor],
         parameters: Sequence[Tensor],
+        aliases: Sequence[Tensor],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._inputs, self._parameters = inputs, parameters
-        self._wanted = [*(x for x in inputs if x.requires_grad), *parameters]
+        wanted = [*(x for x in inputs if x.requires_grad), *aliases]
         live: list[Tensor] = []
 
         def run_forward() -> Any:
             args, kwargs = call.arguments(inputs)
-            with _uncached_autocast(inputs[0].device.type):
+            with around(), _uncached_autocast(inputs[0].device.type):
                 outputs = forward(*args, **kwargs)
             live[:] = tensors_in(outputs)
             return outputs
@@ -573,7 +609,8 @@ class Graph:
 
         def run_backward() -> list[Tensor | None]:
             ends = [live[number] for number in self._ends]
-            return list(torch.autograd.grad(ends, self._wanted, self._gradients, allow_unused=True))
+            with around():  # for what runs again
+                return list(torch.autograd.grad(ends, wanted, self._gradients, allow_unused=True))
 
         found: tuple[Callable[[], None], list[Tensor | None]] = recorder.record(run_backward)
         self._replay_backward, self._found = found
@@ -583,7 +620,7 @@ class Graph:
         self._numbers = {id(y): number for number, y in enumerate(self._outputs)}
         self._copied = [y.nbytes <= SMALL_BYTES for y in self._outputs]
         self._uses = [storage_uses(y) for y in self._outputs]
-        of_parameters = self._found[len(self._wanted) - len(parameters) :]
+        of_parameters = self._found[len(wanted) - len(parameters) :]
         self._gradients_of = [
             (p, g, storage_uses(g)) for p, g in zip(parameters, of_parameters, strict=True) if g is not None
         ]
