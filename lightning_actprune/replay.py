@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -399,24 +400,34 @@ class _Operations(TorchFunctionMode):
         return result
 
 
-def _python_state(module: nn.Module) -> tuple[Any, dict[str, Any]]:
-    """Return Python's random generators, and what the attributes of all modules refer to."""
+def _python_state(module: nn.Module) -> tuple[bytes, dict[str, tuple[Any, ...]]]:
+    """Return random generators of the host, and what the attributes of all modules refer to, and containers in them."""
     attributes = {}
     for fqn, inner in module.named_modules():
         for name, value in vars(inner).items():
-            held = value.items() if name in ("_buffers", "_parameters", "_modules") else ((name, value),)
-            attributes.update({f"{fqn}.{key}".lstrip("."): each for key, each in held})
+            attributes[f"{fqn}.{name}".lstrip(".")] = value, *_items(value)
     on_gpu = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
-    return (python_generators(), torch.get_rng_state().numpy().tobytes() if on_gpu else None), attributes
+    generators = python_generators(), torch.get_rng_state().numpy().tobytes() if on_gpu else None
+    return pickle.dumps(generators), attributes
 
 
-def _changes(before: tuple[Any, dict[str, Any]], after: tuple[Any, dict[str, Any]]) -> str:
+def _items(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Mapping):
+        return tuple(value.values())
+    return tuple(value) if isinstance(value, (list, tuple, set, deque, UserList)) else ()
+
+
+def _changes(before: tuple[bytes, dict[str, Any]], after: tuple[bytes, dict[str, Any]]) -> str:
     """Return what a call has changed that a graph would not, empty for nothing."""
-    generators, attributes = before
-    if pickle.dumps(generators) != pickle.dumps(after[0]):
+    if before[0] != after[0]:
         return "it draws from a random generator on the host"
-    names = [name for name in after[1].keys() | attributes.keys() if attributes.get(name) is not after[1].get(name)]
+    held, holds = before[1], after[1]
+    names = [name for name in held.keys() | holds.keys() if not _are_the_same(held.get(name, ()), holds.get(name, ()))]
     return f"it writes to its attribute {min(names)!r}" if names else ""
+
+
+def _are_the_same(held: tuple[Any, ...], holds: tuple[Any, ...]) -> bool:
+    return len(held) == len(holds) and all(one is other for one, other in zip(held, holds, strict=True))
 
 
 # === Capture ==========================================================================================
@@ -457,7 +468,7 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
         RefusedError: If it cannot be captured, or a replay computes something else.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    aliases = [parameter.detach().requires_grad_() for parameter in parameters]
+    aliases = [nn.Parameter(parameter.detach()) for parameter in parameters]
     around = partial(_exchanged, module, parameters, aliases)
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
     drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
