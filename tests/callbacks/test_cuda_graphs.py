@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
+from lightning_actprune.callbacks import cuda_graphs
 from lightning_actprune.callbacks.cuda_graphs import GraphedSteps, OutermostCalls, why_eager, why_module_eager
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.schedules import StepSchedule
@@ -60,8 +61,9 @@ class Blocks(Net):
         self.head = nn.Linear(FEATURES, 4)
         self.losses, self.validated = list[Any](), set[str]()
 
-    def on_train_epoch_start(self) -> None:
-        torch.manual_seed(self.current_epoch)
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(self.current_epoch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses += [outputs["loss"]] if outputs else []
@@ -125,7 +127,8 @@ def test_a_fit_is_the_same(case: str):
 
 
 @pytest.mark.integration
-def test_fits_in_a_row_and_from_a_checkpoint(tmp_path):
+def test_fits_in_a_row_and_from_a_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO")
     pruning = ActivationPruning("max", cuda_graphs=True, verbose=0)
     saves = {"enable_checkpointing": True, "default_root_dir": tmp_path}
     _, whole, _ = run(pruning, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), max_epochs=2, **saves)
@@ -137,6 +140,8 @@ def test_fits_in_a_row_and_from_a_checkpoint(tmp_path):
     torch.testing.assert_close(again, whole, rtol=0, atol=0)
     torch.testing.assert_close(resumed, [whole[0][STEPS:], whole[1]], rtol=0, atol=0)
     assert replays > 0
+    (shown,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert ("body" in shown, "1 graph," in shown, "head" in shown) == (True, True, True)
 
 
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()])
@@ -147,3 +152,45 @@ def test_an_error_leaves_the_model_as_it_was(error: BaseException):
         fit(model, pruning)
     assert all_traces(model.body) == before
     assert vars(pruning._graphs) == vars(GraphedSteps())
+
+
+class Calls(Net):
+    """Calls modules by name, also in parts and without a gradient, and a loss that has no parameters."""
+
+    def make(self) -> None:
+        self.outer, self.loss = nn.ModuleDict({"inner": nn.Linear(FEATURES, 4), "frozen": block()}), nn.MSELoss()
+        self.outer.forward = lambda *, x: self.outer["inner"](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            x = self.outer["frozen"](batch)
+        return self.loss(self.outer(x=x), self.outer["inner"](x))
+
+
+def test_the_outermost_modules_with_parameters_are_found():
+    model = Calls()
+    calls = OutermostCalls(model)
+    model.training_step(torch.randn(2, FEATURES), 0)
+    calls.close()
+    assert calls.modules == {model.outer, model.outer["inner"]}  # of which the inner one is left to the other
+    steps = GraphedSteps()
+    steps._replay(model, calls.modules)
+    assert [replay.name for _, replay in steps._replays] == ["outer"]
+    steps.end()
+    assert all_traces(model.outer) == all_traces(Calls().outer)
+
+
+def test_reasons_to_stay_eager(monkeypatch: pytest.MonkeyPatch):
+    model, one = Net(), SimpleNamespace(strategy=SingleDeviceStrategy("cpu"))
+    for strategy in DDPStrategy, FSDPStrategy, ModelParallelStrategy:
+        steps, several = GraphedSteps(), SimpleNamespace(strategy=strategy())
+        assert strategy.__name__ in steps.batch_starts(several, model)
+        assert steps.batch_starts(several, model) == ""
+    assert why_eager(one, model, needs_cuda=False) == why_module_eager(model.body) == ""
+    assert "cpu" in why_eager(one, model)
+    model.body[0].compile()
+    assert "reduce-overhead" in why_module_eager(model.body)
+    convert(model, "max", rules={"body.*": None})
+    assert why_module_eager(model.head)
+    monkeypatch.setattr(cuda_graphs, "DTensor", nn.Parameter)
+    assert "DTensor" in why_module_eager(nn.Linear(1, 1))
