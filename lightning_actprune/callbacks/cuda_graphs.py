@@ -77,8 +77,8 @@ class GraphedSteps:
         self._shown = None
 
     def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
-        eager = eager_modules(model)
-        chosen = {name: module for name, module in model.named_modules() if module in called or module not in eager}
+        due = called | set(model.modules()) - _hooked(model) - {model}
+        chosen = {name: module for name, module in model.named_modules() if module in due}
         inner = {each for module in chosen.values() for each in module.modules() if each is not module}
         for name, module in chosen.items():
             if module in inner:
@@ -116,8 +116,8 @@ class OutermostCalls:
     def __init__(self, model: pl.LightningModule) -> None:
         self.modules = set[nn.Module]()
         self._running: list[nn.Module] = []
-        hooked = eager_modules(model) - {model}
-        self._handles = [handle for module in hooked for handle in add_hooks(module, self._enter, self._leave)]
+        hooks = [add_hooks(module, self._enter, self._leave) for module in _hooked(model)]
+        self._handles = [handle for handles in hooks for handle in handles]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -134,6 +134,11 @@ class OutermostCalls:
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._running and self._running[-1] is module:
             self._running.pop()
+
+
+def _hooked(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in a model whose calls hooks can see."""
+    return {each for each in eager_modules(model) - {model} if not isinstance(each, torch.jit.ScriptModule)}
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
