@@ -77,7 +77,12 @@ def test_short_names_and_rules_on_the_command_line():
     rules = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
     monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
     schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.7"
-    settings = "--trainer.callbacks.preset=max", "--trainer.callbacks.cuda_graphs=true", *schedule, f"--trainer.callbacks.rules={json.dumps(rules)}"
+    settings = (
+        "--trainer.callbacks.preset=max",
+        "--trainer.callbacks.cuda_graphs=true",
+        *schedule,
+        f"--trainer.callbacks.rules={json.dumps(rules)}",
+    )
     made = cli(*CALLBACK, *settings, *monitor)
     pruning, monitor = ours(made)
     assert (pruning.preset, pruning.cuda_graphs, pruning.sparsity) == ("max", True, LinearSchedule(0.7))
