@@ -198,9 +198,12 @@ class DenseView:
 
 
 def _is_of(module: Converted, owner: str) -> bool:
-    """Return whether ``owner`` has converted a module; attention that is routed for its output alone is everybody's."""
+    """Return whether ``owner`` has converted a module.
+
+    Attention that is routed for its output alone, and modules that are replayed, are everybody's.
+    """
     states = [vars(module)[name] for name in OF_CONVERSION if name in vars(module)]
-    return all(state.owner == owner for state in states)
+    return all(getattr(state, "owner", owner) == owner for state in states)
 
 
 def new_owner(name: str) -> str:

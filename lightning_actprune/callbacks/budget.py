@@ -112,6 +112,11 @@ class MemoryBudget:
         return None if found.number == before else found
 
     @property
+    def is_settled(self) -> bool:
+        """Whether what was chosen will not change any more."""
+        return self._checked
+
+    @property
     def allocation(self) -> Allocation | None:
         """What was chosen, ``None`` before that, or where it was chosen in an earlier run."""
         if self._allocator is None or self.number is None or not self._allocator.knows(self.number):

@@ -183,6 +183,11 @@ class FirstBatchProbe:
         """Whether the next batch will show which layers drop nothing; not if a checkpoint has told."""
         return self._asked and self._asks_energy
 
+    @property
+    def waits(self) -> bool:
+        """Whether this batch is probed, or a later one will be."""
+        return self._asked
+
     def ask(self, report: ConversionReport, sparsity: float) -> None:
         """Probe the next batch for what is not known yet; nothing where no layer packs its input.
 

@@ -24,6 +24,7 @@ from lightning_actprune.callbacks.advice import (
 from lightning_actprune.callbacks.arguments import Verbosity, check_verbose, checked, in_detail
 from lightning_actprune.callbacks.budget import MemoryBudget
 from lightning_actprune.callbacks.compiled import CompiledLayers
+from lightning_actprune.callbacks.cuda_graphs import GraphedSteps
 from lightning_actprune.callbacks.display import (
     compiled_table,
     compiled_text,
@@ -99,6 +100,8 @@ class ActivationPruning(TrainerCallback):
             several optimizers, say it.
         skip_retained: Whether to leave layers dense whose input is kept for backward anyway; ``False`` packs them all
             the same.
+        cuda_graphs: Whether to replay the modules that ``training_step`` calls from CUDA graphs, where the GPU would
+            wait for Python; those that cannot be replayed stay eager, and the reason is shown.
         verbose: What is printed, once a fit: nothing (``False`` or 0); how operators are kept, which layers are dense,
             and what the first batch shows, in a few lines (1, the default); or tables of the layers, too (``True``
             or 2).
@@ -129,6 +132,7 @@ class ActivationPruning(TrainerCallback):
         memory_budget: str | float | None = None,
         total_steps: int | None = None,
         skip_retained: bool = True,
+        cuda_graphs: bool = False,
         verbose: Verbosity = 1,
     ) -> None:
         super().__init__()
@@ -146,6 +150,7 @@ class ActivationPruning(TrainerCallback):
         self.block_size = block_size
         self.rules = rules
         self.skip_retained = checked(check_flag, skip_retained, "skip_retained")
+        self.cuda_graphs = checked(check_flag, cuda_graphs, "cuda_graphs")
         self.verbose = check_verbose(verbose)
         self._progress = SparsityProgress(total_steps)
         self.total_steps = self._progress.total_steps
@@ -167,6 +172,7 @@ class ActivationPruning(TrainerCallback):
         self._decisions = self._probe.decisions
         self._compiled = CompiledLayers(self._owner)
         self._dense_view = DenseView()
+        self._graphs = GraphedSteps()
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
@@ -282,6 +288,10 @@ class ActivationPruning(TrainerCallback):
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module, batch)
         self._probe.batch_starts(pl_module, batch)
+        if self.cuda_graphs and not self._probe.waits and (self._budget is None or self._budget.is_settled):
+            news = self._graphs.batch_starts(trainer, pl_module)
+            if self.verbose and news:
+                show(trainer, news)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -291,6 +301,7 @@ class ActivationPruning(TrainerCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._graphs.batch_ends()
         decision = self._decide(trainer, pl_module)
         if decision is not None:
             self._show(trainer, decision)
@@ -351,6 +362,7 @@ class ActivationPruning(TrainerCallback):
         self._probe.ask(self._report, self._progress.highest)
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
+        self._graphs.let_go()
         config = self._config if self._budget is None else self._budget.config(pl_module)
         if config is None:  # the dense model fits
             revert(pl_module, self._owner)
@@ -411,6 +423,7 @@ class ActivationPruning(TrainerCallback):
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
         self._dense_view.close()
+        self._graphs.end()
         self._trials.leave()
         self._compiled.end()
         self._progress.forget_layers()

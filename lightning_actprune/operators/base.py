@@ -163,8 +163,8 @@ class Converted:
         return copied
 
 
-OF_CONVERSION = frozenset(("_state", "_recompute"))
-"""Attributes that ``convert`` gives to modules."""
+OF_CONVERSION = frozenset(("_state", "_recompute", "_replay"))
+"""Attributes that ``convert`` and ``replay`` give to modules."""
 
 
 class CompressedLayer(Converted):

@@ -77,10 +77,15 @@ def test_short_names_and_rules_on_the_command_line():
     rules = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
     monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
     schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.7"
-    settings = "--trainer.callbacks.preset=max", *schedule, f"--trainer.callbacks.rules={json.dumps(rules)}"
+    settings = (
+        "--trainer.callbacks.preset=max",
+        "--trainer.callbacks.cuda_graphs=true",
+        *schedule,
+        f"--trainer.callbacks.rules={json.dumps(rules)}",
+    )
     made = cli(*CALLBACK, *settings, *monitor)
     pruning, monitor = ours(made)
-    assert (pruning.preset, pruning.sparsity) == ("max", LinearSchedule(0.7))
+    assert (pruning.preset, pruning.cuda_graphs, pruning.sparsity) == ("max", True, LinearSchedule(0.7))
     assert pruning.rules == {"body.*": {"sparsity": CosineSchedule(0.5)}, "head": {"bits": 3}}
     assert monitor.verbose is False
 
@@ -98,6 +103,7 @@ trainer:
       init_args:
         sparsity: {{class_path: {__name__}.Halves, init_args: {{later: 0.75}}}}
         block_size: 16
+        cuda_graphs: true
         rules:
           body.0:
             sparsity:
@@ -122,7 +128,8 @@ def test_a_config_file_and_its_round_trip(tmp_path: Path, capsys):
     second = cli("--config", str(path))
     for made in first, second:
         pruning, monitor = ours(made)
-        assert (pruning.preset, pruning.block_size, monitor.measure_batch) == ("paper", 16, 1)
+        assert (pruning.preset, pruning.block_size, pruning.cuda_graphs) == ("paper", 16, True)
+        assert monitor.measure_batch == 1
         assert (type(pruning.sparsity), pruning.sparsity.later) == (Halves, 0.75)
         assert list(pruning.rules.items()) == [
             ("body.0", {"sparsity": StepSchedule([0.0, 0.5], [0.5])}),

@@ -58,6 +58,7 @@ def compressed(model: nn.Module) -> list[str]:
         ({"sparsity": 60}, r"`sparsity` must be in \[0, 1\), got 60. HINT"),
         ({"total_steps": 0}, "`total_steps` must be a positive int or None, got 0. HINT"),
         ({"skip_retained": "no"}, "`skip_retained` must be a bool, got 'no' of type str. HINT"),
+        ({"cuda_graphs": 1}, "`cuda_graphs` must be a bool, got 1 of type int. HINT"),
         ({"rules": {"head": {"sparsity": 3}}}, r"`rules\['head'\]`: `sparsity` must be in \[0, 1\), got 3. HINT"),
         ({"rules": {"head": "int4"}}, r"`rules\['head'\]` must be one of 'dense', .*HINT"),
         ({"preset": "paper", "total_steps": 100}, r"`total_steps`.*got 100.*HINT"),
@@ -81,6 +82,7 @@ def test_arguments_are_stored_as_given_and_cannot_be_changed_later():
         "memory_budget": None,
         "total_steps": 10,
         "skip_retained": False,
+        "cuda_graphs": True,
         "verbose": False,
     }
     assert ActivationPruning().preset == ActivationPruning(rules={"head": None}).preset == "balanced"

@@ -1,0 +1,178 @@
+"""``cuda_graphs=True``: the modules that ``training_step`` calls are replayed from CUDA graphs (``replay``).
+
+Nothing happens before layers are kept as they will be for the rest of the fit. Then hooks show, in one step, the
+outermost modules that are called; the loss, metrics and logging stay Python. From the next step on, their calls are
+watched, captured and replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_actprune.config import shortened
+from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
+from lightning_actprune.replay import CudaRecorder, ModuleReplay, Recorder, ReplayedModule, let_go, replay_module
+from lightning_actprune.tables import counted
+
+SHOWN_AFTER = 16
+"""Steps after which it is shown what is replayed: more than those in which a module is watched."""
+_STEP = "training_step"
+_COMPILED = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
+
+
+class GraphedSteps:
+    """Lets the modules that ``training_step`` calls be replayed, and says which are and why others are not."""
+
+    recorder: ClassVar[type[Recorder]] = CudaRecorder
+    """Makes what captures the graphs of a module."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._calls: OutermostCalls | None = None
+        self._replays: list[tuple[nn.Module, ModuleReplay]] = []
+        self._eager: dict[str, str] = {}
+        self._shown: set[tuple[str, str]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(GraphedSteps())  # a copy of the callback is in no fit
+
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> str:
+        """Look for modules, or begin to replay them; return what to tell the user, empty for nothing."""
+        self._steps += 1
+        if self._steps == 1:
+            reason = why_eager(trainer, model, needs_cuda=self.recorder is CudaRecorder)
+            if reason:
+                self._eager[_STEP] = reason
+            else:
+                self._calls = OutermostCalls(model)
+        elif self._calls is not None and (self._calls.modules or self._steps > SHOWN_AFTER):
+            self._calls.close()
+            self._replay(model, self._calls.modules)
+            self._calls = None
+        return self._news()
+
+    def batch_ends(self) -> None:
+        """Remove the hooks that have seen a step."""
+        if self._calls is not None and self._calls.modules:
+            self._calls.close()
+
+    def let_go(self) -> None:
+        """Make all modules what they were, and begin anew with the next batch."""
+        if self._calls is not None:
+            self._calls.close()
+        for module, _ in self._replays:
+            let_go(module)
+        self._steps, self._calls, self._replays, self._eager = 0, None, [], {}
+
+    def end(self) -> None:
+        """Make all modules what they were when the fit ends."""
+        self.let_go()
+        self._shown = None
+
+    def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
+        due = called | set(model.modules()) - _hooked(model) - {model}
+        chosen = {name: module for name, module in model.named_modules() if module in due}
+        inner = {each for module in chosen.values() for each in module.modules() if each is not module}
+        for name, module in chosen.items():
+            if module in inner:
+                continue
+            if reason := why_module_eager(module):
+                self._eager[name] = reason
+            else:
+                self._replays.append((module, replay_module(module, name, self.recorder)))
+        if not chosen:
+            self._eager[_STEP] = "it calls no module with parameters"
+
+    def _news(self) -> str:
+        if self._steps <= SHOWN_AFTER and _STEP not in self._eager:
+            return ""
+        replays = [replay for _, replay in self._replays]
+        eager = self._eager | {replay.name: replay.reason for replay in replays if replay.reason}
+        replayed = []
+        if self._shown is None:
+            self._shown = set()
+            replayed = [replay for replay in replays if replay.graphs]
+            never = [replay.name for replay in replays if not replay.graphs and not replay.reason]
+            eager |= dict.fromkeys(never, "none of its calls could be replayed so far")
+        news = [(name, reason) for name, reason in eager.items() if (name, reason) not in self._shown]
+        self._shown.update(news)
+        return graphs_text(replayed, dict(news))
+
+
+class OutermostCalls:
+    """Finds the modules with parameters that a training step calls, but not those that they call.
+
+    Args:
+        model: Holds them, and is none of them.
+    """
+
+    def __init__(self, model: pl.LightningModule) -> None:
+        self.modules = set[nn.Module]()
+        self._running: list[nn.Module] = []
+        hooks = [add_hooks(module, self._enter, self._leave) for module in _hooked(model)]
+        self._handles = [handle for handles in hooks for handle in handles]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        trains = module.training and torch.is_grad_enabled() and not backward_runs()
+        if not self._running and trains and any(True for _ in module.parameters()):
+            self.modules.add(module)
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if self._running and self._running[-1] is module:
+            self._running.pop()
+
+
+def _hooked(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in a model whose calls hooks can see."""
+    return {each for each in eager_modules(model) - {model} if not isinstance(each, torch.jit.ScriptModule)}
+
+
+def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
+    """Return why no module of a fit is replayed, empty if some may be."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        return f"{type(trainer.strategy).__name__} is not one device, on which alone graphs are replayed"
+    if needs_cuda and model.device.type != "cuda":
+        return f"it runs on {model.device.type}, where there are no CUDA graphs"
+    return "" if model in eager_modules(model) else _COMPILED
+
+
+def why_module_eager(module: nn.Module) -> str:
+    """Return why a module is not replayed, empty if it may be."""
+    if eager_modules(module) != set(module.modules()):
+        return _COMPILED
+    if isinstance(module, ReplayedModule):
+        return "another callback replays it"
+    if isinstance(module, Converted):
+        return "it is itself a converted layer or block"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return "its parameters are DTensors"
+    return ""
+
+
+def graphs_text(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
+    """Return which modules are replayed, and which are eager for each reason; empty if there are none of both."""
+    parts = []
+    if replayed:
+        graphs, calls = sum(replay.graphs for replay in replayed), sum(replay.replays for replay in replayed)
+        names = shortened([replay.name for replay in replayed])
+        parts.append(f"{names} replayed ({counted(graphs, 'graph')}, {counted(calls, 'replay')} so far)")
+    for reason in dict.fromkeys(eager.values()):
+        names = shortened([name for name, each in eager.items() if each == reason])
+        parts.append(f"{names} eager, since {reason}")
+    return f"Activation pruning, CUDA graphs: {'; '.join(parts)}." if parts else ""

@@ -1,0 +1,170 @@
+"""``cuda_graphs=True``: fits equal those without it bit for bit, while modules are replayed, on CPUs by a stand-in."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
+from lightning_actprune.callbacks import cuda_graphs
+from lightning_actprune.callbacks.cuda_graphs import GraphedSteps, why_eager, why_module_eager
+from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.schedules import StepSchedule
+from tests.support.helpers import FEATURES, ByHand, Net, all_traces, fit, loader
+from tests.support.marks import only
+
+STEPS = 24
+
+
+class Again:
+    """Stands for a recorder on CPUs: a replay runs the work again and writes to what it returned at first."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        results = run()
+        own = [y.detach() for y in tensors_in(results)]
+
+        def replay() -> None:
+            with torch.enable_grad():
+                new = [y.detach() for y in tensors_in(run())]
+            for mine, y in zip(own, new, strict=True):
+                mine.copy_(y)
+
+        return replay, results
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphedSteps, "recorder", Again)
+
+
+class Blocks(Net):
+    """Calls one module as a whole, by a keyword, and in parts, and a layer; the last batch is smaller."""
+
+    def make(self) -> None:
+        block = nn.Sequential(nn.LayerNorm(FEATURES), nn.Linear(FEATURES, FEATURES), nn.GELU(), nn.Dropout(0.2))
+        self.body = self.backbone = nn.Sequential(block, copy.deepcopy(block), nn.BatchNorm1d(8))
+        self.head = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.body[0](x)
+        return self.head(self.body[2](self.body(input=x))).mean(1)
+
+    def train_dataloader(self) -> Any:
+        return loader(4 * STEPS - 2, 4)
+
+
+class TwoOptimizers(ByHand, Blocks):
+    """Steps each by hand."""
+
+
+class Notes(pl.Callback):
+    """Takes notes of the losses, and of replays when the training ends."""
+
+    def __init__(self, pruning: ActivationPruning) -> None:
+        self.pruning, self.losses, self.replays = pruning, list[Tensor](), dict[str, int]()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, model: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(trainer.current_epoch)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses += [outputs["loss"]] if outputs else []
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, model: Any, *_: Any) -> None:
+        assert (type(model.body), "_replay" in vars(model.body)) == (nn.Sequential, False)
+
+    def on_train_end(self, trainer: pl.Trainer, model: Any) -> None:
+        self.replays = {replay.name: replay.replays for _, replay in self.pruning._graphs._replays}
+        assert b"lightning_actprune" not in pickle.dumps(model.body)
+
+
+def run(pruning: ActivationPruning, *callbacks: pl.Callback, model: type[Blocks] = Blocks, **options: Any) -> Any:
+    """Fit a model; return its losses and weights, and how often modules were replayed."""
+    torch.manual_seed(0)
+    fitted, notes = model(), Notes(pruning)
+    before = all_traces(fitted.body)
+    fit(fitted, pruning, *callbacks, notes, **options)
+    assert all_traces(fitted.body) == before
+    return [notes.losses, fitted.state_dict()], notes.replays
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[], list[pl.Callback]]]] = {
+    "validation": ({"preset": "max"}, {"val_check_interval": 9}, list),
+    "accumulation": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, list),
+    "recompute": ({"preset": "recompute"}, {"precision": "bf16-mixed"}, list),
+    "schedule": ({"sparsity": StepSchedule([0.2, 0.5], at=[0.5])}, {}, list),
+    "budget": ({"memory_budget": 0.95}, {}, list),
+    "EMA": ({"preset": "max"}, {}, lambda: [EMAWeightAveraging(decay=0.5)]),
+    "finetuning": ({"preset": "max"}, {"max_epochs": 2}, lambda: [BackboneFinetuning(1, backbone_initial_lr=0.01)]),
+    "monitor": ({"preset": "max"}, {"max_epochs": 2}, lambda: [ActivationMemoryMonitor(verbose=0)]),
+    "by hand": ({"preset": "max"}, {"val_check_interval": 9, "model": TwoOptimizers}, list),
+}
+
+
+@pytest.mark.parametrize("case", only(CASES, "schedule", rest="integration"))
+def test_a_fit_is_the_same(case: str):
+    arguments, options, others = CASES[case]
+    expected, none = run(ActivationPruning(**arguments, verbose=0), *others(), **options)
+    result, replays = run(ActivationPruning(**arguments, cuda_graphs=True, verbose=0), *others(), **options)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert none == {}
+    assert (list(replays), replays["body"] > 0) == (["body"], True)
+
+
+@pytest.mark.integration
+def test_fits_in_a_row_and_from_a_checkpoint(tmp_path, caplog):
+    caplog.set_level("INFO")
+    pruning, path = ActivationPruning("max", cuda_graphs=True, verbose=0), tmp_path / "epoch=0.ckpt"
+    saves = {"enable_checkpointing": True, "default_root_dir": tmp_path, "max_epochs": 2}
+    whole, _ = run(pruning, ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1), **saves)
+    again, _ = run(pruning, max_epochs=2)
+    resumed, replays = run(ActivationPruning("max", cuda_graphs=True), ckpt=path, max_epochs=2)
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
+    torch.testing.assert_close(resumed, [whole[0][STEPS:], whole[1]], rtol=0, atol=0)
+    assert replays["body"] > 0
+    saved = torch.load(path)
+    assert saved["callbacks"][pruning.state_key].keys() == ActivationPruning("max").state_dict().keys()
+    assert saved["state_dict"].keys() == Blocks().state_dict().keys()
+    (shown,) = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert ("body" in shown, "1 graph," in shown, "head" in shown) == (True, True, True)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    def fail(trainer: pl.Trainer, model: Blocks, *_: Any) -> None:
+        if trainer.global_step == STEPS // 2:
+            raise KeyError(*vars(model.body).keys() & {"_replay"})
+
+    model, pruning = Blocks(), ActivationPruning("max", cuda_graphs=True, verbose=0)
+    before = all_traces(model.body)
+    with pytest.raises(KeyError, match="_replay"):
+        fit(model, pruning, LambdaCallback(on_train_batch_end=fail))
+    assert all_traces(model.body) == before
+    assert vars(pruning._graphs) == vars(GraphedSteps())
+
+
+def test_reasons_to_stay_eager(monkeypatch: pytest.MonkeyPatch):
+    model, one = Net(), SimpleNamespace(strategy=SingleDeviceStrategy("cpu"))
+    for strategy in DDPStrategy, FSDPStrategy, ModelParallelStrategy:
+        steps, several = GraphedSteps(), SimpleNamespace(strategy=strategy())
+        assert strategy.__name__ in steps.batch_starts(several, model)
+        assert steps.batch_starts(several, model) == ""
+    assert why_eager(one, model, needs_cuda=False) == why_module_eager(model.body) == ""
+    assert "cpu" in why_eager(one, model)
+    assert "ScriptModule" in why_module_eager(torch.jit.script(nn.Linear(1, 1)))
+    model.body[0].compile()
+    assert "reduce-overhead" in why_module_eager(model.body)
+    convert(model, "max", rules={"body.*": None})
+    assert why_module_eager(model.head)
+    monkeypatch.setattr(cuda_graphs, "DTensor", nn.Parameter)
+    assert "DTensor" in why_module_eager(nn.Linear(1, 1))
