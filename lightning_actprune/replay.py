@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections import UserList, deque
+from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -58,6 +58,8 @@ MOST_GRAPHS = 8
 """Signatures of a module that are captured at most; calls of others are eager."""
 MOST_CAPTURES = 24
 """Captures of a module at most, of the same signature again after something has changed."""
+MOST_OTHERS = 4
+"""Calls in a row after which a graph is captured anew that something else has changed for, such as a hook."""
 EAGER_EVERY = 128
 """Calls of which one is eager."""
 NOISE = 3.0
@@ -172,8 +174,8 @@ class _Signature:
         self.watched, self.alike, self.reads = 0, 0, ""
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
-        self.state: tuple[Any, ...] = ()
-        self.calls = 0
+        self.state: list[Any] = []
+        self.calls = self.others = 0
 
 
 class ModuleReplay:
@@ -225,9 +227,12 @@ class ModuleReplay:
                 if signature.alike < WATCHED:
                     return self._watch(signature, module, forward, args, kwargs)
                 self._capture(signature, module, forward, call)
-            if signature.state != _state_of(module):
-                del self._signatures[key]  # and watched and captured anew
+            if not _is_the_same(signature.state, _state_of(module)):
+                signature.others += 1
+                if signature.others >= MOST_OTHERS:
+                    del self._signatures[key]  # and watched and captured anew
                 return forward(*args, **kwargs)
+            signature.others = 0
         except RefusedError as reason:
             self.close()
             self.reason = str(reason)
@@ -353,18 +358,25 @@ def _uncached_autocast(device: str) -> torch.autocast:
     return torch.autocast(device, dtype, enabled, cache_enabled=False)
 
 
-def _state_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a graph of ``module`` depends on: where tensors are, flags, hooks, and how layers are kept."""
+def _state_of(module: nn.Module) -> list[Any]:
+    """Return what a graph of ``module`` depends on: where tensors are, attributes and flags, and hooks."""
     found: list[Any] = []
     for inner in module.modules():
-        found += (type(inner), inner.training, inner.__dict__.get("_state"))
+        found += (type(inner), *vars(inner).values())
         hooks = inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks
         found += map(len, hooks)
         for parameter in inner._parameters.values():
             if parameter is not None:
                 found += (parameter.data_ptr(), parameter.requires_grad)
         found += [None if buffer is None else buffer.data_ptr() for buffer in inner._buffers.values()]
-    return tuple(found)
+    return found
+
+
+def _is_the_same(one: list[Any], other: list[Any]) -> bool:
+    try:
+        return one == other  # which asks no value that is the same object
+    except Exception:  # whatever values raise that cannot be compared, as tensors do
+        return False
 
 
 # === What Python does in a call =======================================================================
@@ -482,17 +494,18 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
     def run() -> list[Tensor | None]:
         from_the_start()
         outputs, gradients = _run(forward, call, inputs, aliases)
-        return [*(y.detach() for y in outputs), *gradients]
+        return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
         with around(), _beside(inputs[0].device):
-            one = [None if tensor is None else tensor.cpu() for tensor in run()]  # to hold them once
+            one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
             other = [_differences(*pair) for pair in zip(one, run(), strict=True)]
         _free_cache()  # which the pool of graphs cannot use
         from_the_start()
         graph = Graph(recorder, forward, call, inputs, parameters, aliases, around)
         from_the_start()
-        found = [_differences(*pair) for pair in zip(one, graph.trial(call.tensors), strict=True)]
+        replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
+        found = [_differences(*pair) for pair in zip(one, replayed, strict=True)]
         _free_cache()
     except RefusedError:
         raise
@@ -632,9 +645,10 @@ class Graph:
         self._copied = [y.nbytes <= SMALL_BYTES for y in self._outputs]
         self._uses = [storage_uses(y) for y in self._outputs]
         of_parameters = self._found[len(wanted) - len(parameters) :]
-        self._gradients_of = [
-            (p, g, storage_uses(g)) for p, g in zip(parameters, of_parameters, strict=True) if g is not None
-        ]
+        pairs = zip(parameters, of_parameters, strict=True)
+        self._gradients_of = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+        self._uses_of = [storage_uses(gradient) for _, gradient in self._gradients_of]
+        self._storages = [gradient.untyped_storage().data_ptr() for _, gradient in self._gradients_of]
 
     def trial(self, tensors: list[Tensor]) -> list[Tensor | None]:
         """Return outputs and gradients of a replay, from the gradients that eager runs were given."""
@@ -648,7 +662,13 @@ class Graph:
             return True
         if any(storage_uses(y) > uses for y, uses in zip(self._outputs, self._uses, strict=True)):
             return True
-        return any(storage_uses(g) > uses + _is_alias(p.grad, g) for p, g, uses in self._gradients_of)
+        aliases = Counter(
+            storage
+            for storage, (parameter, gradient) in zip(self._storages, self._gradients_of, strict=True)
+            if _is_alias(parameter.grad, gradient)
+        )
+        places = zip(self._storages, self._gradients_of, self._uses_of, strict=True)
+        return any(storage_uses(gradient) > uses + aliases[storage] for storage, (_, gradient), uses in places)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """Return what the module does with other tensors."""
@@ -672,7 +692,7 @@ class Graph:
                 mine.zero_()
             else:
                 mine.copy_(gradient)
-        for parameter, gradient, _ in self._gradients_of:
+        for parameter, gradient in self._gradients_of:
             if _is_alias(parameter.grad, gradient):  # it is accumulated
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._replay_backward()

@@ -360,6 +360,8 @@ _storage_uses: Callable[[int], int] = found("torch._C._storage_Use_Count")
 def storage_uses(tensor: Tensor) -> int:
     """Return how many refer to the storage of a tensor."""
     return _storage_uses(tensor.untyped_storage()._cdata)
+
+
 FakeTensorMode: Any = found(FOR_FAKES[1], _NoFakeTensors)
 
 # Steps without values.

@@ -140,7 +140,7 @@ class Converted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = vars(self).get("_state")
         built = isinstance(state, LayerState) and state.owner is None  # as a class of this package, by the user
-        if built or get_spawning_popen() is not None:
+        if built or (get_spawning_popen() is not None and "_replay" not in vars(self)):
             return super().__reduce_ex__(protocol)
         dense = torch_class(dense_class(type(self)))  # type: ignore[arg-type]
         module = dense.__new__(dense)
