@@ -8,6 +8,7 @@ import itertools
 import random
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Recompute, convert, replay
-from lightning_actprune.replay import ModuleReplay, let_go, replay_module
+from lightning_actprune.replay import let_go, replay_module
 from tests.support.tape import TapeRecorder
 
 noted: list[Any] = []
@@ -34,11 +35,10 @@ class Net(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
         self.a, self.norm, self.drop, self.b = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8)
-        self.blocks = nn.Sequential(nn.GELU(), nn.LayerNorm(8))
+        self.blocks, self.table, self.factor = nn.Sequential(nn.GELU(), nn.LayerNorm(8)), torch.ones(8), 1.0
         self.p, self.q = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8))
-        self.table, self.factor, self.listed = torch.ones(8), 1.0, [self.a.weight]
         self.register_buffer("scale", torch.rand(8))
-        self.body, self.count, self.own = body, itertools.count(), torch.Generator()
+        self.body, self.count, self.own, self.listed = body, itertools.count(), torch.Generator(), [self.a.weight]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(self, *args, **kwargs)
@@ -58,15 +58,12 @@ def parts(net: Net, x: Tensor, pair: Any, deep: bool) -> dict[str, Any]:
 
 
 def writing(net: Net, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.p.mul_(0.9)
-        net.table.mul_(0.9)
-    return net.b(x) * net.table.clone()
+    net.p.data.mul_(0.9)
+    return net.b(x) * net.table.mul_(0.9).clone()
 
 
 def hooking(net: Net, x: Tensor) -> Tensor:
-    h = net.a(x)
-    h.register_hook(lambda gradient: noted.append(gradient.clone()))
+    (h := net.a(x)).register_hook(lambda gradient: noted.append(gradient.clone()))
     return net.b(h)
 
 
@@ -76,16 +73,17 @@ def back(*outputs: Tensor) -> Tensor:
     return loss.detach()
 
 
-def rows(*numbers: int) -> Any:
-    return lambda net, stem, step: back(*(net(torch.randn(number, 8)) for number in numbers))
-
-
-def once(net: Net, stem: Any, step: int) -> Any:
-    return back(net(stem(torch.randn(4, 8))))
+def call(*args: Any, rows: int = 4, calls: int = 1) -> Any:
+    """Return a step of a call with a gradient for its input, or of some before one backward."""
+    return lambda net, stem, step: back(*(net(stem(torch.randn(rows, 8)), *args) for _ in range(calls)))
 
 
 def twice(net: Net, stem: Any, step: int) -> Any:
-    return once(net, stem, step), once(net, stem, step)
+    return call()(net, stem, step), call()(net, stem, step)
+
+
+def shapes(net: Net, stem: Any, step: int) -> Any:
+    return back(net(torch.randn(4, 8)), net(torch.randn(6, 8)))
 
 
 def nested(net: Net, stem: Any, step: int) -> Any:
@@ -100,7 +98,7 @@ def in_modes(net: Net, stem: Any, step: int) -> Any:
     net.train(step % 2 == 0)
     with torch.no_grad():
         seen = net(torch.randn(4, 8)), net.train()(torch.randn(4, 8))
-    return seen, back(net(stem(torch.randn(3 if step == 7 else 4, 8))))
+    return seen, call(rows=3 if step == 7 else 4)(net, stem, step)
 
 
 def autocast(net: Net, stem: Any, step: int) -> Any:
@@ -110,9 +108,8 @@ def autocast(net: Net, stem: Any, step: int) -> Any:
 
 
 def clipping(net: Net, stem: Any, step: int) -> Any:
-    loss = once(net, stem, step)
+    call()(net, stem, step)
     torch._foreach_mul_([p.grad for p in net.parameters() if p.grad is not None], 0.5)
-    return loss
 
 
 def holding(net: Net, stem: Any, step: int) -> Any:
@@ -126,13 +123,22 @@ def some(net: Net, stem: Any, step: int) -> Any:
     return torch.autograd.grad(net(stem(torch.randn(4, 8))).sum(), [net.a.weight, stem.weight])
 
 
-def around(reentrant: bool) -> Any:
-    return lambda net, stem, step: back(checkpoint(net, stem(torch.randn(4, 8)), use_reentrant=reentrant))
+def around(net: Net, stem: Any, step: int, reentrant: bool) -> Any:
+    return back(checkpoint(net, stem(torch.randn(4, 8)), use_reentrant=reentrant))
 
 
 def at(*steps: int) -> Any:
     """Return what lets a change happen in these steps alone."""
     return lambda change: lambda net, step: change(net, step) if step in steps else None
+
+
+UNCHANGED = at()(None)
+
+
+def setting(path: str, value: Any) -> Any:
+    """Return what sets an attribute before the seventh step."""
+    holder, _, name = path.rpartition(".")
+    return at(6)(lambda net, step: setattr(attrgetter(holder)(net) if holder else net, name, value(net)))
 
 
 def new_hook(net: Net, step: int) -> None:
@@ -153,74 +159,69 @@ def converted(*args: Any, **kwargs: Any) -> Any:
     return at(0)(lambda net, step: convert(net, *args, **kwargs))
 
 
-def change_sparsity(net: Net, step: int) -> None:
-    if step == 0:
-        convert(net, rules={"*": "paper"})
-    elif step == 6:
-        net.a.sparsity = 0.0
+def new_sparsity(net: Net, step: int) -> None:
+    converted(rules={"*": "paper"})(net, step)
+    net.a.sparsity = 0.6 if step < 6 else 0.0
 
 
-ERRORS = {"RuntimeError": RuntimeError("x"), "no text": RuntimeError(), "TypeError": TypeError("x")}
-# Body, step, and what is done before each step.
+# Each with its body, its step, and what is done before a step. First, what is replayed.
 REPLAYED: dict[str, tuple[Any, ...]] = {
-    "once": (whole, once),
+    "once": (whole, call()),
     "accumulation": (whole, twice),
     "containers": (parts, nested),
-    "shared weight": (plain, once, at(0)(lambda net, step: setattr(net.b, "weight", net.a.weight))),
-    "max": (plain, once, converted("max", rules={"*": "max"})),
+    "shared weight": (plain, call(), at(0)(lambda net, step: setattr(net.b, "weight", net.a.weight))),
+    "max": (plain, call(), converted("max", rules={"*": "max"})),
     "recompute": (plain, twice, converted(rules={"blocks": Recompute(bits=8), "a": None})),
-    "sparsity": (plain, once, converted(rules={"*": "paper"})),
+    "sparsity": (plain, call(), new_sparsity),
     "autocast": (whole, autocast),
-    "checkpoint inside": (lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False)), once),
+    "checkpoint inside": (lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False)), call()),
     "modes and shapes": (whole, in_modes),
-    "two calls": (plain, rows(4, 4)),
-    "two calls of BatchNorm": (whole, rows(4, 4)),
-    "two shapes": (plain, rows(4, 6)),
+    "two calls": (plain, call(calls=2)),
+    "two calls of BatchNorm": (whole, call(calls=2)),
+    "two shapes": (plain, shapes),
     "some gradients": (whole, some),
     "clipping": (lambda net, x: x * net.scale + net.p + net.q, clipping),
     "gradient of the output": (lambda net, x: x * net.scale + net.p, twice),
     "held": (whole, holding),
-    "hooks of parameters": (whole, once, at(0)(hooked)),
+    "hooks of parameters": (whole, call(), at(0)(hooked)),
     "unused output": (
         lambda net, x: (net.a(x), net.b(x)),
         lambda net, stem, step: back(net(stem(torch.randn(4, 8)))[0]),
     ),
-    "requires_grad": (whole, once, lambda net, step: net.a.requires_grad_(not 5 < step < 8)),
-    "data": (whole, once, at(6)(lambda net, step: setattr(net.a.weight, "data", net.a.weight.data * 2))),
-    "strides": (whole, once, at(6)(lambda net, step: setattr(net.a.weight, "data", net.a.weight.data.t()))),
-    "parameter": (whole, once, at(6)(lambda net, step: setattr(net.a, "weight", nn.Parameter(net.a.weight.detach())))),
-    "buffer": (plain, once, at(6)(lambda net, step: setattr(net, "scale", net.scale * 2))),
-    "tensor": (plain, once, at(6)(lambda net, step: setattr(net, "table", net.table * 2))),
-    "number": (plain, once, at(6)(lambda net, step: setattr(net, "factor", 2.0))),
-    "changed sparsity": (plain, once, lambda net, step: change_sparsity(net, step)),
+    "requires_grad": (whole, call(), lambda net, step: net.a.requires_grad_(not 5 < step < 8)),
+    "data": (whole, call(), setting("a.weight.data", lambda net: net.a.weight.data * 2)),
+    "strides": (whole, call(), setting("a.weight.data", lambda net: net.a.weight.data.t())),
+    "parameter": (whole, call(), setting("a.weight", lambda net: nn.Parameter(net.a.weight.detach()))),
+    "buffer": (plain, call(), setting("scale", lambda net: net.scale * 2)),
+    "tensor": (plain, call(), setting("table", lambda net: net.table * 2)),
+    "number": (plain, call(), setting("factor", lambda net: 2.0)),
     "type of argument": (
         lambda net, x, k: net.b(x) + (x.long() * k).is_floating_point(),
-        lambda net, stem, step: back(net(stem(torch.randn(4, 8)), 2 if step < 6 else 2.0)),
+        lambda net, stem, step: call(2 if step < 6 else 2.0)(net, stem, step),
     ),
     "same argument": (
         lambda net, x, z: net.a(x) * (2 if x is z else 1),
         lambda net, stem, step: back(net(x := stem(torch.randn(4, 8)), x if step < 6 else x + 0)),
     ),
 }
-"""What is replayed."""
+# What may be replayed or not.
 EQUAL: dict[str, tuple[Any, ...]] = {
-    "checkpoint around": (whole, around(False)),
-    "reentrant checkpoint around": (whole, around(True)),
-    "hook": (whole, once, at(6)(new_hook)),
-    "other hook": (whole, once, at(0, 6)(new_hook)),
-    "observing hook": (whole, once, at(0)(lambda net, step: net.a.register_forward_hook(note))),
-    "backward hook": (whole, once, at(0)(lambda net, step: net.a.register_full_backward_hook(note))),
-    "hook of a tensor": (hooking, once),
-    "list": (lambda net, x: (net.listed.append(x.detach().clone()), net.b(x))[1], once),
-    "state": (writing, once),
+    "checkpoint around": (whole, partial(around, reentrant=False)),
+    "reentrant checkpoint around": (whole, partial(around, reentrant=True)),
+    "hook": (whole, call(), at(6)(new_hook)),
+    "other hook": (whole, call(), at(0, 6)(new_hook)),
+    "observing hook": (whole, call(), at(0)(lambda net, step: net.a.register_forward_hook(note))),
+    "backward hook": (whole, call(), at(0)(lambda net, step: net.a.register_full_backward_hook(note))),
+    "hook of a tensor": (hooking, call()),
+    "list": (lambda net, x: (net.listed.append(x.detach().clone()), net.b(x))[1], call()),
+    "state": (writing, call()),
     "input": (lambda net, x: net.b(x.mul_(2)), lambda net, stem, step: back(net(x := torch.randn(4, 8)) * x)),
     "output": (
         lambda net, x: (net.b(x), next(net.count)),
         lambda net, stem, step: (y := net(torch.ones(4, 8)), back(y[0])),
     ),
 }
-"""What may be replayed or not."""
-REFUSED: dict[str, tuple[Any, str]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "item": (lambda net, x: net.b(x) * x.mean().item(), "item"),
     "bool": (lambda net, x: net.b(x) * (2 if x.mean() > 0 else 1), "bool"),
     "random": (lambda net, x: net.b(x) * random.random(), "random"),
@@ -230,15 +231,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "other weights": (lambda net, x: (net.a, net.b)[next(net.count) % 2](x), ""),
     "own generator": (lambda net, x: net.b(x) * torch.rand(8, generator=net.own), ""),
     "parameter in a list": (lambda net, x: net.b(x @ net.listed[0]), ""),
-    "argument": (lambda net, x, size: net.b(x), "slice"),
+    "argument": (lambda net, x, size: net.b(x), "slice", slice(3)),
 }
-"""What is never replayed, and a word of the reason."""
+"""What is never replayed: its body, a word of the reason, and an argument."""
 
 
 class Failing(TapeRecorder):
     """One that raises in its first or second record, or whose replays compute something else."""
 
-    def __init__(self, error: BaseException | None, place: int = 0) -> None:
+    def __init__(self, error: Exception | None = None, place: int = 0) -> None:
         super().__init__()
         self._error, self._place = error, place
 
@@ -249,9 +250,12 @@ class Failing(TapeRecorder):
         return lambda: (run_again(), next(filter(torch.is_tensor, tree_leaves(results))).data.add_(1e-3)), results
 
 
-FAILURES = {
-    **{f"{name} at {place}": partial(Failing, error, place) for name, error in ERRORS.items() for place in (1, 2)},
-    "other results": partial(Failing, None),
+ERRORS = {"RuntimeError": RuntimeError("x"), "no text": RuntimeError(), "TypeError": TypeError("x")}
+FAILURES = {f"{name} at {place}": partial(Failing, error, place) for name, error in ERRORS.items() for place in (1, 2)}
+MISUSES = {
+    "retain_graph": lambda net, y: [y.sum().backward(retain_graph=True) for _ in range(2)],
+    "double backward": lambda net, y: torch.autograd.grad(y.exp().sum(), net.p, create_graph=True)[0].sum().backward(),
+    "written weight": lambda net, y: (net.b.weight.detach().mul_(2), y.sum().backward()),
 }
 FAILS = (
     *(
@@ -271,32 +275,32 @@ FAILS = (
         "no text at 2",
         "TypeError at 1",
         "TypeError at 2",
-        "no text of the module",
+        "no text",
+        "TypeError",
     ),
-    *("TypeError of the module", "written weight", "pickle"),
+    *("written weight", "pickle"),
 )
 """What does not hold yet."""
 
 
-def cases(table: dict[str, Any]) -> list[Any]:
+def cases(argument: str, table: dict[str, Any]) -> Any:
     fails = pytest.mark.xfail(reason="replay.py does otherwise")
-    return [pytest.param(table[name], id=name, marks=[fails] * (name in FAILS)) for name in table]
+    values = [pytest.param(table[name], id=name, marks=[fails] * (name in FAILS)) for name in table]
+    return pytest.mark.parametrize(argument, values)
 
 
-def train(body: Any, step: Any, change: Any = None, recorder: Any = TapeRecorder, to_none: bool = True) -> Any:
+def train(body: Any, step: Any, change: Any, recorder: Any, to_none: bool) -> Any:
     """Return all that a training comes to, eager without a recorder, and what replays."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     noted.clear()
-    net, stem = Net(body), nn.Linear(8, 8)
+    net, stem, seen = Net(body), nn.Linear(8, 8), list[Any]()
     replayed = replay_module(net, "net", recorder) if recorder else None
     optimizer = torch.optim.AdamW([*net.parameters(), *stem.parameters()], 1e-2)
-    seen: list[Any] = []
     for number in range(12):
         torch.manual_seed(number)
-        if change is not None:
-            change(net, number)
+        change(net, number)
         seen.append(step(net, stem, number))
         seen += [None if p.grad is None else p.grad.clone() for p in (*net.parameters(), *stem.parameters())]
         optimizer.step()
@@ -305,47 +309,47 @@ def train(body: Any, step: Any, change: Any = None, recorder: Any = TapeRecorder
     return tree_leaves([seen, torch.get_rng_state(), random.getstate()]), replayed
 
 
-def check(body: Any, step: Any, change: Any = None, recorder: Any = TapeRecorder, to_none: bool = True) -> ModuleReplay:
-    """Check that a training is that without replays, bit for bit, and return what replays."""
+def check(body: Any, step: Any, change: Any = UNCHANGED, recorder: Any = TapeRecorder, to_none: bool = True) -> Any:
+    """Check that a training is that without replays, bit for bit, and return how many there were, and the reason."""
     expected = train(body, step, change, None, to_none)[0]
     found, replayed = train(body, step, change, recorder, to_none)
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other) if torch.is_tensor(one) and torch.is_tensor(other) else one == other
-    return replayed
+    return replayed.replays, replayed.reason
 
 
-@pytest.mark.parametrize("case", cases(REPLAYED))
+@cases("case", REPLAYED)
 def test_replays_compute_what_eager_calls_do(monkeypatch, case):
     for to_none, small in ((True, 2**24), (False, 0)):
         monkeypatch.setattr(replay, "SMALL_BYTES", small)
-        replayed = check(*case, to_none=to_none)
-        assert replayed.replays > 0
-        assert not replayed.reason
+        replays, reason = check(*case, to_none=to_none)
+        assert replays > 0
+        assert not reason
 
 
-@pytest.mark.parametrize("case", cases(EQUAL))
+@cases("case", EQUAL)
 def test_nothing_is_lost_in_a_replay(case):
     check(*case)
 
 
-@pytest.mark.parametrize("case", cases(REFUSED))
+@cases("case", REFUSED)
 def test_what_differs_between_calls_stays_eager(case):
-    options = {"size": slice(3)} if case[1] == "slice" else {}
-    replayed = check(case[0], lambda net, stem, step: [back(net(stem(torch.randn(4, 8)), **options)) for _ in range(2)])
-    assert replayed.replays == 0
-    assert case[1] in replayed.reason
-    assert replayed.reason
+    step = call(*case[2:])
+    replays, reason = check(case[0], lambda *args: (step(*args), step(*args)))
+    assert replays == 0
+    assert reason
+    assert case[1] in reason
 
 
-@pytest.mark.parametrize("recorder", cases(FAILURES))
+@cases("recorder", {**FAILURES, "other results": Failing})
 def test_a_failed_capture_leaves_what_an_eager_call_does(recorder):
-    replayed = check(whole, once, None, recorder)
-    assert replayed.replays == 0
-    assert replayed.reason
+    replays, reason = check(whole, call(), recorder=recorder)
+    assert replays == 0
+    assert reason
 
 
-@pytest.mark.parametrize("error", cases({f"{name} of the module": error for name, error in ERRORS.items()}))
+@cases("error", ERRORS)
 def test_errors_of_the_module_are_its_own(error):
     """They come while a call is watched, and while it would be captured."""
 
@@ -359,27 +363,20 @@ def test_errors_of_the_module_are_its_own(error):
         if number in (1, 3):
             fails.append(True)
             with pytest.raises(type(error)):
-                once(net, stem, number)
+                call()(net, stem, number)
             fails.clear()
-        return once(net, stem, number)
+        return call()(net, stem, number)
 
     fails: list[bool] = []
     check(body, step)
 
 
-MISUSES = {
-    "retain_graph": lambda net, y: [y.sum().backward(retain_graph=True) for _ in range(2)],
-    "double backward": lambda net, y: torch.autograd.grad(y.exp().sum(), net.p, create_graph=True)[0].sum().backward(),
-    "written weight": lambda net, y: (net.b.weight.detach().mul_(2), y.sum().backward()),
-}
-
-
-@pytest.mark.parametrize("misuse", cases(MISUSES))
+@cases("misuse", MISUSES)
 def test_what_a_graph_cannot_do_raises(misuse):
     net = Net(lambda net, x: net.b(net.a(x) * net.p))
     replayed = replay_module(net, "net", TapeRecorder)
-    for _ in range(5):
-        once(net, nn.Identity(), 0)
+    for step in range(5):
+        call()(net, nn.Identity(), step)
     assert replayed.replays == 2
     with pytest.raises(RuntimeError):
         misuse(net, net(torch.randn(4, 8)))
@@ -392,16 +389,15 @@ def pickled(net: Net) -> Net:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", cases({"deepcopy": copy.deepcopy, "pickle": pickled}))
+@cases("copied", {"deepcopy": copy.deepcopy, "pickle": pickled})
 def test_copies_are_eager_and_letting_go_leaves_the_module(copied):
     net = Net(whole)
-    names = set(vars(net))
-    replayed = replay_module(net, "net", TapeRecorder)
-    for number in (number for number in range(2, 12) for _ in range(5)):
-        rows(number)(net, None, 0)
+    names, replayed = set(vars(net)), replay_module(net, "net", TapeRecorder)
+    for rows in (rows for rows in range(2, 12) for _ in range(5)):
+        call(rows=rows)(net, nn.Identity(), 0)
     assert replayed.graphs == replay.MOST_GRAPHS
     y, replays, other = net(torch.randn(4, 8)), replayed.replays, copied(net)
-    once(other, nn.Identity(), 0)
+    call()(other, nn.Identity(), 0)
     assert replayed.replays == replays
     for each in (net, other):
         let_go(each)
