@@ -57,11 +57,6 @@ def parts(net: Net, x: Tensor, pair: Any, deep: bool) -> dict[str, Any]:
     return {"y": net.b(h), "more": (Result(h, h.argmax(1)), None), "deep": deep, "none": h.detach(), "again": h, "x": x}
 
 
-def writing(net: Net, x: Tensor) -> Tensor:
-    net.p.data.mul_(0.9)
-    return net.b(x) * net.table.mul_(0.9).clone()
-
-
 def hooking(net: Net, x: Tensor) -> Tensor:
     (h := net.a(x)).register_hook(lambda gradient: noted.append(gradient.clone()))
     return net.b(h)
@@ -80,10 +75,6 @@ def call(*args: Any, rows: int = 4, calls: int = 1) -> Any:
 
 def twice(net: Net, stem: Any, step: int) -> Any:
     return call()(net, stem, step), call()(net, stem, step)
-
-
-def shapes(net: Net, stem: Any, step: int) -> Any:
-    return back(net(torch.randn(4, 8)), net(torch.randn(6, 8)))
 
 
 def nested(net: Net, stem: Any, step: int) -> Any:
@@ -119,14 +110,6 @@ def holding(net: Net, stem: Any, step: int) -> Any:
     return [tensor.clone() for tensor in noted]
 
 
-def some(net: Net, stem: Any, step: int) -> Any:
-    return torch.autograd.grad(net(stem(torch.randn(4, 8))).sum(), [net.a.weight, stem.weight])
-
-
-def around(net: Net, stem: Any, step: int, reentrant: bool) -> Any:
-    return back(checkpoint(net, stem(torch.randn(4, 8)), use_reentrant=reentrant))
-
-
 def at(*steps: int) -> Any:
     """Return what lets a change happen in these steps alone."""
     return lambda change: lambda net, step: change(net, step) if step in steps else None
@@ -155,12 +138,9 @@ def note(module: nn.Module, given: Any, results: Any) -> None:
     noted.extend(tensor.clone() for tensor in tree_leaves(results))
 
 
-def converted(*args: Any, **kwargs: Any) -> Any:
-    return at(0)(lambda net, step: convert(net, *args, **kwargs))
-
-
 def new_sparsity(net: Net, step: int) -> None:
-    converted(rules={"*": "paper"})(net, step)
+    if step == 0:
+        convert(net, rules={"*": "paper"})
     net.a.sparsity = 0.6 if step < 6 else 0.0
 
 
@@ -170,16 +150,19 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
     "accumulation": (whole, twice),
     "containers": (parts, nested),
     "shared weight": (plain, call(), at(0)(lambda net, step: setattr(net.b, "weight", net.a.weight))),
-    "max": (plain, call(), converted("max", rules={"*": "max"})),
-    "recompute": (plain, twice, converted(rules={"blocks": Recompute(bits=8), "a": None})),
+    "max": (plain, call(), at(0)(lambda net, step: convert(net, "max", rules={"*": "max"}))),
+    "recompute": (plain, twice, at(0)(lambda net, step: convert(net, rules={"blocks": Recompute(), "a": None}))),
     "sparsity": (plain, call(), new_sparsity),
     "autocast": (whole, autocast),
     "checkpoint inside": (lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False)), call()),
     "modes and shapes": (whole, in_modes),
     "two calls": (plain, call(calls=2)),
     "two calls of BatchNorm": (whole, call(calls=2)),
-    "two shapes": (plain, shapes),
-    "some gradients": (whole, some),
+    "two shapes": (plain, lambda net, stem, step: back(net(torch.randn(4, 8)), net(torch.randn(6, 8)))),
+    "some gradients": (
+        whole,
+        lambda net, stem, step: torch.autograd.grad(net(stem(torch.randn(4, 8))).sum(), net.a.weight),
+    ),
     "clipping": (lambda net, x: x * net.scale + net.p + net.q, clipping),
     "gradient of the output": (lambda net, x: x * net.scale + net.p, twice),
     "held": (whole, holding),
@@ -206,15 +189,22 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
 }
 # What may be replayed or not.
 EQUAL: dict[str, tuple[Any, ...]] = {
-    "checkpoint around": (whole, partial(around, reentrant=False)),
-    "reentrant checkpoint around": (whole, partial(around, reentrant=True)),
+    "checkpoint around": (
+        whole,
+        lambda net, stem, step: back(checkpoint(net, stem(torch.randn(4, 8)), use_reentrant=False)),
+    ),
+    "reentrant checkpoint around": (
+        whole,
+        lambda net, stem, step: back(checkpoint(net, stem(torch.randn(4, 8)), use_reentrant=True)),
+    ),
     "hook": (whole, call(), at(6)(new_hook)),
     "other hook": (whole, call(), at(0, 6)(new_hook)),
     "observing hook": (whole, call(), at(0)(lambda net, step: net.a.register_forward_hook(note))),
     "backward hook": (whole, call(), at(0)(lambda net, step: net.a.register_full_backward_hook(note))),
     "hook of a tensor": (hooking, call()),
     "list": (lambda net, x: (net.listed.append(x.detach().clone()), net.b(x))[1], call()),
-    "state": (writing, call()),
+    "written tensor": (lambda net, x: net.b(x) * net.table.mul_(0.9).clone(), call()),
+    "written parameter": (lambda net, x: net.b(x) + net.p.detach().mul_(0.9), call()),
     "input": (lambda net, x: net.b(x.mul_(2)), lambda net, stem, step: back(net(x := torch.randn(4, 8)) * x)),
     "output": (
         lambda net, x: (net.b(x), next(net.count)),
@@ -268,7 +258,16 @@ FAILS = (
         "unused output",
     ),
     *("strides", "parameter", "tensor", "number", "type of argument", "same argument", "other hook", "observing hook"),
-    *("backward hook", "hook of a tensor", "state", "input", "output", "other weights", "own generator"),
+    *(
+        "backward hook",
+        "hook of a tensor",
+        "written tensor",
+        "written parameter",
+        "input",
+        "output",
+        "other weights",
+        "own generator",
+    ),
     *(
         "parameter in a list",
         "no text at 1",
@@ -361,7 +360,7 @@ def test_errors_of_the_module_are_its_own(error):
 
     def step(net: Net, stem: Any, number: int) -> Any:
         if number in (1, 3):
-            fails.append(True)
+            fails[:] = [True]
             with pytest.raises(type(error)):
                 call()(net, stem, number)
             fails.clear()
