@@ -61,6 +61,12 @@ def twice(net: Net, x: Tensor, n: int) -> Any:
     return back(net(x)), back(net(x * 2))
 
 
+def nested(net: Net, x: Tensor, n: int) -> Any:
+    outputs = net(x.t().contiguous().t(), pair=(x * 2, x[:1].detach().expand(4, 8)), deep=n > 7)
+    loss = back(outputs["y"], outputs["more"][0].y * outputs["again"], outputs["x"])
+    return loss, outputs["more"][0].index + 0, outputs["none"].requires_grad, outputs["deep"], outputs["more"][1]
+
+
 class Failing(TapeRecorder):
     """One that raises in its first or second record, or whose replays compute something else."""
 
@@ -73,96 +79,74 @@ class Failing(TapeRecorder):
 
 # Each with its body, what is done before a step, and the step.
 REPLAYED: dict[str, tuple[Any, ...]] = {
-    "containers": (
-        *(parts, None),
-        lambda net, x, n: (
-            (o := net(x.t().contiguous().t(), pair=(x * 2, x[:1].detach().expand(4, 8)), deep=n > 7))
-            and (
-                back(o["y"], o["more"][0].y * o["again"], o["x"]),
-                o["none"].requires_grad,
-                o["deep"],
-                o["more"][0].index + 0,
-            )
-        ),
-    ),
-    "shared weight": (plain, lambda net, n: n or setattr(net.b, "weight", net.a.weight)),
-    "max": (plain, lambda net, n: n or convert(net, "max", rules={"*": "max"})),
-    "recompute": (plain, lambda net, n: n or convert(net, rules={"blocks": Recompute(), "a": None})),
-    "sparsity": (
-        *(plain, lambda net, n: (n or convert(net, rules={"*": "paper"}), setattr(net.a, "sparsity", 0.6 * (n < 6)))),
-    ),
-    "autocast": (whole, None, lambda net, x, n: back(autocast("cpu", torch.bfloat16, n < 8)(net.__call__)(x))),
-    "modes": (
-        *(whole, None),
-        lambda net, x, n: [no_grad()(net.train(t).__call__)(x) for t in (n % 2 == 0, True)] + [back(net(x))],
-    ),
-    "shapes": (whole, None, lambda net, x, n: back(net(x[: 3 if n == 7 else 4] if n < 9 else x.detach()))),
-    "two shapes": (plain, None, lambda net, x, n: back(net(x), net(torch.randn(6, 8)))),
-    "two calls": (whole, None, lambda net, x, n: back(net(x), net(x * 2))),
-    "some gradients": (whole, None, lambda net, x, n: autograd.grad(net(x).sum(), net.a.weight)[0].clone()),
-    "checkpoint inside": (lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=False)),),
-    "clipping": (
-        *(lambda net, x: x * net.scale + net.p + net.q, None),
-        lambda net, x, n: (back(net(x)), torch._foreach_mul_([net.p.grad, net.q.grad], 0.5)),
-    ),
-    "gradient of the output": (lambda net, x: x * net.scale + net.p,),
-    "held": (
-        *(whole, None),
-        lambda net, x, n: (
-            (back(y := net(x)), noted.clear(), noted.extend((y.detach(), net.a.weight.grad)))
-            and (back(net(x * 2)), [tensor.clone() for tensor in noted])
-        ),
-    ),
-    "hook of a parameter": (whole, lambda net, n: n or net.a.weight.register_hook(torch.neg)),
-    "accumulated": (
+    "containers": (parts, None, nested),
+    "shared weight": (plain, lambda m, n: n or setattr(m.b, "weight", m.a.weight)),
+    "max": (plain, lambda m, n: n or convert(m, "max", rules={"*": "max"})),
+    "recompute": (plain, lambda m, n: n or convert(m, rules={"blocks": Recompute(), "a": None})),
+    "sparsity": (plain, lambda m, n: (n or convert(m, rules={"*": "paper"}), setattr(m.a, "sparsity", 0.6 * (n < 6)))),
+    "autocast": (whole, None, lambda m, x, n: back(autocast("cpu", torch.bfloat16, n < 8)(m.__call__)(x))),
+    "modes": (whole, None, lambda m, x, n: [no_grad()(m.train(t).__call__)(x) for t in (n < 5, True)] + [back(m(x))]),
+    "shapes": (whole, None, lambda m, x, n: back(m(x[: 3 if n == 7 else 4] if n < 9 else x.detach()))),
+    "two shapes": (plain, None, lambda m, x, n: back(m(x), m(torch.randn(6, 8)))),
+    "two calls": (whole, None, lambda m, x, n: back(m(x), m(x * 2))),
+    "some gradients": (whole, None, lambda m, x, n: autograd.grad(m(x).sum(), m.a.weight)[0].clone()),
+    "checkpoint inside": (lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)),),
+    "clipping": (lambda m, x: x * m.scale + m.p + m.q, None, lambda m, x, n: (back(m(x)), m.p.grad.mul_(0.5))),
+    "gradient of the output": (lambda m, x: x * m.scale + m.p,),
+    "output": (
         whole,
-        lambda net, n: n or net.b.weight.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0)),
+        None,
+        lambda m, x, n: (back(y := m(x)), noted.clear(), noted.append(y.data), twice(m, x, n), y + 0),
     ),
-    "unused output": (lambda net, x: (net.a(x), net.b(x)), None, lambda net, x, n: back(net(x)[0])),
-    "arguments": (
-        *(lambda net, x, z, k: net.a(x) * (2 if x is z else 1) + (x.long() * k).is_floating_point(), None),
-        lambda net, x, n: back(net(x, x if n < 6 else x + 0, 2 if n < 10 else 2.0)),
+    "gradient": (plain, None, lambda m, x, n: (back(m(x)), noted.append(g := m.a.weight.grad), twice(m, x, n), g + 0)),
+    "hook of a parameter": (whole, lambda m, n: n or m.a.weight.register_hook(torch.neg)),
+    "after": (whole, lambda m, n: n or m.b.bias.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
+    "unused output": (lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: back(m(x)[0])),
+    "same argument": (lambda m, x, z: m.a(x) * (1 + (x is z)), None, lambda m, x, n: back(m(x, x if n < 6 else x + 0))),
+    "constant": (
+        lambda m, x, k: m.a(x) + (x.long() * k).itemsize,
+        None,
+        lambda m, x, n: back(m(x, 2 if n < 6 else 2.0)),
     ),
-    "requires_grad": (whole, lambda net, n: net.a.requires_grad_(not 5 < n < 8)),
-    "data": (plain, lambda net, n: n == 3 and setattr(net.a.weight, "data", net.a.weight.data * 2)),
-    "strides": (plain, lambda net, n: n == 3 and setattr(net.a.weight, "data", net.a.weight.data.t())),
-    "parameter": (plain, lambda net, n: n == 3 and setattr(net.a, "weight", nn.Parameter(net.a.weight.detach()))),
-    "buffer": (plain, lambda net, n: n == 3 and setattr(net, "scale", net.scale * 2)),
-    "tensor": (plain, lambda net, n: n == 3 and setattr(net, "table", net.table * 2)),
-    "number": (plain, lambda net, n: n == 3 and setattr(net, "factor", 2.0)),
-    "hook": (plain, lambda net, n: n == 11 and net.a.register_forward_hook(lambda *given: given[2] * 2)),
+    "requires_grad": (whole, lambda m, n: m.a.requires_grad_(not 5 < n < 8)),
+    "data": (plain, lambda m, n: n == 3 and setattr(m.a.weight, "data", m.a.weight.data * 2)),
+    "strides": (plain, lambda m, n: n == 3 and setattr(m.a.weight, "data", m.a.weight.data.t())),
+    "parameter": (plain, lambda m, n: n == 3 and setattr(m.a, "weight", nn.Parameter(m.a.weight.detach()))),
+    "buffer": (plain, lambda m, n: n == 3 and setattr(m, "scale", m.scale * 2)),
+    "tensor": (plain, lambda m, n: n == 3 and setattr(m, "table", m.table * 2)),
+    "number": (plain, lambda m, n: n == 3 and setattr(m, "factor", 2.0)),
+    "hook": (plain, lambda m, n: n == 11 and m.a.register_forward_hook(lambda *given: given[2] * 2)),
 }
 # What is never replayed, with a word of the reason; there is none where other calls would be replayed.
 EAGER: dict[str, tuple[Any, ...]] = {
-    "evaluation": (None, whole, lambda net, n: net.eval()),
-    "checkpoint around": (None, whole, None, lambda net, x, n: back(checkpoint(net, x, use_reentrant=False))),
-    "reentrant checkpoint": (None, whole, None, lambda net, x, n: back(checkpoint(net, x, use_reentrant=True))),
-    "transform": (None, plain, None, lambda net, x, n: torch.func.grad(lambda x: net(x).sum())(x.detach())),
-    "item": ("item", lambda net, x: net.b(x) * x.mean().item()),
-    "bool": ("bool", lambda net, x: net.b(x) * (2 if x.mean() > 0 else 1)),
-    "random": ("random", lambda net, x: net.b(x) * random.random()),
-    "NumPy": ("random", lambda net, x: net.b(x) * np.random.rand()),
-    "attribute": ("last", lambda net, x: setattr(net, "last", net.b(x)) or net.last),
-    "list": ("listed", lambda net, x: (net.listed.append(x.detach().clone()), net.b(x))[1]),
-    "written tensor": ("table", lambda net, x: net.b(x) * net.table.mul_(0.9).clone()),
-    "written parameter": ("_parameters", lambda net, x: net.b(x) + net.p.detach().mul_(0.9)),
-    "written input": ("", lambda net, x: net.b(x.mul_(2)), None, lambda net, x, n: back(net(y := x.detach()) * y)),
-    "alternating": ("", lambda net, x: net.b(x.sin() if next(net.count) % 2 else x.cos())),
-    "other weights": ("", lambda net, x: (net.a, net.b)[next(net.count) % 2](x)),
-    "other output": ("", lambda net, x: (net.b(x), next(net.count)), None, lambda net, x, n: (y := net(x), back(y[0]))),
-    "own generator": ("rand", lambda net, x: net.b(x) * torch.rand(8, generator=net.own)),
-    "parameter in a list": ("", lambda net, x: net.b(x @ net.listed[0])),
-    "argument": ("slice", lambda net, x, size: net.b(x), None, lambda net, x, n: back(net(x, slice(3)))),
-    "hook of a tensor": ("register_hook", lambda net, x: ((h := net.a(x)).register_hook(noted.append), net.b(h))[1]),
-    "hook": ("'a'", whole, lambda net, n: n or net.a.register_forward_hook(lambda *given: noted.append(given[2]))),
-    "backward hook": (
-        *("'a'", whole),
-        lambda net, n: n or net.a.register_full_backward_hook(lambda *given: noted.append(given[2][0])),
-    ),
+    "evaluation": (None, whole, lambda m, n: m.eval()),
+    "checkpoint around": (None, whole, None, lambda m, x, n: back(checkpoint(m, x, use_reentrant=False))),
+    "reentrant checkpoint": (None, whole, None, lambda m, x, n: back(checkpoint(m, x, use_reentrant=True))),
+    "transform": (None, plain, None, lambda m, x, n: torch.func.grad(lambda x: m(x).sum())(x.detach())),
+    "item": ("item", lambda m, x: m.b(x) * x.mean().item()),
+    "bool": ("bool", lambda m, x: m.b(x) * (2 if x.mean() > 0 else 1)),
+    "random": ("random", lambda m, x: m.b(x) * random.random()),
+    "NumPy": ("random", lambda m, x: m.b(x) * np.random.rand()),
+    "attribute": ("last", lambda m, x: setattr(m, "last", m.b(x)) or m.last),
+    "list": ("listed", lambda m, x: (m.listed.append(x.detach().clone()), m.b(x))[1]),
+    "written tensor": ("table", lambda m, x: m.b(x) * m.table.mul_(0.9).clone()),
+    "written parameter": ("_parameters", lambda m, x: m.b(x) + m.p.detach().mul_(0.9)),
+    "written input": ("", lambda m, x: m.b(x.mul_(2)), None, lambda m, x, n: back(m(y := x.detach()) * y)),
+    "alternating": ("", lambda m, x: m.b(x.sin() if next(m.count) % 2 else x.cos())),
+    "other weights": ("", lambda m, x: (m.a, m.b)[next(m.count) % 2](x)),
+    "other output": ("", lambda m, x: (m.b(x), next(m.count)), None, lambda m, x, n: (y := m(x), back(y[0]))),
+    "own generator": ("rand", lambda m, x: m.b(x) * torch.rand(8, generator=m.own)),
+    "parameter in a list": ("", lambda m, x: m.b(x @ m.listed[0])),
+    "argument": ("slice", lambda m, x, size: m.b(x), None, lambda m, x, n: back(m(x, slice(3)))),
+    "hook of a tensor": ("register_hook", lambda m, x: ((h := m.a(x)).register_hook(noted.append), m.b(h))[1]),
+    "hook": ("'a'", whole, lambda m, n: n or m.a.register_forward_hook(lambda *given: noted.append(given[2]))),
+    "back": ("'a'", whole, lambda m, n: n or m.a.register_full_backward_hook(lambda *given: noted.append(given[2][0]))),
     # While a call is watched, and while one would be captured.
     "error": (
-        *("zero", lambda net, x: net.b(x) * (1 / (torch.initial_seed() not in (1, 4))), None),
-        lambda net, x, n: back(net(x)),
+        "zero",
+        lambda m, x: m.b(x) * (1 / (torch.initial_seed() not in (1, 4))),
+        None,
+        lambda m, x, n: back(m(x)),
     ),
 }
 for place, error in (0, None), (1, RuntimeError()), (2, TypeError("x")):
