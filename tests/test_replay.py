@@ -228,7 +228,7 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     blocks = [nn.TransformerEncoderLayer(width, 4, activation="gelu", batch_first=True) for _ in range(2)]
-    net = nn.Sequential(*inner, *blocks).cuda()
+    net = nn.Sequential(*inner, nn.BatchNorm1d(64), *blocks).cuda()
     convert(net, preset) if preset else None
     replayed = replay_module(net, "net") if graphs else None
     optimizer, seen = torch.optim.AdamW(net.parameters()), list[Tensor]()
@@ -237,7 +237,7 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
             seen.append(back(net(torch.randn(16, 64, width, device="cuda"))))
         optimizer.step()
         optimizer.zero_grad()
-    seen += [*net.parameters(), nn.functional.dropout(torch.ones(99, device="cuda"))]
+    seen += [*net.state_dict().values(), nn.functional.dropout(torch.ones(99, device="cuda"))]
     return seen, replayed, torch.cuda.memory_reserved()
 
 
