@@ -98,7 +98,10 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
         None,
         lambda m, x, n: (back(y := m(x)), noted.clear(), noted.append(y.data), twice(m, x, n), y + 0),
     ),
-    "gradient": (plain, None, lambda m, x, n: (back(m(x)), noted.append(g := m.a.weight.grad), twice(m, x, n), g + 0)),
+    "gradient": (
+        *(plain, None),
+        lambda m, x, n: (back(m(x)), [g + 0 for g in noted], noted.clear(), noted.append(m.a.weight.grad)),
+    ),
     "hook of a parameter": (whole, lambda m, n: n or m.a.weight.register_hook(torch.neg)),
     "after": (whole, lambda m, n: n or m.b.bias.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
     "unused output": (lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: back(m(x)[0])),
