@@ -100,6 +100,8 @@ def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
         users = (user for user in node.users if user.op == "output" or user in joint.forward)
         outside = [user for user in users if region.get(user) != number]
         known = (node in given or node in drawn) and all("val" in of.meta for of in node.all_input_nodes)
+        if name_of(node) == MARK and first_input(node) not in repeatable and first_input(node) not in inputs:
+            continue  # of what is kept, such as a result of dropout: the layer packs it as elsewhere
         if known and not _draws(node) and all(name_of(user) == MARK for user in outside):
             repeatable.add(node)
     # What goes into a module may come out of one that keeps its tags, since nothing that is given to it has a gradient.
