@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
+
+
+class Calls(nn.Module):
+    """Calls a function of itself and its input, which reads the parts by their names."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
 
 
 class TwoNames(nn.Module):
