@@ -23,19 +23,6 @@ class Calls(nn.Module):
         return self.function(self, x)
 
 
-class TwoNames(nn.Module):
-    """One layer under two names, as tied projections have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(65, 65)
-        self.norm = nn.LayerNorm(65)
-        self.decode = self.encode
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(self.norm(self.encode(x)))
-
-
 def mlp() -> nn.Sequential:
     """Two linear layers, ``fc1`` and ``fc2``, of odd sizes."""
     return nn.Sequential(OrderedDict(fc1=nn.Linear(65, 97), act=nn.GELU(), fc2=nn.Linear(97, 3)))
