@@ -104,7 +104,7 @@ FAULTS = [
     Fault("relu_zero", "the mask of a fused ReLU is inverted for 0", "kernels/channel_norm.py",
           "higher = (y.to(y_ptr.dtype.element_ty).to(tl.float32) <= 0.0) == 0",
           "higher = (y.to(y_ptr.dtype.element_ty).to(tl.float32) < 0.0) == 0",
-          "kernels/test_norm.py operators/test_norm.py kernels contract"),
+          "operators/test_norm.py kernels/test_norm.py kernels contract"),
     # === Operators ===================================================================================================
     Fault("block_size_ignored", "the block size of a call is ignored", "operators/linear.py",
           "Blocks(keep.block_size, scope, keep.stored_bits, selection)",
