@@ -30,6 +30,7 @@ WRONG_KEEPS = [
     ({"scope": "batch"}, ValueError, '`scope` must be "sample" or "token", got \'batch\''),
     ({"selection": "random"}, ValueError, "`selection` must be .*'random'"),
     ({"max_dropped_energy": 2.0}, ValueError, "`max_dropped_energy` must be .*2.0"),
+    *(({"fine_rows": rows}, (TypeError, ValueError), f"`fine_rows` .*{rows}") for rows in (1.5, -1, True, "many")),
 ]
 
 

@@ -30,7 +30,7 @@ from lightning_actprune.config import Config, Keep
 from lightning_actprune.convert import DenseView, convert, convert_layers, revert
 from lightning_actprune.operators.base import CompressedLayer
 from lightning_actprune.operators.scale import Affine
-from tests.support.conversion_models import TwoNames, deep, gpt2, gradients, mlp
+from tests.support.conversion_models import deep, gpt2, gradients, mlp
 from tests.support.measured import kept_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -151,10 +151,11 @@ def test_mask_of_torch_pruning_is_applied_after_conversion():
 
 @pytest.mark.parametrize("pattern", ["encode", "dec*"])
 def test_layer_under_two_names_stays_one_and_matches_by_either(pattern):
-    model = TwoNames()
+    tied = nn.Linear(65, 65)
+    model = nn.ModuleDict({"encode": tied, "norm": nn.LayerNorm(65), "decode": tied})
     report = convert(model, rules={pattern: PRUNED, "*": None})
     assert [layer.fqn for layer in report.converted] == ["encode"]
-    assert model.encode is model.decode
+    assert model["encode"] is model["decode"]
     assert revert(model) == ["encode"]
 
 

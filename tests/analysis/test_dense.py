@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,27 +20,12 @@ from lightning_actprune.convert import convert, revert
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.compressed import laid_out
 from tests.support.compression import Runs
-from tests.support.conversion_models import gpt2
+from tests.support.conversion_models import Calls, gpt2
 from tests.support.marks import cover
 from tests.support.saving import bytes_saved
+from tests.support.stack import Transformer
 
 E = 64
-
-
-class Transformer(nn.Module):
-    def __init__(self, width: int = 64, again: bool = False) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.gamma = nn.LayerNorm(width), nn.LayerNorm(width), nn.Parameter(torch.ones(width))
-        self.qkv, self.proj, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width))
-        self.again = again
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.drop(self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
-        if self.again:
-            return x + self.gamma * checkpoint(self.mlp, self.norm2(x), use_reentrant=False)
-        return x + self.gamma * self.mlp(self.norm2(x))
 
 
 class Residual(nn.Module):
@@ -55,25 +39,22 @@ class Residual(nn.Module):
         return self.act2(self.norm2(self.conv2(self.act1(self.norm1(self.conv1(x))))) + x)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.lstm, self.last = nn.Linear(64, 64), nn.LSTM(64, 64, batch_first=True), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.sigmoid(self.lstm(self.first(x))[0]))
+def recurrent() -> nn.Module:
+    forward = lambda model, x: model.last(torch.sigmoid(model.lstm(model.first(x))[0]))  # noqa: E731
+    lstm = nn.LSTM(64, 64, batch_first=True)
+    return Calls(forward, first=nn.Linear(64, 64), lstm=lstm, last=nn.Linear(64, 64))
 
 
 def case(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     rows, images = torch.randn(2, 24, 64), torch.randn(2, 3, 12, 12)
-    pooled = nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)
+    pooled, blocks = (nn.Conv2d(3, 16, 3), nn.MaxPool2d(2)), (Transformer(0.1, 0.2), Transformer(0.1, 0.2))
     made: dict[str, tuple[nn.Module, Tensor]] = {
-        "transformer": (nn.Sequential(nn.Linear(64, 64), Transformer(), Transformer(), nn.Linear(64, 8)), rows),
-        "checkpointed": (nn.Sequential(nn.Linear(64, 64), Transformer(again=True), nn.Linear(64, 8)), rows),
+        "transformer": (nn.Sequential(nn.Linear(64, 64), *blocks, nn.Linear(64, 8)), rows),
+        "checkpointed": (nn.Sequential(nn.Linear(64, 64), Transformer(0.1, 0.2, again=True), nn.Linear(64, 8)), rows),
         "residual": (nn.Sequential(*pooled, Residual(), Residual(), nn.Flatten(), nn.Linear(400, 8)), images),
         "channels last": (nn.Sequential(*pooled, Residual(), nn.Flatten(), nn.Linear(400, 8)), laid_out(images, True)),
-        "recurrent": (Recurrent(), rows),
+        "recurrent": (recurrent(), rows),
         "encoder": (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, activation="gelu"), rows)
     }  # fmt: skip
     if name in made:
@@ -254,33 +235,20 @@ class Leaf(Base):
         return self.a(x) * self.b(x) + self.a(x.transpose(0, 1)).transpose(0, 1)
 
 
-class Random(nn.Module):
-    """Layers from a small stock, of which some share a weight, on inputs from earlier ones, in regions of their own."""
+class Regions(Base):
+    """Two layers with one weight, which a function reads too, in regions of autocast of their own."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(E)
-        self.layers = nn.ModuleList(nn.Linear(E, E) for _ in range(4))
-        self.attention = nn.MultiheadAttention(E, 2, batch_first=True)
-        self.layers[1].weight = self.layers[0].weight
-        uses = "layer", "layer", "layer", "function", "self", "cross"
-        contexts = {"none": nullcontext, "on": bf16, "off": lambda: bf16(enabled=False)}
-        contexts["uncached"] = lambda: bf16(cache_enabled=False)
-        self.plan = [(draw.choice(uses), draw.randrange(4), draw.choice(["none", "none", *contexts])) for _ in range(8)]
-        self.contexts = contexts
+        self.b.weight = self.a.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        for use, number, context in self.plan:
-            with self.contexts[context]():
-                h = self.norm(x.float())
-                if use == "layer":
-                    y = self.layers[number](h)
-                elif use == "function":
-                    y = F.linear(h, self.layers[number].weight)
-                else:
-                    y = self.attention(h, *((h, h) if use == "self" else (h.sin(), h.cos())))[0]
-            x = x.float() + y.float()
-        return x
+    def use(self, h: Tensor) -> Tensor:
+        y = (self.a(h) + F.linear(h.sin(), self.a.weight)).float()
+        for number, options in enumerate(({"cache_enabled": False}, {"enabled": False}, {}, {"cache_enabled": False})):
+            with bf16(**options):
+                inner = self.norm(h.float() + number)
+                y = y + self.b(inner).float() * self.a(inner.cos()).float() + F.linear(inner, self.b.weight).float()
+        return y
 
 
 def check(
@@ -315,6 +283,7 @@ def check(
         (LearnedQueries, bf16, ("a",)),
         (Leaf, bf16, ()),
         (Leaf, bf16, ("b",)),
+        *((Regions, context, dense) for context in (bf16, nullcontext) for dense in ((), ("a",), ("b",))),
     ],
 )
 def test_saved_is_what_the_dense_model_keeps_more(make, context, dense):
@@ -331,11 +300,3 @@ def test_types_of_the_weights(dtype: torch.dtype):
     model = Base()
     model.a.to(dtype)
     check(model, torch.randn(3, 8, E), dense=("norm", "b"))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_models(seed: int):
-    draw = random.Random(seed)
-    model = Random(draw)
-    dense = tuple(f"layers.{number}" for number in range(4) if draw.random() < 0.3 and number < len(model.layers))
-    check(model, torch.randn(3, 8, E), (bf16, nullcontext)[seed % 2], dense=dense)

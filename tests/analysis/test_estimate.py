@@ -33,6 +33,8 @@ from lightning_actprune.codec import dispatch
 from lightning_actprune.operators import saved
 from lightning_actprune.operators.recompute import find_blocks
 from lightning_actprune.report import ConversionReport
+from tests.analysis.test_allocation import conv_net
+from tests.support.conversion_models import Calls
 from tests.support.stack import WIDTH, Residual
 
 MIB = 2**20
@@ -40,11 +42,6 @@ MIB = 2**20
 
 def blocks() -> Sequential:
     return Sequential(Linear(32, WIDTH), *[Residual() for _ in range(3)], Linear(WIDTH, 4))
-
-
-def convolutions() -> Sequential:
-    parts = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(3)]
-    return Sequential(nn.Conv2d(3, 64, 3), *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), Linear(64, 10))
 
 
 BATCH = torch.empty(1024, 32), torch.empty(1024, dtype=torch.int64)
@@ -75,7 +72,7 @@ def really_kept(model: nn.Module, batch: Any, arguments: dict[str, Any] | None) 
         (blocks, (1024, 32), {"preset": "balanced"}),
         (blocks, (1024, 32), {"preset": "paper"}),
         (blocks, (1024, 32), {"preset": "max", "sparsity": 0.5}),
-        (convolutions, (16, 3, 34, 34), {"preset": "max"}),
+        (conv_net, (16, 3, 34, 34), {"preset": "max"}),
     ],
 )
 def test_what_is_kept_is_what_a_real_step_keeps(build, shape: tuple[int, ...], arguments: dict[str, Any] | None):
@@ -126,21 +123,16 @@ def test_autocast_is_that_of_a_gpu():
     assert kept_by(model, x, "32-true") == 2 * rows * 4 - rows * 4  # the result is the second one's input
 
 
-class Attention(nn.Module):
-    def __init__(self, masked: bool, dropout: float) -> None:
-        super().__init__()
-        self.to_all, self.masked, self.dropout = Linear(64, 192), masked, dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.to_all(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
-        return F.scaled_dot_product_attention(query, key, value, mask, self.dropout)
-
-
 @pytest.mark.parametrize(("masked", "dropout", "precision"), [(False, 0.1, "bf16-mixed"), (True, 0.0, "32-true")])
 def test_attention_keeps_no_scores(masked: bool, dropout: float, precision: str):
     samples, tokens = 8, 512
-    kept = kept_by(Attention(masked, dropout), torch.empty(samples, tokens, 64), precision)
+
+    def attend(model: nn.Module, x: Tensor) -> Tensor:
+        query, key, value = model.to_all(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(tokens, tokens, dtype=torch.bool).tril() if masked else None
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+
+    kept = kept_by(Calls(attend, to_all=Linear(64, 192)), torch.empty(samples, tokens, 64), precision)
     size, scores = samples * tokens * 64 * (2 if precision == "bf16-mixed" else 4), samples * 4 * tokens**2
     assert 4 * size <= kept < 4 * size + scores  # query, key, value and result, the input's 16-bit copy, sums of rows
 

@@ -31,6 +31,7 @@ from lightning_actprune.operators.linear import ActivationPrunedLinear
 from lightning_actprune.report import ConversionReport
 from tests.support.attention import BLOCK, SPARSITY, Attending, Case
 from tests.support.compressed import converted, laid_out
+from tests.support.conversion_models import Calls
 from tests.support.helpers import assert_plain, pruned_layers
 from tests.support.marks import cover
 from tests.support.saving import bytes_saved, saved_tensors
@@ -168,37 +169,30 @@ def test_a_copy_made_by_autocast_or_of_a_transposed_view_belongs_to_the_layer():
     with torch.autocast("cpu", torch.bfloat16):
         assert retained(model, x, batch=x) == {"fc": BY + "relu"}  # the batch is copied, the ReLU's output is not
 
-    class Transposed(Step):
-        def use(self, h):
-            return self.fc(F.relu(h).transpose(1, 2))
-
-    model = Transposed()
+    model = step(lambda self, h: self.fc(F.relu(h).transpose(1, 2)))()
     convert(model, sparsity=0.6)
     assert "fc" not in retained(model, torch.randn(3, 64, 64))
 
 
 @pytest.mark.parametrize("small", [False, True])
 def test_a_layer_called_twice_is_decided_by_bytes(small: bool):
-    class Twice(Step):
-        def use(self, h):
-            return self.fc(F.relu(h)[:, : 1 + 15 * small]).mean() + self.fc(h[:, : 16 - 15 * small].exp().sin())
+    def use(self: Any, h: Tensor) -> Tensor:
+        return self.fc(F.relu(h)[:, : 1 + 15 * small]).mean() + self.fc(h[:, : 16 - 15 * small].exp().sin())
 
-    model, _, x = made(Twice)
+    model, _, x = made(step(use))
     assert retained(model, x).get("fc", "").startswith(BY + "relu in 1 of 2 calls") is small
 
 
-class Siblings(nn.Module):
-    """Linear layers with one input for each letter: a capital one reads it behind a ReLU, ``twice`` it both ways."""
+def siblings(names: str, twice: str = "") -> nn.Module:
+    """Return layers with one input for each letter: a capital one reads it behind a ReLU, ``twice`` it both ways."""
 
-    def __init__(self, names: str, twice: str = "") -> None:
-        super().__init__()
-        self.layers, self.twice = nn.ModuleDict({name: nn.Linear(64, 64) for name in names}), twice
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
         h, large = x * 2, F.relu(x.repeat(4, 1, 1))
-        used = {name: F.relu(h) if name.isupper() else h for name in self.layers}
-        again = self.layers[self.twice](large).sum() if self.twice else 0
-        return sum(layer(used[name]).sum() for name, layer in self.layers.items()) + again
+        used = {name: F.relu(h) if name.isupper() else h for name in names}
+        again = model.layers[twice](large).sum() if twice else 0
+        return sum(layer(used[name]).sum() for name, layer in model.layers.items()) + again
+
+    return Calls(forward, layers=nn.ModuleDict({name: nn.Linear(64, 64) for name in names}))
 
 
 @pytest.mark.parametrize(
@@ -210,14 +204,14 @@ class Siblings(nn.Module):
     ],
 )
 def test_sisters_are_judged_together_in_any_order(names: str, twice: str, expected: dict[str, str]):
-    model = Siblings(names, twice)
+    model = siblings(names, twice)
     convert(model, sparsity=0.6)
     found = retained(model, torch.randn(3, 16, 64, requires_grad=True))
     assert {name.removeprefix("layers."): reason.split(";")[0] for name, reason in found.items()} == expected
 
 
 def test_an_input_is_freed_once_however_many_layers_read_it():
-    model = Siblings("qkv")
+    model = siblings("qkv")
     keeps = {f"layers.{name}": Keep(None, 0.6, block_size=16 * (i + 1)) for i, name in enumerate("qkv")}
     convert(model, rules={**keeps, "*": None})
     # Three packs of two fifths each are more than the input.

@@ -17,7 +17,7 @@ from lightning_actprune.analysis.sensitivity_grid import SensitivityGrid
 from lightning_actprune.analysis.sensitivity_report import LayerSensitivity, SensitivityReport, grouped
 from lightning_actprune.operators.attention import watchers
 from tests.support.attention import Attending
-from tests.support.conversion_models import deep, mlp
+from tests.support.conversion_models import Calls, deep, mlp
 
 BITS = [None, 4, 2]
 
@@ -28,33 +28,26 @@ def square(model: nn.Module) -> Any:
     return lambda x: model(x).square().mean()
 
 
-class TokenMixing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mix = nn.LayerNorm(70), nn.Linear(40, 40)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2)
+def token_mixing() -> nn.Module:
+    forward = lambda model, x: model.mix(model.norm(x).transpose(1, 2)).transpose(1, 2)  # noqa: E731
+    return Calls(forward, norm=nn.LayerNorm(70), mix=nn.Linear(40, 40))
 
 
-class Twice(nn.Module):
-    """One layer called twice, and one of which only the first of two calls reaches the loss."""
+def twice() -> nn.Module:
+    """Return one layer called twice, and one of which only the first of two calls reaches the loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.once = nn.Linear(66, 66), nn.Linear(66, 66)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.shared(torch.tanh(self.shared(x)))
-        out = self.once(y)
-        self.once(out)
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        out = model.once(model.shared(torch.tanh(model.shared(x))))
+        model.once(out)
         return out
+
+    return Calls(forward, shared=nn.Linear(66, 66), once=nn.Linear(66, 66))
 
 
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "three": (deep, (3, 5, 65)),
-    "token mixing": (TokenMixing, (3, 40, 70)),
-    "called twice": (Twice, (4, 3, 66)),
+    "token mixing": (token_mixing, (3, 40, 70)),
+    "called twice": (twice, (4, 3, 66)),
     "self-attention": (lambda: Attending(batch_first=True), (3, 6, 64)),
     "own weights": (lambda: Attending(crossed=True, kdim=64, vdim=64, bias=False, batch_first=True), (3, 6, 64)),
     "convolution": (lambda: nn.Sequential(nn.Conv2d(6, 8, 3, padding="same"), nn.Conv2d(8, 4, 2, 2)), (2, 6, 9, 8)),
@@ -212,18 +205,13 @@ def test_nothing_is_left_behind(fails):
 
 
 def test_layers_that_cannot_be_measured_are_listed_with_the_reason():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.frozen, self.idle = (nn.Linear(64, 64) for _ in range(3))
-            self.small, self.wide, self.zero = nn.Linear(8, 64), nn.Linear(64, 4).double(), nn.Linear(64, 64)
-            self.frozen.weight.requires_grad_(False)
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.frozen(model.used(x)) + model.small(x[..., :8])
+        return y.sum() + model.wide(y.double()).sum() + model.zero(y * 0).square().sum() * 0
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.frozen(self.used(x)) + self.small(x[..., :8])
-            return y.sum() + self.wide(y.double()).sum() + self.zero(y * 0).square().sum() * 0
-
-    model = Model()
+    layers = {name: nn.Linear(64, 64) for name in ("used", "frozen", "idle", "zero")}
+    model = Calls(loss, **layers, small=nn.Linear(8, 64), wide=nn.Linear(64, 4).double())
+    model.frozen.weight.requires_grad_(False)
     found = measure_sensitivity(model, lambda x: model(x), [torch.randn(4, 64)], **SMALL)
     assert {row.fqn for row in found.rows} == {"used"}
     reasons = {layer.fqn: layer.reason for layer in found.skipped}

@@ -201,6 +201,8 @@ def test_operators_are_sound(device, keep, bits):
     stored = pack(x, 8, keep, bits)
     values, operators, read = stored[0], torch.ops.actprune, (6, 20, 8, bits, torch.float32)
     calls = [(operators.pack, (x, 8, keep, bits)), (operators.unpack, (*stored, *read))]
+    sizes, grad = (2, 3, 20, False, torch.float32, 8, bits), torch.randn(6, 5, device=device)
+    calls.append((operators.weight_grad, (grad, *stored, *sizes)))
     if keep == ALL_BLOCKS:  # operators of whole tensors have one result
         calls += [(operators.quantize, (x, 8, bits)), (operators.dequantize, (values, *read))]
         assert torch.equal(operators.quantize(x, 8, bits), values)

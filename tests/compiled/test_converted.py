@@ -17,27 +17,13 @@ from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, planned, run, step
+from tests.support.conversion_models import Calls
 from tests.support.marks import only
+from tests.support.stack import Transformer
 
 Backend = str | Callable[..., Any]
 WIDTH, VALUES = 64, 8 * 32 * 64
 PACKED = VALUES + VALUES // 16  # two bytes for each block of 32 values
-
-
-class Transformer(nn.Module):
-    """Attention and an MLP, both residual."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm1, self.qkv, self.proj = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.norm2, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.act, self.dropout = nn.GELU(), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + self.dropout(self.proj(attended))
-        return x + self.dropout(self.fc2(self.dropout(self.act(self.fc1(self.norm2(x))))))
 
 
 class Convolutions(nn.Module):
@@ -165,22 +151,11 @@ def test_what_a_rule_leaves_dense_keeps_its_input(weight_gradients: bool):
     assert attended == ["packed" if weight_gradients else "as it is"]
 
 
-class Twice(nn.Module):
-    """Reads what its activation function may have written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(64, 64), nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        return self.act(x) + 2 * x
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it_was_marked(after: bool):
-    model, x = Twice(), torch.randn(32, 64)
+    forward = lambda model, x: model.act(y := model.fc(x)) + 2 * y  # noqa: E731
+    model, x = Calls(forward, fc=nn.Linear(64, 64), act=nn.SiLU()), torch.randn(32, 64)
     dense = copy.deepcopy(model)
     dense.act.inplace, model.act.inplace = True, not after
     model = converted(model, {})
@@ -188,39 +163,24 @@ def test_what_works_in_place_writes_to_its_input_also_if_it_was_told_so_after_it
     assert torch.equal(step(model, x).output, dense(x).detach())
 
 
-class Padded(nn.Module):
-    """A transformer's layer of tokens of which the last are padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > x.shape[1] - 4)
-
-
 @pytest.mark.integration
 def test_attention_with_padding_is_one_graph():
-    model, x = Padded(), torch.randn(8, 32, 64)
+    padding = torch.arange(32).expand(8, 32) > 28  # a mask of the last tokens of each sample
+    layer = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    model = Calls(lambda model, x: model.layer(x, src_key_padding_mask=padding), layer=layer)
+    x = torch.randn(8, 32, 64)
     dense, found = step(model, x, packs=False), step(converted(model, {}), x)
     torch.testing.assert_close(found.output, dense.output)
     assert cosine(found, dense) > 0.999
     assert found.rows
 
 
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rnn, self.last = nn.Linear(64, 64), nn.GRU(64, 64, batch_first=True), nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.rnn(self.first(x).tanh())[0].square())
-
-
 @pytest.mark.integration
 def test_where_a_graph_breaks_a_compiler_looks_into_nothing_of_this_package():
     torch._dynamo.reset()
-    model, counters = converted(Broken(), {}), torch._dynamo.utils.counters
+    forward = lambda model, x: model.last(model.rnn(model.first(x).tanh())[0].square())  # noqa: E731
+    layers = {"first": nn.Linear(64, 64), "rnn": nn.GRU(64, 64, batch_first=True), "last": nn.Linear(64, 8)}
+    model, counters = converted(Calls(forward, **layers), {}), torch._dynamo.utils.counters
     counters.clear()
     with CompiledPacking(), SavedTensorMeter(model):
         torch.compile(model, backend="aot_eager")(torch.randn(8, 32, 64)).sum().backward()
@@ -258,7 +218,7 @@ def test_gradients_are_those_of_eager_mode_and_inputs_are_all_that_is_kept(kinds
 @pytest.mark.integration
 @pytest.mark.parametrize("backend", only(["aot_eager", "inductor"], "aot_eager"))
 def test_dropout_is_that_of_the_first_run(backend: str):
-    model, x = made("transformer", dropout=0.5)
+    model, x = made("transformer", dropout=0.5, inside=0.5)
     torch.manual_seed(1)
     dense = step(model, x, packs=False, backend=backend)
     torch.manual_seed(1)

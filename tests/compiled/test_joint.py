@@ -32,6 +32,7 @@ from tests.compiled.support import (
     uncached,
     worst_cosine,
 )
+from tests.support.conversion_models import Calls
 from tests.support.marks import only
 
 HALF = sparsity_parts(0.5)
@@ -102,25 +103,20 @@ def test_forward_is_dense_and_gradients_are_close(make, autocast):
     assert [len(of_batch) for of_batch in copies] == [autocast, 0]
 
 
-class Gelus(nn.Module):
-    """A block, and what no layer is known for, which the compiler computes again but for one of four values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.fc = Block(), Marked(nn.Linear(64, 64), mark("linear", 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(self.block(x))
-        for _ in range(3):
-            x = F.gelu(x.cos(), approximate="tanh")
-        return x.sum(1)
+def gelus(model: nn.Module, x: Tensor) -> Tensor:
+    """Run a block, and what no layer is known for, which the compiler computes again but for one of four values."""
+    x = model.fc(model.block(x))
+    for _ in range(3):
+        x = F.gelu(x.cos(), approximate="tanh")
+    return x.sum(1)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("backend", only([planned, "inductor"], planned))
 def test_inductor_keeps_the_same_which_is_what_it_saves_byte_for_byte(backend):
     torch.manual_seed(0)
-    model, x = Gelus(), torch.randn(4, 32, 64)
+    model = Calls(gelus, block=Block(), fc=Marked(nn.Linear(64, 64), mark("linear", 4)))
+    x = torch.randn(4, 32, 64)
     eager = step(model, x, autocast=True)
     dense, found = pair(model, x, autocast=True, backend=backend)
     assert worst_cosine(found, dense) > 0.98
@@ -150,18 +146,14 @@ def test_a_transformer_block_is_kept_as_its_rules_say():
     }
 
 
-class Attended(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = Marked(nn.Linear(64, 192), mark("linear", 8, Model(value=2, min_values=1024)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind(0))
-
-
 def test_bits_of_a_value_are_neither_those_of_a_query_nor_of_a_key():
     """Its own gradient needs query and key alone, which are kept as they are."""
-    dense, found = (of.grads["qkv.weight"] for of in pair(Attended(), torch.randn(4, 16, 64)))
+
+    def attend(model: nn.Module, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*model.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind(0))
+
+    model = Calls(attend, qkv=Marked(nn.Linear(64, 192), mark("linear", 8, Model(value=2, min_values=1024))))
+    dense, found = (of.grads["qkv.weight"] for of in pair(model, torch.randn(4, 16, 64)))
     torch.testing.assert_close(found[128:], dense[128:])
     assert not torch.allclose(found[:128], dense[:128], rtol=0.01)
 
@@ -169,17 +161,10 @@ def test_bits_of_a_value_are_neither_those_of_a_query_nor_of_a_key():
 @pytest.mark.integration
 def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone():
     """What it reads is computed again from what the norm keeps."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = Marked(nn.BatchNorm2d(32), mark("norm", 4))
-            self.conv = Marked(nn.Conv2d(32, 16, 3, padding=1, bias=False), mark("convolution", 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(self.norm(x.sin()).relu())
-
-    model, x = Net(), torch.randn(8, 32, 16, 16)
+    norm = Marked(nn.BatchNorm2d(32), mark("norm", 4))
+    conv = Marked(nn.Conv2d(32, 16, 3, padding=1, bias=False), mark("convolution", 2))
+    model = Calls(lambda model, x: model.conv(model.norm(x.sin()).relu()), norm=norm, conv=conv)
+    x = torch.randn(8, 32, 16, 16)
     x[0, 0, 0, 0] = torch.nan
     for batch in (x, x.nan_to_num()):
         dense, found = pair(model, batch, backend="aot_eager_decomp_partition", autocast=True)
@@ -188,28 +173,26 @@ def test_a_convolution_behind_the_relu_of_a_batch_norm_keeps_signs_alone():
     assert torch.cosine_similarity(*(s.grads["conv.weight"].flatten() for s in (found, dense)), 0) > 0.9999
 
 
-class Scaled(nn.Module):
-    """A linear layer, then a scale of each feature and a factor of each sample, which a linear layer computes."""
+def scaled(model: Model) -> nn.Module:
+    """Return a linear layer, a scale of each feature and a factor of each sample that another layer computes."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.fc, self.gate = Marked(nn.Linear(32, 64), mark("linear", 8, model)), nn.Linear(64, 64)
-        self.scale = nn.Parameter(torch.rand(64))
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.scale * model.fc(x)
+        return y * torch.sigmoid(model.gate(y.mean(1, keepdim=True)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.scale * self.fc(x)
-        return y * torch.sigmoid(self.gate(y.mean(1, keepdim=True)))
+    fc, scale = Marked(nn.Linear(32, 64), mark("linear", 8, model)), nn.Parameter(torch.rand(64))
+    return Calls(forward, fc=fc, gate=nn.Linear(64, 64), scale=scale)
 
 
 @pytest.mark.integration
 def test_factors_of_a_parameter_have_bits_of_their_own_and_those_of_a_computed_tensor_have_not():
-    model, x = Scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
+    model, x = scaled(replace(MODEL, parameter=2)), torch.randn(16, 32, 32)
     dense, found = pair(model, x)
     of_products = [row for row in found.rows if row.readers == ("aten.mul",)]
     assert [(row.name, row.bits) for row in of_products] == [("aten.addmm", 2), ("aten.mul", 8)]
     assert of_products[0].stored_bytes == x.numel() * 2 // 32 * 10
     assert torch.cosine_similarity(found.grads["scale"], dense.grads["scale"], 0) > 0.99
-    without = step(Scaled(MODEL), x).rows
+    without = step(scaled(MODEL), x).rows
     assert [(row.name, row.how) for row in without if row.bits == 8] == [("aten.addmm", "packed")]
 
 
@@ -228,17 +211,9 @@ def test_the_budget_of_the_compiler_takes_less_of_what_is_packed():
 @pytest.mark.parametrize(("rows", "backend"), [(8, "aot_eager"), (9, planned)])
 def test_signs_are_exact(rows, backend):
     """Also of a number of values that eight does not divide, and of NaN; in the order in which they lie."""
-
-    class Turned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = Marked(nn.Linear(33, 35), mark("linear", 8, given))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x).transpose(0, 1).relu().cumsum(0)
-
-    given = Model(saved=8, min_values=64)
-    model, x = Turned(), torch.randn(rows, 33)
+    first = Marked(nn.Linear(33, 35), mark("linear", 8, Model(saved=8, min_values=64)))
+    model = Calls(lambda model, x: model.first(x).transpose(0, 1).relu().cumsum(0), first=first)
+    x = torch.randn(rows, 33)
     x[0, 0] = torch.nan
     dense, found = pair(model, x, backend=backend)
     assert [row.stored_bytes for row in found.rows if row.how == "signs"] == [-(-rows * 35 // 8)]
@@ -276,27 +251,17 @@ def test_a_weight_gradient_is_that_of_the_packed_bytes_and_dropped_blocks_those_
     torch.testing.assert_close(found.grads["1.weight"], expected, rtol=1e-4, atol=1e-6)
 
 
-class Turned(nn.Module):
-    """Patches as tokens: what the norm reads lies with its tokens side by side, what it returns does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = Marked(nn.Conv2d(3, 64, 4, 4), mark("convolution", 4))
-        self.norm, self.fc = Marked(nn.LayerNorm(64), mark("norm", 4)), Marked(nn.Linear(64, 8), mark("linear", 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.norm(self.patches(x).flatten(2).transpose(1, 2)))
+def turned() -> nn.Module:
+    """Return patches as tokens: what the norm reads lies with its tokens side by side, what it returns does not."""
+    patches, norm = Marked(nn.Conv2d(3, 64, 4, 4), mark("convolution", 4)), Marked(nn.LayerNorm(64), mark("norm", 4))
+    rows = Calls(lambda model, x: model.patches(x).flatten(2).transpose(1, 2), patches=patches)
+    return nn.Sequential(rows, norm, Marked(nn.Linear(64, 8), mark("linear", 4)))
 
 
-class Cut(nn.Module):
-    """A layer scale over 196 of every 200 features, as inductor cuts the result of a product that it has padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = Marked(nn.Linear(64, 200), mark("linear", 4)), nn.Parameter(torch.ones(196))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[..., :196] * self.scale
+def cut() -> nn.Module:
+    """Return a layer scale over 196 of every 200 features, as inductor cuts a product that it has padded."""
+    layer, scale = Marked(nn.Linear(64, 200), mark("linear", 4)), nn.Parameter(torch.ones(196))
+    return Calls(lambda model, x: model.layer(x)[..., :196] * model.scale, layer=layer, scale=scale)
 
 
 def behind_affine() -> nn.Module:
@@ -314,8 +279,8 @@ def behind_norm() -> nn.Module:
     ("make", "shape", "rows", "batches"),
     [
         (behind_affine, (16, 32, 64), [("packed", 4, 16 * 32 * 64 // 32 * 18), ("again", 0, 0)], 0),
-        (Turned, (4, 3, 16, 16), [("packed", 4, 4 * 64 * 16 // 32 * 18), ("again", 0, 0)], 1),
-        (Cut, (8, 16, 64), [("packed", 8, 8 * 16 * 196 // 32 * 34)], 1),  # copied, since it makes no rows where it lies
+        (turned, (4, 3, 16, 16), [("packed", 4, 4 * 64 * 16 // 32 * 18), ("again", 0, 0)], 1),
+        (cut, (8, 16, 64), [("packed", 8, 8 * 16 * 196 // 32 * 34)], 1),  # copied, since it makes no rows where it lies
         (behind_norm, (4, 16, 64), [("packed", 2, 4 * 16 * 64 // 32 * 10)], 0),
     ],
 )
@@ -323,7 +288,7 @@ def test_how_little_is_kept(make, shape, rows, batches: int):
     x = torch.randn(shape)
     dense, found = pair(make(), x)
     assert worst_cosine(found, dense) > (0.98 if make is not behind_norm else 0.9)
-    assert [(row.how, row.bits, row.stored_bytes) for row in found.rows if make is not Cut or row.bits == 8] == rows
+    assert [(row.how, row.bits, row.stored_bytes) for row in found.rows if make is not cut or row.bits == 8] == rows
     held = [t.numel() for t in found.kept if t.is_floating_point() and t.numel() >= MODEL.min_values]
     assert held == [x.numel()] * batches
 
@@ -343,22 +308,19 @@ def test_a_schedule_compiles_twice():
     assert counter.frame_count == 2
 
 
-class Gated(nn.Module):
-    """What no layer is known for: a gate, a mask, an exponential, an output that is read in backward."""
+def gated(model: Model = MODEL) -> nn.Module:
+    """Return what no layer is known for: a gate, a mask, an exponential, an output that is read in backward."""
 
-    def __init__(self, model: Model = MODEL) -> None:
-        super().__init__()
-        self.first = Marked(nn.Linear(64, 128), mark("linear", 4, model))
-        self.last = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.first(x.sin()).chunk(2, -1)
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        a, b = model.first(x.sin()).chunk(2, -1)
         c = (a * b).masked_fill(a > 1, 0.0)
-        return self.last(c) * a.exp() * c
+        return model.last(c) * a.exp() * c
+
+    return Calls(forward, first=Marked(nn.Linear(64, 128), mark("linear", 4, model)), last=nn.Linear(64, 64))
 
 
 def test_what_no_layer_is_known_for():
-    found = step(Gated(), torch.randn(4, 16, 64))
+    found = step(gated(), torch.randn(4, 16, 64))
     reasons = {row.name: row.reason for row in found.rows if row.how == "as it is"}
     assert "mask" in reasons["aten.masked_fill"]
     split = next(row for row in found.rows if row.readers == ("aten.mul",) and row.how == "packed")
@@ -369,7 +331,7 @@ def test_what_no_layer_is_known_for():
 @pytest.mark.parametrize("without_bits", [False, True])
 def test_what_unmarked_layers_read_and_what_has_no_bits_stays(without_bits):
     unmarked = nn.Sequential(Marked(nn.Linear(64, 64), mark("linear", 4)), nn.Tanh(), nn.Linear(64, 64))
-    found = step(Gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
+    found = step(gated(Model(min_values=1024)) if without_bits else unmarked, torch.randn(4, 16, 64))
     assert {row.how for row in found.rows if row.name != "linear"} == {"as it is"}
 
 
@@ -460,19 +422,11 @@ class Cast(torch.autograd.Function):
         return grad * x.to(torch.int32).bool()
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = (Marked(nn.Linear(64, 64), mark("linear", 2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x) * 2
-        return Cast.apply(y) + self.last(y)
-
-
 @pytest.mark.integration
 def test_a_cast_to_whole_numbers_passes_no_values_on():
-    dense, found = pair(Masked(), torch.randn(4, 16, 64))
+    first, last = (Marked(nn.Linear(64, 64), mark("linear", 2)) for _ in range(2))
+    model = Calls(lambda model, x: Cast.apply(y := model.first(x) * 2) + model.last(y), first=first, last=last)
+    dense, found = pair(model, torch.randn(4, 16, 64))
     for name in ("first.weight", "first.bias"):  # that of the mask, and of a layer whose input is the batch
         torch.testing.assert_close(found.grads[name], dense.grads[name])
 

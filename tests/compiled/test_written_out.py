@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_actprune.codec.blocks import sparsity_parts
 from lightning_actprune.compiled.scope import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, planned, step, uncached, worst_cosine
+from tests.support.conversion_models import Calls
 from tests.support.marks import only
 
 HEADS, SHAPE, VALUES = 2, (4, 2, 48, 48), 4 * 2 * 48 * 48
@@ -33,13 +34,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, 32)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-
-
-class Drawn(nn.Module):
-    """Dropout by a mask that is drawn in its place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (torch.rand_like(x) > 0.25) * x / 0.75
 
 
 def stepped(attend: Attend, query: int = 8, **options: object) -> Result:
@@ -169,19 +163,11 @@ def test_so_does_what_leaves_the_graph(given):
     assert F.cosine_similarity(grads[0].flatten(), grads[1].flatten(), 0) > 0.999
 
 
-class Padding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Marked(nn.Linear(64, 64), mark("linear", 8))
-        self.last = Marked(nn.Linear(96, 8), mark("linear", 4), sparsity_parts(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.pad(self.first(x), (0, 32)).view(-1, 96))
-
-
 @pytest.mark.integration
 def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros():
-    model, x = Padding(), torch.randn(64, 64)
+    layers = Marked(nn.Linear(64, 64), mark("linear", 8)), Calls(lambda _, x: F.pad(x, (0, 32)).view(-1, 96))
+    last = Marked(nn.Linear(96, 8), mark("linear", 4), sparsity_parts(0.5))
+    model, x = nn.Sequential(*layers, last), torch.randn(64, 64)
     found, dense = (step(model, x, packs=packs) for packs in (True, False))
     (row,) = (row for row in found.rows if row.shape == (64, 96))
     assert (row.how, row.bits) == ("packed", 4)
@@ -195,7 +181,8 @@ def test_blocks_of_what_is_padded_for_a_layer_compete_with_its_zeros():
 )
 def test_a_drawn_mask_has_one_bit_and_what_it_masks_is_made_again(backend, behind_norm):
     torch.manual_seed(0)
-    layers = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8)), Drawn()]
+    layers = [Marked(nn.Linear(64, 64), mark("linear", 8)), Marked(nn.GELU(), mark("activation", 8))]
+    layers.append(Calls(lambda _, x: (torch.rand_like(x) > 0.25) * x / 0.75))  # dropout by a mask that is drawn
     layers += [Marked(nn.LayerNorm(64), mark("norm", 8))] * behind_norm
     model, results = nn.Sequential(*layers, Marked(nn.Linear(64, 64), mark("linear", 4))), []
     for packs in (True, False):

@@ -181,20 +181,6 @@ def test_autocast_packs_the_cast_input(device):
     assert oracle.relative_error(layer.weight.grad, exact) < 2 * torch.finfo(torch.bfloat16).eps
 
 
-def test_layers_with_one_weight_add_up():
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
-    model[1].weight = model[0].weight
-    model, x = compressed(model, sparsity=0.5), torch.randn(3, 5, 32)
-    assert model[0].weight is model[1].weight
-    y = model[0](x)
-    z, alone = model[1](y), model[1](y.detach())
-    both, of_second, of_first = (
-        torch.autograd.grad(out, model[0].weight, grad, retain_graph=True)[0]
-        for out, grad in ((z, z), (alone, z), (y, z @ model[1].weight))
-    )
-    torch.testing.assert_close(both, of_first + of_second)
-
-
 def test_sparsity_is_read_at_each_forward_and_zero_is_dense():
     dense = nn.Linear(33, 7)
     layer = compressed(dense, sparsity=0.5, block_size=8)
@@ -237,13 +223,7 @@ def test_a_layer_may_be_built_as_it_is():
 
 # Inputs of few rows: eight bits and all blocks, in what is stored, in what is counted and in gradients.
 
-FINE = Keep(bits=2, sparsity=0.5, fine_rows=32)
-
-
-def converted(layer: nn.Module, keep: Keep = FINE) -> nn.Sequential:
-    model = nn.Sequential(copy.deepcopy(layer))
-    convert(model, rules={"type:linear": keep, "*": None})
-    return model
+FINE = {"bits": 2, "sparsity": 0.5, "fine_rows": 32}
 
 
 def stored(model: nn.Module, *inputs: Tensor) -> list[tuple[int, int, int | None]]:
@@ -258,7 +238,7 @@ def eight_bits(rows: int, features: int) -> int:
 
 def test_fine_rows_are_kept_in_eight_bits_and_all_of_them():
     dense, few, many = nn.Linear(64, 64), torch.randn(31, 64), torch.randn(32, 64)
-    model, other = converted(dense), converted(dense, Keep(bits=8))
+    model, other = (compressed(nn.Sequential(dense), **how) for how in (FINE, {"bits": 8}))
     assert stored(model, few) == [(eight_bits(31, 64), eight_bits(31, 64), 8)]
     ((bytes_of_many, accounted, bits),) = stored(model, many)
     assert (bytes_of_many, bits) == (accounted, 2)
@@ -268,23 +248,17 @@ def test_fine_rows_are_kept_in_eight_bits_and_all_of_them():
 
 
 def test_attention_counts_the_rows_of_its_projections():
-    model, x = converted(nn.MultiheadAttention(64, 4)), torch.randn(5, 4, 64)
-    rows = stored(model[0], x, x, x)
+    model, x = compressed(nn.MultiheadAttention(64, 4), **FINE), torch.randn(5, 4, 64)
+    rows = stored(model, x, x, x)
     assert {bits for _, _, bits in rows} == {8}
     assert all(kept in (0, eight_bits(20, 64)) for kept, _, _ in rows)
 
 
 def test_what_is_kept_anyway_is_found_for_few_rows_too():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    report = convert(model, rules={"type:linear": FINE, "*": None})
+    report = convert(model, rules={"type:linear": Keep(**FINE), "*": None})
     x = torch.randn(8, 64, requires_grad=True) * 1
     with RetentionProbe(model, None) as probe:
         model(x).sum().backward()
     # The first one's is held here, the other's by the ReLU.
     assert [layer.fqn for layer in probe.apply(report)] == ["0", "2"]
-
-
-def test_rows_are_a_count():
-    for rows in (1.5, -1, True, "many"):
-        with pytest.raises((TypeError, ValueError), match="`fine_rows`"):
-            Keep(bits=4, fine_rows=rows)  # type: ignore[arg-type]

@@ -247,7 +247,7 @@ def test_several_calls_accumulation_and_frozen_blocks():
     assert meter.report().stored_bytes == 0
 
 
-def test_hooks_and_checkpoints_around():
+def test_hooks_around():
     model, x = made()
     x.requires_grad_()
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
@@ -257,23 +257,21 @@ def test_hooks_and_checkpoints_around():
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (dtypes.append(t.dtype), t.clone())[1], lambda t: t)
     assert torch.equal(step(model, x, hooks)[1], expected)
     assert dtypes.count(torch.uint8) == 3
-    for reentrant in (False, True):
-        model.zero_grad()
-        torch.manual_seed(1)
-        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
-        assert cosine(gradient_of(model), expected) > 0.9999
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_around_modules_that_have_not_been_compared(reentrant: bool):
+def test_checkpoints_around(reentrant: bool):
+    """Of modules that have not been compared, and of such that have been."""
     model, x = made()
     _, exact, _ = step(model, x.requires_grad_())
     convert(model, rules={"blocks.*": Recompute(8), **ALONE})
-    for _ in range(3):
+    for number in range(6):
+        if number == 3:
+            compare_runs(model, x)
         model.zero_grad()
         torch.manual_seed(1)
         checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
-        assert cosine(gradient_of(model), exact) > 0.999
+        assert cosine(gradient_of(model), exact) > 0.9999
 
 
 def test_copies_and_pickles(monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from lightning_actprune import functional
-from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.dispatch import force_backend
-from lightning_actprune.codec.packed import pack
 from lightning_actprune.operators.weight_grad import force_method, fp32_is_exact, gather_is_faster
 from tests.support.compressed import as_kept
 from tests.support.marks import in_turn
@@ -88,13 +86,6 @@ def test_small_and_odd_shapes(device, dtype, method, shape, block_size, outputs)
 )
 def test_few_bits_and_other_selections(device, shape, block_size, sparsity, dtype, bits, selection):
     check(device, dtype, "unpack", shape, block_size, 48, sparsity, bits, selection)
-
-
-@pytest.mark.parametrize(("keep", "bits"), [(4, 0), (4, 3), (ALL_BLOCKS, 3)])
-def test_the_operator_is_sound(device, keep, bits):
-    stored, grad = pack(torch.randn(2, 3, 20, device=device), 8, keep, bits), torch.randn(6, 5, device=device)
-    given = grad, *stored, 2, 3, 20, False, torch.float32, 8, bits
-    torch.library.opcheck(torch.ops.actprune.weight_grad.default, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu

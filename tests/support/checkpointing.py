@@ -12,6 +12,8 @@ from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.support.conversion_models import Calls
+
 
 class OwnFunction(torch.autograd.Function):
     """A reentrant checkpoint as other libraries write their own."""
@@ -33,15 +35,9 @@ class OwnFunction(torch.autograd.Function):
         return None, x.grad, *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-class Region(nn.Module):
-    """Runs ``inner`` in a checkpoint of one kind."""
-
-    def __init__(self, inner: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.run = inner, run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.inner, x)
+def region(inner: nn.Module, run: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    """Return what runs ``inner`` in a checkpoint of one kind."""
+    return Calls(lambda model, x: run(model.inner, x), inner=inner)
 
 
 def _selective(inner: nn.Module, x: Tensor) -> Tensor:
@@ -60,15 +56,15 @@ def _nested(module: nn.Module, x: Tensor, outer: bool, inner: bool) -> Tensor:
 
 # The wrappers of FSDP and Hugging Face are among them or call one of them.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "reentrant": lambda m: Region(m, partial(checkpoint, use_reentrant=True)),
-    "non_reentrant": lambda m: Region(m, partial(checkpoint, use_reentrant=False)),
-    "early_stop_off": lambda m: Region(m, _early_stop_off),
-    "nested": lambda m: Region(m, partial(_nested, outer=False, inner=False)),
-    "nested_reentrant": lambda m: Region(m, partial(_nested, outer=True, inner=True)),
-    "nested_mixed": lambda m: Region(m, partial(_nested, outer=True, inner=False)),
-    "selective": lambda m: Region(m, _selective),
+    "reentrant": lambda m: region(m, partial(checkpoint, use_reentrant=True)),
+    "non_reentrant": lambda m: region(m, partial(checkpoint, use_reentrant=False)),
+    "early_stop_off": lambda m: region(m, _early_stop_off),
+    "nested": lambda m: region(m, partial(_nested, outer=False, inner=False)),
+    "nested_reentrant": lambda m: region(m, partial(_nested, outer=True, inner=True)),
+    "nested_mixed": lambda m: region(m, partial(_nested, outer=True, inner=False)),
+    "selective": lambda m: region(m, _selective),
     "wrapper_reentrant": lambda m: checkpoint_wrapper(m, CheckpointImpl.REENTRANT),
     "wrapper": lambda m: checkpoint_wrapper(m, CheckpointImpl.NO_REENTRANT),
     "composable": composable,
-    "own": lambda m: Region(m, lambda inner, x: OwnFunction.apply(inner, x, *inner.parameters())),
+    "own": lambda m: region(m, lambda inner, x: OwnFunction.apply(inner, x, *inner.parameters())),
 }

@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 WIDTH, DEPTH, TOKENS, SAMPLES = 64, 4, 32, 32
@@ -23,6 +25,27 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(self.act(self.first(self.norm(x))))
+
+
+class Transformer(nn.Module):
+    """Attention and an MLP, both residual, of which the second has a layer scale and perhaps a checkpoint.
+
+    Branches end with dropout, and the MLP has some ``inside``.
+    """
+
+    def __init__(self, dropout: float = 0.0, inside: float = 0.0, again: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.gamma = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.qkv, self.proj, self.drop = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        first, second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mlp, self.again = nn.Sequential(first, nn.GELU(), nn.Dropout(inside), second), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.drop(self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        y = self.norm2(x)
+        y = checkpoint(self.mlp, y, use_reentrant=False) if self.again else self.mlp(y)
+        return x + self.drop(self.gamma * y)
 
 
 def layers() -> nn.Sequential:
