@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, get_args
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd import DeviceType
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -48,12 +48,13 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep,
 from lightning_actprune.analysis.allocation import check_memory_budget
 from lightning_actprune.analysis.step_memory import PHASES, StepMemory
 from lightning_actprune.config import Operator
+from lightning_actprune.replay import ReplayedModule
 
 EXACT, PRESETS = ("dense", "checkpoint", "offload", "rounded"), ("paper", "balanced", "max", "recompute")
 METHODS = ("dense", "checkpoint", "offload", "balanced", "max", "recompute", "budget:0.5")
 BUDGET, COMPILER = "budget:", "compiler:"
-EAGER = "eager"
-MODES = (EAGER, "aot_eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+EAGER, GRAPHS = "eager", "graphs"
+MODES = (EAGER, GRAPHS, "aot_eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ONE, STRATEGIES = "one GPU", ("ddp", "ddp, whole", "fsdp2")
 KEYS = ("table", "model", "batch", "precision", "method", "mode", "strategy", "devices", "allocator")
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -106,8 +107,10 @@ def method_of(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is no method; README.md lists them")
 
 
-def callbacks_of(method: str, offload_file: Path | None = None) -> list[pl.Callback]:
+def callbacks_of(method: str, offload_file: Path | None = None, graphs: bool = False) -> list[pl.Callback]:
     """Return the callbacks that a method adds to a Trainer."""
+    if graphs and method in EXACT:
+        return [Graphed()]
     if method == "offload":
         return [Offload(offload_file)]
     if method in EXACT or method.startswith(COMPILER):
@@ -115,10 +118,10 @@ def callbacks_of(method: str, offload_file: Path | None = None) -> list[pl.Callb
     if method.startswith(BUDGET):
         value = method.removeprefix(BUDGET)
         budget = float(value) if value.replace(".", "").isdigit() else value
-        return [ActivationPruning(memory_budget=budget, verbose=0)]
+        return [ActivationPruning(memory_budget=budget, cuda_graphs=graphs, verbose=0)]
     if method in PRESETS:
-        return [ActivationPruning(method, verbose=0)]
-    return [ActivationPruning(rules=rules_of(method), verbose=0)]
+        return [ActivationPruning(method, cuda_graphs=graphs, verbose=0)]
+    return [ActivationPruning(rules=rules_of(method), cuda_graphs=graphs, verbose=0)]
 
 
 class Offload(pl.Callback):
@@ -144,6 +147,22 @@ class Offload(pl.Callback):
         self.entered.close()
 
 
+class Graphed(pl.Callback):
+    """Replays the whole model with its loss by torch's own ``make_graphed_callables``."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Training, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 4:
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
+        lossy = Lossy(pl_module.model, pl_module.workload.loss)
+        with trainer.precision_plugin.train_step_context(), torch.autocast("cuda", cache_enabled=False):
+            graphed = torch.cuda.make_graphed_callables(lossy, tuple(batch))
+        pl_module.loss = lambda *batch: graphed(*batch)
+        for buffer, values in buffers:
+            buffer.copy_(values)
+        torch.cuda.empty_cache()
+
+
 # === Training =========================================================================================
 
 
@@ -159,11 +178,27 @@ class Case(NamedTuple):
     batches: float = 2  # of models.py in one: with one, the host is as slow as the GPU
     accelerator: str = "gpu"
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the model is compiled."""
+        return self.mode not in (EAGER, GRAPHS)
+
     def head(self) -> Record:
         """Return the fields that identify this case in a record."""
         head = describe(self.model, self.batches) | {"precision": self.precision, "method": self.method}
         head |= {"mode": self.mode, "strategy": self.strategy, "devices": self.devices}
         return head | ({"allocator": os.environ[ALLOCATOR]} if ALLOCATOR in os.environ else {})
+
+
+class Lossy(nn.Module):
+    """A model with its loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.loss(self.model, *batch)
 
 
 class Training(pl.LightningModule):
@@ -173,13 +208,14 @@ class Training(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.case, self.workload = case, WORKLOADS[case.model]
+        self.loss: Callable[..., Tensor] = lambda *batch: self.workload.loss(self.model, *batch)
         self.batch_size = int(case.batches * self.workload.batch)
         with torch.device(place):
             self.model = self.workload.build(**sizes)
             self.samples = self.workload.data(samples or self.batch_size)
         if case.method == "checkpoint":
             checkpoint_blocks(self.model)
-        if case.mode != EAGER and case.strategy != "fsdp2":
+        if case.compiles and case.strategy != "fsdp2":
             self.model = torch.compile(self.model, **compiler_arguments(case.mode))
 
     def configure_model(self) -> None:
@@ -189,11 +225,11 @@ class Training(pl.LightningModule):
             return
         for part in (*blocks_of(self.model), self.model):
             fully_shard(part, mesh=mesh["data_parallel"])
-            if self.case.mode != EAGER and part is not self.model:
+            if self.case.compiles and part is not self.model:
                 part.compile(**compiler_arguments(self.case.mode))
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        return self.workload.loss(self.model, *batch)
+        return self.loss(*batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4, fused=True)
@@ -328,6 +364,8 @@ class StepFigures(pl.Callback):
         if batch_idx == self.plan.warm_up:
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
+            graphs = [part._replay.graphs for part in pl_module.modules() if isinstance(part, ReplayedModule)]
+            self.memory |= {"graphs": sum(graphs)} if graphs else {}
             if torch.cuda.is_available():
                 most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
                 self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}
@@ -460,9 +498,12 @@ def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
 
 def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int = 0, port: int = 0) -> Record:
     """Return the figures of one process of a case."""
-    figures, error = StepFigures(QUICK if args.quick else Plan(), queue), GradientError()
+    plan = QUICK if args.quick else Plan()
+    plan = plan._replace(warm_up=14) if case.mode == GRAPHS else plan
+    figures, error = StepFigures(plan, queue), GradientError()
     try:
-        training, callbacks = Training(case, prepare(case, rank, port)), callbacks_of(case.method, args.offload_file)
+        training = Training(case, prepare(case, rank, port))
+        callbacks = callbacks_of(case.method, args.offload_file, case.mode == GRAPHS)
         ours = [callback for callback in callbacks if isinstance(callback, ActivationPruning)]
         monitor = ActivationMemoryMonitor(figures.plan.warm_up - 1, verbose=0)
         plain = case.mode == EAGER and case.devices == 1
@@ -475,7 +516,7 @@ def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int
         figures.leave()
     if counted:
         record["accounted_mib"] = round(monitor.report.stored_bytes / MIB, 2)
-    if case.mode != EAGER:
+    if case.compiles:
         record |= {"warm_up_s": figures.warm_up_s, **packed(ours)}
     if case.method.startswith(BUDGET):
         record |= predicted(ours[0], figures)
@@ -494,7 +535,7 @@ def prepare(case: Case, rank: int, port: int) -> str:
         known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         known |= {"WORLD_SIZE": case.devices, "LOCAL_WORLD_SIZE": case.devices, "TORCHELASTIC_RUN_ID": "bench_step"}
         os.environ.update({key: str(value) for key, value in known.items()})
-    if case.mode != EAGER:
+    if case.compiles:
         torch._dynamo.config.optimize_ddp = case.strategy != "ddp, whole"
     if case.method.startswith(COMPILER):
         torch._functorch.config.activation_memory_budget = float(case.method.removeprefix(COMPILER))
