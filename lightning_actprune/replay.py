@@ -6,7 +6,7 @@ call of a module goes through four states, for each signature (shapes, strides, 
 
 1. *watched*: it runs eagerly while what Python does is noted. Whoever reads values on the host, draws from Python's
    random generators, writes to attributes, or does something else in each call, stays eager.
-2. *captured*: from the same parameters, buffers and random numbers, it runs twice eagerly, and is captured. Nothing of
+2. *captured*: from the same parameters, buffers and random numbers, it runs eagerly, and is captured. Nothing of
    this changes parameters, gradients, buffers or generators.
 3. *compared*: outputs and gradients of a replay are those of the eager runs, bit for bit where both of these agree, and
    else within ``NOISE`` times their difference.
@@ -27,10 +27,11 @@ import weakref
 from collections import Counter, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from math import inf
 from operator import is_
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -64,8 +65,10 @@ MOST_OTHERS = 4
 """Calls in a row after which a graph is captured anew that something else has changed for, such as a hook."""
 EAGER_EVERY = 128
 """Calls of which one is eager."""
+EAGER_RUNS = 3
+"""Eager runs of a call before it is captured, which show whether they agree in each bit."""
 NOISE = 3.0
-"""Differences between two eager runs that a replay may differ from them by."""
+"""Differences between eager runs that a replay may differ from them by."""
 SMALL_BYTES = 2**24
 """Outputs up to this size are copied out of the graph's own."""
 
@@ -88,7 +91,8 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             # Threads that load data may use the GPU meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            stream = _stream_beside(torch.cuda.current_device())
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 results = run()
         except BaseException:
             # A failed capture leaves the generator of random numbers in it; the end of the next one takes it out.
@@ -291,7 +295,7 @@ class ModuleReplay:
         signature.watched += 1
         if signature.watched >= MOST_WATCHED and not alike:
             self.close()
-            self.reason = changed or "it does something else in each call"
+            self.reason = changed or operations.reads or "it does something else in each call"
         return outputs
 
     def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: _Call) -> None:
@@ -310,7 +314,8 @@ class ModuleReplay:
             try:
                 signature.graph = capture(self._pool, module, forward, call)
             except RefusedError as reason:
-                raise RefusedError(signature.reads or str(reason)) from reason
+                fails = reason.__cause__ is not None  # where values are read, which is then why
+                raise RefusedError(signature.reads if fails and signature.reads else str(reason)) from reason
         signature.log = None
 
 
@@ -558,13 +563,13 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
     try:
         with around(), _beside(inputs[0].device):
             one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
-            other = [_differences(*pair) for pair in zip(one, run(), strict=True)]
+            others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
         _free_cache()  # which the pool of graphs cannot use
         from_the_start()
         graph = Graph(recorder, forward, call, inputs, parameters, aliases, around)
         from_the_start()
         replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
-        found = [_differences(*pair) for pair in zip(one, replayed, strict=True)]
+        found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
         _free_cache()
     except RefusedError:
         raise
@@ -574,7 +579,9 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
         while isinstance(error.__context__, RuntimeError):  # of which the others only tell that it failed
             error = error.__context__
         raise RefusedError(f"it cannot be captured: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
-    if any(mine > NOISE * noise for mine, noise in zip(found, other, strict=True)):
+    noise = list(map(max, *others))
+    typical = median([each for each in noise if each] or [0.0])  # some that vary agree by chance
+    if any(mine > NOISE * max(each, typical) for mine, each in zip(found, noise, strict=True)):
         raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
 
@@ -624,22 +631,30 @@ def _probe(y: Tensor) -> Tensor:
     return torch.sin(steps + 1).view(y.shape).to(y.dtype)
 
 
-def _differences(right: Tensor | None, found: Tensor | None) -> float:
-    """Return the largest difference of two tensors, 0 for the same bits, infinity if only one has a value."""
+def _difference(right: Tensor | None, found: Tensor | None) -> float:
+    """Return ``|found - right| / |right|``, 0 for the same bits, infinity where only one has a value."""
     if right is None or found is None:
         return 0.0 if right is found else inf
     right = right.to(found.device)
     differs = (right != found) & ~(right.isnan() & found.isnan())
-    return float((right.double() - found.double()).abs()[differs].nan_to_num(inf, inf).amax()) if differs.any() else 0.0
+    if not differs.any():
+        return 0.0
+    one, other = right.double(), found.double()
+    return float((((other - one)[differs]).norm() / one.norm()).nan_to_num(inf, inf))
+
+
+@cache
+def _stream_beside(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Run on a stream of its own, as captures do: libraries set up their memory for one when it is met first."""
+    """Run on the stream of captures: libraries take their memory for a stream when they meet it first."""
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _stream_beside(torch.cuda.current_device() if device.index is None else device.index)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
