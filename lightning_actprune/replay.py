@@ -43,6 +43,7 @@ from typing_extensions import override
 
 from lightning_actprune.codec.private import (
     are_functorch_transforms_active,
+    clear_workspaces,
     storage_uses,
     top_saved_tensors_hooks,
     tree_flatten,
@@ -252,6 +253,11 @@ class ModuleReplay:
         assert graph is not None
         if signature.calls % EAGER_EVERY == 0 or self._in_use():
             return forward(*args, **kwargs)
+        if signature.calls == 2:  # gradients of eager steps have gone
+            _free_cache()
+        for other in self._signatures.values():
+            if other.graph is not None and other.graph is not graph:  # whose gradients may lie in this one's memory
+                other.graph.leave_gradients()
         self.replays += 1
         self._last = weakref.ref(graph)
         return graph(call.tensors)
@@ -546,7 +552,7 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     aliases = [nn.Parameter(parameter.detach()) for parameter in parameters]
     around = partial(_exchanged, module, parameters, aliases)
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
+    device = call.tensors[0].device
     drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def from_the_start() -> None:
@@ -557,16 +563,16 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
 
     def run() -> list[Tensor | None]:
         from_the_start()
-        outputs, gradients = _run(forward, call, inputs, aliases)
+        outputs, gradients = _run(forward, call, aliases)
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
-        with around(), _beside(inputs[0].device):
+        with around(), _beside(device):
             one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
             others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
         _free_cache()  # which the pool of graphs cannot use
         from_the_start()
-        graph = Graph(recorder, forward, call, inputs, parameters, aliases, around)
+        graph = Graph(recorder, forward, call, parameters, aliases, around)
         from_the_start()
         replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
         found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
@@ -610,9 +616,10 @@ def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequenc
 
 
 def _run(
-    forward: Callable[..., Any], call: _Call, inputs: list[Tensor], parameters: Sequence[Tensor]
+    forward: Callable[..., Any], call: _Call, parameters: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs of an eager run, and the gradients of inputs and parameters for gradients of ones."""
+    """Return the outputs of an eager run, and the gradients of inputs and parameters for those of ``_probe``."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
     args, kwargs = call.arguments(inputs)
     with _uncached_autocast(inputs[0].device.type):
         outputs = list(tensors_in(forward(*args, **kwargs)))
@@ -663,7 +670,24 @@ def _beside(device: torch.device) -> Iterator[None]:
 
 def _free_cache() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        clear_workspaces()
         torch.cuda.empty_cache()
+
+
+class _Memory:
+    """The memory of a tensor, which this does not keep."""
+
+    def __init__(self, x: Tensor) -> None:
+        place = x.data_ptr(), False
+        self.__cuda_array_interface__ = {"shape": (x.nbytes,), "typestr": "|u1", "data": place, "version": 3}
+
+
+def _at_its_place(x: Tensor) -> Tensor:
+    """Return a tensor in the memory of ``x``, which what is captured may use again where ``x`` is no longer read."""
+    if not x.is_cuda or not x.numel():
+        return x.detach()
+    memory: Tensor = torch.as_tensor(_Memory(x), device=x.device)
+    return memory.view(x.dtype).as_strided(x.shape, x.stride())
 
 
 class Graph:
@@ -673,7 +697,6 @@ class Graph:
         recorder: What captures it.
         forward: The module's own.
         call: The call.
-        inputs: Tensors that stand for those of the call, at the graph's addresses.
         parameters: Those that need a gradient.
         aliases: Tensors that ``forward`` computes with in their place.
         around: Puts them there.
@@ -684,16 +707,19 @@ class Graph:
         recorder: Recorder,
         forward: Callable[..., Any],
         call: _Call,
-        inputs: list[Tensor],
         parameters: Sequence[Tensor],
         aliases: Sequence[Tensor],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._inputs, self._parameters = inputs, parameters
-        wanted = [*(x for x in inputs if x.requires_grad), *aliases]
-        live: list[Tensor] = []
+        self._parameters = parameters
+        self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
+        wanted, live = list[Tensor](), list[Tensor]()
 
         def run_forward() -> Any:
+            # The memory of an input that backward does not need is free once forward has ended.
+            inputs = [torch.empty_like(x, requires_grad=x.requires_grad) for x in call.tensors]
+            self._inputs = list(map(_at_its_place, inputs))
+            wanted[:] = [*(x for x in inputs if x.requires_grad), *aliases]
             args, kwargs = call.arguments(inputs)
             with around(), _uncached_autocast(inputs[0].device.type):
                 outputs = forward(*args, **kwargs)
@@ -756,17 +782,21 @@ class Graph:
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replay forward with these inputs, and return the outputs: small ones as copies."""
         for mine, x in zip(self._inputs, tensors, strict=True):
-            if mine.data_ptr() != x.data_ptr():
-                mine.copy_(x)
+            mine.copy_(x)
         self._replay_forward()
         return tuple(y.clone() if copied else y.detach() for y, copied in zip(self._outputs, self._copied, strict=True))
 
     @torch.no_grad()
+    def leave_gradients(self) -> None:
+        """Give each ``.grad`` that is an alias memory of its own: what is next adds to it, and somebody may hold it."""
+        for parameter, own, _ in self._gradients_of:
+            if _is_alias(parameter.grad, own):
+                parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
+
+    @torch.no_grad()
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay backward with these gradients of the outputs that need one; return those of inputs and parameters."""
-        for parameter, own, _ in self._gradients_of:
-            if _is_alias(parameter.grad, own):  # it is accumulated, and somebody may hold it
-                parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
+        self.leave_gradients()
         for mine, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is None:
                 mine.zero_()
@@ -786,7 +816,7 @@ class Graph:
         """
         reached = set[int]().union(*(r for r, g in zip(self._reached, gradients, strict=True) if g is not None))
         found = iter([g if key in reached else None for key, g in zip(self._wanted, self._found, strict=True)])
-        of_inputs = [next(found) if x.requires_grad else None for x in self._inputs]
+        of_inputs = [next(found) if needs else None for needs in self._needs]
         copies = [None if gradient is None else gradient.clone() for gradient in of_inputs]
         of_parameters = zip(found, self._is_own, strict=True)
         return [*copies, *(None if g is None else g.detach() if is_own else g.clone() for g, is_own in of_parameters)]

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_actprune.codec.private import FOR_REPLAYS, refusal
 from lightning_actprune.config import shortened
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
@@ -39,6 +40,7 @@ class GraphedSteps:
         self._replays: list[tuple[nn.Module, ModuleReplay]] = []
         self._eager: dict[str, str] = {}
         self._shown: set[tuple[str, str]] | None = None
+        self._moves = True
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(GraphedSteps())  # a copy of the callback is in no fit
@@ -71,10 +73,16 @@ class GraphedSteps:
             let_go(module)
         self._steps, self._calls, self._replays, self._eager = 0, None, [], {}
 
+    def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Let what optimizers allocate in their first step not lie in memory that graphs will take."""
+        if self._moves and not why_eager(trainer, model, needs_cuda=True):
+            self._moves = False
+            move_gradients(model)
+
     def end(self) -> None:
         """Make all modules what they were when the fit ends."""
         self.let_go()
-        self._shown = None
+        self._shown, self._moves = None, True
 
     def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
         due = called | set(model.modules()) - _hooked(model) - {model}
@@ -136,6 +144,20 @@ class OutermostCalls:
             self._running.pop()
 
 
+def move_gradients(model: nn.Module) -> None:
+    """Let gradients lie side by side, and give the memory between them back.
+
+    It belonged to activations. An optimizer would allocate its state there, for good, and no graph could use the rest.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.is_cuda and not p.grad.is_sparse]
+    copies = [gradient.to("cpu", copy=True) for gradient in gradients]
+    for gradient in gradients:
+        gradient.data = gradient.new_empty(0)
+    torch.cuda.empty_cache()
+    for gradient, copy in zip(gradients, copies, strict=True):
+        gradient.data = copy.to(gradient.device)
+
+
 def _hooked(model: nn.Module) -> set[nn.Module]:
     """Return the modules in a model whose calls hooks can see."""
     return {each for each in eager_modules(model) - {model} if not isinstance(each, torch.jit.ScriptModule)}
@@ -143,6 +165,8 @@ def _hooked(model: nn.Module) -> set[nn.Module]:
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
     """Return why no module of a fit is replayed, empty if some may be."""
+    if reason := refusal("A replay", FOR_REPLAYS):
+        return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         return f"{type(trainer.strategy).__name__} is not one device, on which alone graphs are replayed"
     if needs_cuda and model.device.type != "cuda":

@@ -298,6 +298,11 @@ class ActivationPruning(TrainerCallback):
         self._probe.backward_starts()
 
     @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self.cuda_graphs:
+            self._graphs.before_optimizer(trainer, pl_module)
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -40,6 +40,9 @@ Name                                   Says                              Without
   of code                                                                warnings
 ``torch.utils._pytree``'s two          tensors in what a module returns  those in tuples, lists and dictionaries; what
                                                                          the dense model would keep is not known
+``torch.utils._pytree``'s ``tree_...`` arguments of modules, and who     modules are not replayed from CUDA graphs
+  ``flatten``, ``_storage_Use_Count``  holds results                       (that reason)
+``_cuda_clearCublasWorkspaces``        frees what products have taken    CUDA graphs hold some 64 MiB more
 ``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
 ``TorchDispatchMode``,                 what a step would have in use     no step is simulated (error)
   ``_scoped_library``, both kinds of
@@ -352,9 +355,11 @@ FOR_FAKES = "torch.utils._pytree.tree_map_only", "torch._subclasses.fake_tensor.
 """What to know what a dense model would keep rests on."""
 tree_leaves: Callable[[Any], list[Any]] = found("torch.utils._pytree.tree_leaves", _leaves)
 tree_map_only: Callable[..., Any] = found(FOR_FAKES[0], _gone(FOR_FAKES[0]))
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = found("torch.utils._pytree.tree_flatten")
-tree_unflatten: Callable[[list[Any], Any], Any] = found("torch.utils._pytree.tree_unflatten")
-_storage_uses: Callable[[int], int] = found("torch._C._storage_Use_Count")
+FOR_REPLAYS = "torch.utils._pytree.tree_flatten", "torch.utils._pytree.tree_unflatten", "torch._C._storage_Use_Count"
+"""What replays from CUDA graphs rest on."""
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = found(FOR_REPLAYS[0], _gone(FOR_REPLAYS[0]))
+tree_unflatten: Callable[[list[Any], Any], Any] = found(FOR_REPLAYS[1], _gone(FOR_REPLAYS[1]))
+_storage_uses: Callable[[int], int] = found(FOR_REPLAYS[2], _gone(FOR_REPLAYS[2]))
 
 
 def storage_uses(tensor: Tensor) -> int:
@@ -362,6 +367,8 @@ def storage_uses(tensor: Tensor) -> int:
     return _storage_uses(tensor.untyped_storage()._cdata)
 
 
+clear_workspaces: Callable[[], None] = found("torch._C._cuda_clearCublasWorkspaces", lambda: None)
+"""Frees the memory that libraries of products have taken for each stream."""
 FakeTensorMode: Any = found(FOR_FAKES[1], _NoFakeTensors)
 
 # Steps without values.

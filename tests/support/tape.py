@@ -27,6 +27,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = tree_map_only(Tensor, self._alias, (args, kwargs or {}))
         results = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty_like.default:  # of inputs, which are written to by then
+            return results.zero_()
         new = {key for y in tensors_in(results) if (key := y.untyped_storage()._cdata) not in self.aliases}
         outputs = [self._alias(y) for y in tensors_in(results)]
         self.allocated.update((key, y) for y in outputs if (key := y.untyped_storage()._cdata) in new)
