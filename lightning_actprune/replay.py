@@ -56,8 +56,8 @@ from lightning_actprune.operators.second_run import python_generators, set_pytho
 
 WATCHED = 2
 """Calls in a row in which Python has to do the same before a call is captured."""
-MOST_WATCHED = 12
-"""Calls of one signature that are watched at most."""
+MOST_WATCHED = 32
+"""Calls of one signature that are watched at most; in the first ones, blocks that run again are compared one by one."""
 MOST_GRAPHS = 8
 """Signatures of a module that are captured at most; calls of others are eager."""
 MOST_CAPTURES = 24
@@ -180,6 +180,7 @@ class _Signature:
 
     def __init__(self) -> None:
         self.watched, self.alike, self.reads = 0, 0, ""
+        self.constants: list[tuple[str, Any]] | None = None  # if nothing else is read on the host
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
         self.state: _State | None = None
@@ -297,6 +298,7 @@ class ModuleReplay:
             changed = "it writes to its arguments"
         alike = not changed and operations.log == signature.log
         signature.log, signature.reads = None if changed else operations.log, operations.reads
+        signature.constants = None if operations.reads else operations.constants
         signature.alike = signature.alike + 1 if alike else 0
         signature.watched += 1
         if signature.watched >= MOST_WATCHED and not alike:
@@ -318,7 +320,7 @@ class ModuleReplay:
         signature.state = _State(module)
         with _unchanged(module):
             try:
-                signature.graph = capture(self._pool, module, forward, call)
+                signature.graph = capture(self._pool, module, forward, call, signature.constants, self._captures == 1)
             except RefusedError as reason:
                 fails = reason.__cause__ is not None  # where values are read, which is then why
                 raise RefusedError(signature.reads if fails and signature.reads else str(reason)) from reason
@@ -428,44 +430,100 @@ def _is_as_before(one: Any, other: Any) -> bool:
 
 _ON_HOST = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal"}
 """Names of functions that wait for values, or take them to the host."""
-
-
+_CONSTANTS = {"arange", "zeros", "ones", "full", "eye", "linspace", "tensor"}
+"""Names of functions that make the same tensor of the same numbers; so do those with ``_like`` and ``new_``."""
+_DRAWS = "rand", "normal", "bernoulli", "dropout", "multinomial", "uniform", "exponential", "poisson", "empty"
+"""Parts of names of functions whose results are others in each call."""
+_MOST_VALUES = 2**20
+"""Values of a constant tensor at most, which is kept to know it again."""
 _PACKAGE = __name__.partition(".")[0]
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 """Names of functions whose effect is in Python."""
 
 
+def _called(func: Any) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    return name
+
+
 class _Operations(TorchFunctionMode):
-    """Notes the functions of torch that are called in here, with shapes and constants."""
+    """Notes the functions of torch that are called in here, with shapes and constants.
+
+    Values of tensors that are made of constants alone, such as positions, may be read on the host: ``constants`` has
+    what these functions returned.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self.log: list[Any] = []
+        self._known = dict[int, tuple[Tensor, int]]()
+        self.log, self.constants = list[Any](), list[tuple[str, Any]]()
         self.reason = self.reads = ""
 
     @override
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        given = tree_flatten((args, dict(kwargs or {})))[0]
-        result = func(*args, **(kwargs or {}))
+        name, given = _called(func), tree_flatten((args, dict(kwargs or {})))[0]
         tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        constant = self._is_constant(name, tensors)
+        result = func(*args, **(kwargs or {}))
+        found = [y for y in tree_flatten(result)[0] if isinstance(y, Tensor)]
+        if constant:
+            self._known.update((id(y), (y, y._version)) for y in found if y.numel() <= _MOST_VALUES)
         if name in _ON_HOST and tensors:
-            self.reads = f"it reads values on the host ({name})"
-            if not tensors[0].is_cuda:  # of a GPU's, capture tells: some code reads none while it is captured
-                self.reason = self.reads
+            if constant:
+                self.constants.append((name, result))
+            else:
+                self.reads = f"it reads values on the host ({name})"
+                if not tensors[0].is_cuda:  # of a GPU's, capture tells: some code reads none while it is captured
+                    self.reason = self.reads
         elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
             self.reason = f"it uses tensors on different devices ({name})"
         if name in _HOOKS:
             self.reason = f"it calls {name}"
         if any(isinstance(leaf, torch.Generator) for leaf in given):
             self.reason = f"it draws from a generator of its own ({name})"
-        constants = tuple(leaf for leaf in given if isinstance(leaf, _PLAIN))
-        shapes = [(tuple(leaf.shape), id(leaf) if id(leaf) in self._own else 0) for leaf in tensors]
-        self.log.append((name, shapes, constants))
+        if found or result is None or name in _ON_HOST:  # and not who asks for shapes
+            values = tuple(leaf for leaf in (*given, result) if isinstance(leaf, _PLAIN))
+            shapes = [(tuple(leaf.shape), id(leaf) if id(leaf) in self._own else 0) for leaf in tensors]
+            self.log.append((name, shapes, values))
         return result
+
+    def _is_constant(self, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a function returns the same in each call."""
+        if any(part in name for part in _DRAWS):
+            return False
+        if name in _CONSTANTS or name.endswith(("zeros_like", "ones_like", "full_like")) or name.startswith("new_"):
+            return True
+        known = (self._known.get(id(x), (None, 0)) for x in tensors)
+        return bool(tensors) and all(
+            x is one and x._version == version for x, (one, version) in zip(tensors, known, strict=True)
+        )
+
+
+class _Constants(TorchFunctionMode):
+    """Returns what functions that read constants returned, in their order, where a capture could not wait for values.
+
+    Raises:
+        RefusedError: If another one is called.
+    """
+
+    def __init__(self, constants: Sequence[tuple[str, Any]]) -> None:
+        super().__init__()
+        self._constants = iter(constants)
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = _called(func)
+        if name in _ON_HOST and any(isinstance(leaf, Tensor) for leaf in tree_flatten((args, kwargs or {}))[0]):
+            known, result = next(self._constants, ("", None))
+            if known != name:
+                raise RefusedError(f"it reads values on the host ({name})")
+            return result
+        return func(*args, **(kwargs or {}))
 
 
 def _python_state(module: nn.Module) -> tuple[bytes, dict[str, tuple[Any, ...]]]:
@@ -543,8 +601,18 @@ def _set_generators(states: tuple[Tensor, Tensor | None]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
-def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], call: _Call) -> Graph:
+def capture(
+    recorder: Recorder,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: _Call,
+    constants: Sequence[tuple[str, Any]] | None,
+    first: bool,
+) -> Graph:
     """Return the graph of a call, of which a replay has computed what eager runs do.
+
+    ``constants``: what functions return that read values on the host in it, ``None`` if not all of these are constant.
+    ``first``: whether it is the recorder's first.
 
     Raises:
         RefusedError: If it cannot be captured, or a replay computes something else.
@@ -567,12 +635,15 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
+        _free_cache()
+        before = _memory(device)
         with around(), _beside(device):
             one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
+            room = min(now - then for now, then in zip(_memory(device, most=True), before, strict=True)) if first else 0
             others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
         _free_cache()  # which the pool of graphs cannot use
         from_the_start()
-        graph = Graph(recorder, forward, call, parameters, aliases, around)
+        graph = Graph(recorder, forward, call, parameters, aliases, around, constants, room)
         from_the_start()
         replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
         found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
@@ -590,6 +661,24 @@ def capture(recorder: Recorder, module: nn.Module, forward: Callable[..., Any], 
     if any(mine > NOISE * max(each, typical) for mine, each in zip(found, noise, strict=True)):
         raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
+
+
+@contextmanager
+def _as_eager(constants: Sequence[tuple[str, Any]] | None) -> Iterator[None]:
+    """Let a forward that is captured do what eager ones do, if it reads nothing but constants.
+
+    Some code computes something else while it is captured, in order not to read values.
+    """
+    if constants is None:
+        yield
+        return
+    asked = torch.cuda.is_current_stream_capturing
+    try:
+        torch.cuda.is_current_stream_capturing = lambda: False
+        with _Constants(constants):
+            yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 @contextmanager
@@ -635,7 +724,7 @@ def _run(
 def _probe(y: Tensor) -> Tensor:
     """Return the gradient of an output that captures are compared with: of either sign, and no two rows alike."""
     steps = torch.arange(y.numel(), device=y.device, dtype=torch.float32)
-    return torch.sin(steps + 1).view(y.shape).to(y.dtype)
+    return torch.empty_like(y).copy_(torch.sin(steps + 1).view(y.shape))  # in whose order sums depend on it
 
 
 def _difference(right: Tensor | None, found: Tensor | None) -> float:
@@ -666,6 +755,14 @@ def _beside(device: torch.device) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def _memory(device: torch.device, most: bool = False) -> tuple[int, int]:
+    """Return how many bytes are allocated, now or at ``most`` so far, and how many are reserved now."""
+    if device.type != "cuda":
+        return 0, 0
+    allocated = torch.cuda.max_memory_allocated if most else torch.cuda.memory_allocated
+    return allocated(device), torch.cuda.memory_reserved(device)
 
 
 def _free_cache() -> None:
@@ -700,6 +797,8 @@ class Graph:
         parameters: Those that need a gradient.
         aliases: Tensors that ``forward`` computes with in their place.
         around: Puts them there.
+        constants: What functions return that read values on the host, ``None`` if not all of these are constant.
+        room: Bytes that it takes from the GPU at once; in pieces, more would be left over between them.
     """
 
     def __init__(
@@ -710,18 +809,22 @@ class Graph:
         parameters: Sequence[Tensor],
         aliases: Sequence[Tensor],
         around: Callable[[], AbstractContextManager[None]],
+        constants: Sequence[tuple[str, Any]] | None,
+        room: int,
     ) -> None:
-        self._parameters = parameters
+        self._parameters, self._constants = parameters, constants  # which may be tensors that kernels read
         self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
         wanted, live = list[Tensor](), list[Tensor]()
 
         def run_forward() -> Any:
+            if room:
+                torch.empty(room, dtype=torch.uint8, device=call.tensors[0].device)
             # The memory of an input that backward does not need is free once forward has ended.
             inputs = [torch.empty_like(x, requires_grad=x.requires_grad) for x in call.tensors]
             self._inputs = list(map(_at_its_place, inputs))
             wanted[:] = [*(x for x in inputs if x.requires_grad), *aliases]
             args, kwargs = call.arguments(inputs)
-            with around(), _uncached_autocast(inputs[0].device.type):
+            with around(), _uncached_autocast(inputs[0].device.type), _as_eager(constants):
                 outputs = forward(*args, **kwargs)
             live[:] = tensors_in(outputs)
             return outputs

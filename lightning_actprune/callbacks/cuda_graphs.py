@@ -22,8 +22,8 @@ from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_m
 from lightning_actprune.replay import CudaRecorder, ModuleReplay, Recorder, ReplayedModule, let_go, replay_module
 from lightning_actprune.tables import counted
 
-SHOWN_AFTER = 16
-"""Steps after which it is shown what is replayed: more than those in which a module is watched."""
+SHOWN_AFTER = 40
+"""Steps after which it is shown what is replayed, if it is not known before."""
 _STEP = "training_step"
 _COMPILED = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
 
@@ -99,9 +99,10 @@ class GraphedSteps:
             self._eager[_STEP] = "it calls no module with parameters"
 
     def _news(self) -> str:
-        if self._steps <= SHOWN_AFTER and _STEP not in self._eager:
-            return ""
         replays = [replay for _, replay in self._replays]
+        known = _STEP in self._eager or (replays and all(replay.replays or replay.reason for replay in replays))
+        if not known and self._steps <= SHOWN_AFTER:
+            return ""
         eager = self._eager | {replay.name: replay.reason for replay in replays if replay.reason}
         replayed = []
         if self._shown is None:
