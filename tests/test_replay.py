@@ -148,6 +148,11 @@ for place, error in (0, None), (1, RuntimeError()), (2, TypeError("x")):
     EAGER[f"failure {place}"] = ("", whole, None, twice, recorder)
 
 
+@pytest.fixture(autouse=True)
+def short_watches(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_WATCHED", 12)
+
+
 def train(replays: bool, body: Any, change: Any = None, step: Any = twice, recorder: Any = TapeRecorder) -> Any:
     """Return all that a training comes to, and what replays."""
     for seed in torch.manual_seed, random.seed, np.random.seed:
