@@ -150,6 +150,21 @@ def let_go(module: nn.Module) -> None:
         module.__class__ = type(module).dense_class  # type: ignore[assignment]
 
 
+def move_gradients(model: nn.Module) -> None:
+    """Let gradients lie side by side, and give the memory between them back.
+
+    It belonged to activations. An optimizer that steps for the first time would allocate its state there, for good, and
+    graphs could not use the rest.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.is_cuda and not p.grad.is_sparse]
+    copies = [gradient.to("cpu", copy=True) for gradient in gradients]
+    for gradient in gradients:
+        gradient.data = gradient.new_empty(0)
+    torch.cuda.empty_cache()
+    for gradient, copy in zip(gradients, copies, strict=True):
+        gradient.data = copy.to(gradient.device)
+
+
 class _Call(NamedTuple):
     """A call of a module, taken apart.
 
@@ -812,7 +827,7 @@ class Graph:
         constants: Sequence[tuple[str, Any]] | None,
         room: int,
     ) -> None:
-        self._parameters, self._constants = parameters, constants  # which may be tensors that kernels read
+        self._constants = constants  # which may be tensors that kernels read
         self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
         wanted, live = list[Tensor](), list[Tensor]()
 
@@ -837,7 +852,6 @@ class Graph:
         self._gradients = [torch.zeros_like(live[number]) for number in self._ends]
 
         self._reached = [_leaves_of([live[number]]) for number in self._ends]
-        self._wanted = [id(x) for x in wanted]
 
         def run_backward() -> list[Tensor | None]:
             ends = [live[number] for number in self._ends]
@@ -852,14 +866,19 @@ class Graph:
         self._numbers = {id(y): number for number, y in enumerate(self._outputs)}
         self._copied = [y.nbytes <= SMALL_BYTES for y in self._outputs]
         self._uses = [storage_uses(y) for y in self._outputs]
-        of_parameters = self._found[len(wanted) - len(parameters) :]
+        count = len(wanted) - len(parameters)
+        self._of_inputs = [(id(x), g) for x, g in zip(wanted[:count], self._found[:count], strict=True)]
+        found_of = list(zip(parameters, wanted[count:], self._found[count:], strict=True))
+        self._parameters = [p for p, _, g in found_of if g is not None]  # hooks of others are not called
         # A gradient in the memory of another, or of that of an output, would be written to twice.
         places_of = Counter(g.untyped_storage().data_ptr() for g in (*self._gradients, *self._found) if g is not None)
-        self._is_own = [g is not None and places_of[g.untyped_storage().data_ptr()] == 1 for g in of_parameters]
+        self._of_parameters = [
+            (id(alias), g, places_of[g.untyped_storage().data_ptr()] == 1) for _, alias, g in found_of if g is not None
+        ]
         self._gradients_of = [
             (p, g, storage_uses(g))
-            for p, g, is_own in zip(parameters, of_parameters, self._is_own, strict=True)
-            if g is not None and is_own
+            for p, (_, g, is_own) in zip(self._parameters, self._of_parameters, strict=True)
+            if is_own
         ]
 
     def trial(self, tensors: list[Tensor]) -> list[Tensor | None]:
@@ -908,6 +927,10 @@ class Graph:
         self._replay_backward()
         return self._found
 
+    def written(self) -> list[int]:
+        """Return how often the outputs have been written to that backward may read."""
+        return [y._version for y, copied in zip(self._outputs, self._copied, strict=True) if not copied]
+
     def differentiable(self, results: Sequence[Any]) -> list[Any]:
         """Return those of the outputs that need a gradient."""
         return [results[number] for number in self._ends]
@@ -918,11 +941,11 @@ class Graph:
         There is none of what only outputs without a gradient need.
         """
         reached = set[int]().union(*(r for r, g in zip(self._reached, gradients, strict=True) if g is not None))
-        found = iter([g if key in reached else None for key, g in zip(self._wanted, self._found, strict=True)])
-        of_inputs = [next(found) if needs else None for needs in self._needs]
-        copies = [None if gradient is None else gradient.clone() for gradient in of_inputs]
-        of_parameters = zip(found, self._is_own, strict=True)
-        return [*copies, *(None if g is None else g.detach() if is_own else g.clone() for g, is_own in of_parameters)]
+        of_inputs = iter([None if g is None or key not in reached else g.clone() for key, g in self._of_inputs])
+        of_parameters = [
+            (g.detach() if is_own else g.clone()) if key in reached else None for key, g, is_own in self._of_parameters
+        ]
+        return [*(next(of_inputs) if needs else None for needs in self._needs), *of_parameters]
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> set[int]:
@@ -958,6 +981,7 @@ class _Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.versions = [parameter._version for parameter in graph._parameters]
         results = graph.run_forward(tensors[:count])
+        ctx.written = graph.written()
         ends = {id(y) for y in graph.differentiable(results)}
         ctx.mark_non_differentiable(*(y for y in results if id(y) not in ends))
         return results
@@ -975,6 +999,11 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(
                 "A parameter of a module that is replayed from a CUDA graph has been modified by an inplace operation "
                 "since its forward. HINT: call backward before the optimizer steps."
+            )
+        if ctx.written != graph.written():
+            raise RuntimeError(
+                "An output of a module that is replayed from a CUDA graph has been modified by an inplace operation "
+                "before backward. HINT: modify a clone of it, or leave out `cuda_graphs`."
             )
         given = graph.differentiable(gradients)
         graph.run_backward(given)

@@ -88,6 +88,7 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
     "modes": (whole, None, lambda m, x, n: [no_grad()(m.train(t).__call__)(x) for t in (n < 5, True)] + [back(m(x))]),
     "shapes": (whole, None, lambda m, x, n: back(m(x[: 3 if n == 7 else 4] if n < 9 else x.detach()))),
     "two shapes": (plain, None, lambda m, x, n: back(m(x), m(torch.randn(6, 8)))),
+    "added shapes": (plain, None, lambda m, x, n: (back(m(x)), back(m(torch.randn(6, 8))))),
     "two calls": (whole, None, lambda m, x, n: back(m(x), m(x * 2))),
     "some gradients": (whole, None, lambda m, x, n: autograd.grad(m(x).sum(), m.a.weight)[0].clone()),
     "checkpoint inside": (lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)),),
@@ -103,9 +104,11 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
         lambda m, x, n: (back(m(x)), [g + 0 for g in noted], noted.clear(), noted.append(m.a.weight.grad)),
     ),
     "hook of a parameter": (whole, lambda m, n: n or m.a.weight.register_hook(torch.neg)),
+    "unused": (plain, lambda m, n: n or m.p.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
     "after": (whole, lambda m, n: n or m.b.bias.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
     "unused output": (lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: back(m(x)[0])),
     "same argument": (lambda m, x, z: m.a(x) * (1 + (x is z)), None, lambda m, x, n: back(m(x, x if n < 6 else x + 0))),
+    "positions": (lambda m, x: m.a(x) * (2 if bool((torch.arange(4) == m.p.shape[0]).any()) else 3),),
     "constant": (lambda m, x, k: m.a(x) + (x.long() * k).itemsize, None, lambda m, x, n: back(m(x, [2, 2.0][n > 6]))),
     "requires_grad": (whole, lambda m, n: m.a.requires_grad_(not 5 < n < 8)),
     "data": (plain, lambda m, n: n == 3 and setattr(m.a.weight, "data", m.a.weight.data * 2)),
@@ -124,6 +127,8 @@ EAGER: dict[str, tuple[Any, ...]] = {
     "transform": (None, plain, None, lambda m, x, n: torch.func.grad(lambda x: m(x).sum())(x.detach())),
     "item": ("item", lambda m, x: m.b(x) * x.mean().item()),
     "bool": ("bool", lambda m, x: m.b(x) * (2 if x.mean() > 0 else 1)),
+    "drawn": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.rand(3).sum() > 0) else 1)),
+    "written constant": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.zeros(1).add_(x.mean()) > 0) else 1)),
     "random": ("random", lambda m, x: m.b(x) * random.random()),
     "NumPy": ("random", lambda m, x: m.b(x) * np.random.rand()),
     "attribute": ("last", lambda m, x: setattr(m, "last", m.b(x)) or m.last),
@@ -202,9 +207,11 @@ def test_what_a_graph_cannot_do_stays_eager(name):
         lambda net, y: [y.sum().backward(retain_graph=True) for _ in range(2)],
         lambda net, y: autograd.grad(y.exp().sum(), net.p, create_graph=True)[0].sum().backward(),
         lambda net, y: (net.b.weight.detach().mul_(2), y.sum().backward()),
+        lambda net, y: y.mul_(2).sum().backward(),
     ],
 )
-def test_a_backward_that_a_graph_cannot_do_raises(misuse):
+def test_a_backward_that_a_graph_cannot_do_raises(monkeypatch, misuse):
+    monkeypatch.setattr(replay, "SMALL_BYTES", 0)
     net = Net(lambda net, x: net.b(net.a(x) * net.p))
     replayed = replay_module(net, "net", TapeRecorder)
     for _ in range(5):
@@ -243,6 +250,7 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
     for _ in range(steps):
         with autocast("cuda", torch.bfloat16):
             seen.append(back(net(torch.randn(16, 64, width, device="cuda"))))
+        graphs and len(seen) == 1 and replay.move_gradients(net)
         optimizer.step()
         optimizer.zero_grad()
     seen += [*net.state_dict().values(), nn.functional.dropout(torch.ones(99, device="cuda"))]
@@ -252,9 +260,9 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["", "max", "recompute"])
 def test_graphs_on_a_gpu_compute_what_eager_steps_do(preset):
-    results, replayed, _ = on_gpu(True, 20, preset)
-    assert replayed.replays > 10
-    torch.testing.assert_close(results, on_gpu(False, 20, preset)[0], rtol=0, atol=0)
+    results, replayed, _ = on_gpu(True, 200, preset)
+    assert replayed.replays > 180
+    torch.testing.assert_close(results, on_gpu(False, 200, preset)[0], rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -266,4 +274,4 @@ def test_what_reads_values_of_a_gpu_stays_eager_and_later_masks_are_the_same():
 
 @pytest.mark.gpu
 def test_graphs_reserve_hardly_more_memory():
-    assert on_gpu(True, 12, width=1024)[2] <= 1.15 * on_gpu(False, 12, width=1024)[2]
+    assert on_gpu(True, 12, width=1024)[2] <= 1.1 * on_gpu(False, 12, width=1024)[2]

@@ -1,6 +1,6 @@
 """``cuda_graphs=True``: the modules that ``training_step`` calls are replayed from CUDA graphs (``replay``).
 
-Nothing happens before layers are kept as they will be for the rest of the fit. Then hooks show, in one step, the
+Nothing happens before layers are kept as they will be for the rest of the fit. Then hooks show, in a few steps, the
 outermost modules that are called; the loss, metrics and logging stay Python. From the next step on, their calls are
 watched, captured and replayed.
 """
@@ -19,9 +19,19 @@ from lightning_actprune.codec.private import FOR_REPLAYS, refusal
 from lightning_actprune.config import shortened
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
-from lightning_actprune.replay import CudaRecorder, ModuleReplay, Recorder, ReplayedModule, let_go, replay_module
+from lightning_actprune.replay import (
+    CudaRecorder,
+    ModuleReplay,
+    Recorder,
+    ReplayedModule,
+    let_go,
+    move_gradients,
+    replay_module,
+)
 from lightning_actprune.tables import counted
 
+SEARCHED = 3
+"""Steps in which modules are looked for: some train them in turns."""
 SHOWN_AFTER = 40
 """Steps after which it is shown what is replayed, if it is not known before."""
 _STEP = "training_step"
@@ -54,16 +64,15 @@ class GraphedSteps:
                 self._eager[_STEP] = reason
             else:
                 self._calls = OutermostCalls(model)
-        elif self._calls is not None and (self._calls.modules or self._steps > SHOWN_AFTER):
+        elif self._calls is not None and self._steps > SEARCHED and (self._calls.modules or self._steps > SHOWN_AFTER):
             self._calls.close()
             self._replay(model, self._calls.modules)
             self._calls = None
         return self._news()
 
-    def batch_ends(self) -> None:
-        """Remove the hooks that have seen a step."""
-        if self._calls is not None and self._calls.modules:
-            self._calls.close()
+    def batch_ends(self) -> str:
+        """Return nothing to tell the user: that is said when a batch starts."""
+        return ""
 
     def let_go(self) -> None:
         """Make all modules what they were, and begin anew with the next batch."""
@@ -143,20 +152,6 @@ class OutermostCalls:
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._running and self._running[-1] is module:
             self._running.pop()
-
-
-def move_gradients(model: nn.Module) -> None:
-    """Let gradients lie side by side, and give the memory between them back.
-
-    It belonged to activations. An optimizer would allocate its state there, for good, and no graph could use the rest.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.is_cuda and not p.grad.is_sparse]
-    copies = [gradient.to("cpu", copy=True) for gradient in gradients]
-    for gradient in gradients:
-        gradient.data = gradient.new_empty(0)
-    torch.cuda.empty_cache()
-    for gradient, copy in zip(gradients, copies, strict=True):
-        gradient.data = copy.to(gradient.device)
 
 
 def _hooked(model: nn.Module) -> set[nn.Module]:

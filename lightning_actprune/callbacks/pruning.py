@@ -34,8 +34,10 @@ from lightning_actprune.callbacks.display import (
 )
 from lightning_actprune.callbacks.first_batch import Decision, FirstBatchProbe
 from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
+from lightning_actprune.callbacks.host_wait import HostWait
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
+from lightning_actprune.codec.dispatch import compilation
 from lightning_actprune.compiled.report import Row
 from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
 from lightning_actprune.convert import (
@@ -52,6 +54,7 @@ from lightning_actprune.operators.sites import Decided
 from lightning_actprune.report import ConversionReport, LayerReport, conversion_table, conversion_text
 from lightning_actprune.schedules import SparsitySchedule
 
+COMPILES = "Activation pruning: the first step compiles kernels for this GPU, which takes up to 20 s once."
 _REPLACED = "_actprune_replaced"
 """Marks our ``configure_model`` on a module instance; holds the instance attribute that it stands in for."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -172,7 +175,7 @@ class ActivationPruning(TrainerCallback):
         self._decisions = self._probe.decisions
         self._compiled = CompiledLayers(self._owner)
         self._dense_view = DenseView()
-        self._graphs = GraphedSteps()
+        self._graphs = GraphedSteps() if self.cuda_graphs else HostWait()
         self._trials = TrialProbe(self, self._probe, self._begin_trials, self._end_trial_batch)
         # Refuse changes from now on; Lightning gives callbacks attributes of its own later.
         self._fixed = frozenset(name for name in vars(self) if not name.startswith("_") and name != "verbose")
@@ -267,6 +270,7 @@ class ActivationPruning(TrainerCallback):
         elif self._budget is not None:
             self._show_conversion(trainer)
         self._progress.start(trainer)
+        compilation.listen(lambda: self._tell(trainer, COMPILES))
         warn_of_surroundings(trainer, pl_module.device)
         warn_of_optimizers(trainer, self.total_steps, self._progress.horizon)
         warn_of_idle(self.converted, self._progress.last)
@@ -288,10 +292,8 @@ class ActivationPruning(TrainerCallback):
         if self._budget is not None:
             self._budget.batch_starts(trainer, pl_module, batch)
         self._probe.batch_starts(pl_module, batch)
-        if self.cuda_graphs and not self._probe.waits and (self._budget is None or self._budget.is_settled):
-            news = self._graphs.batch_starts(trainer, pl_module)
-            if self.verbose and news:
-                show(trainer, news)
+        if (self.cuda_graphs or self.verbose) and self._is_settled:
+            self._tell(trainer, self._graphs.batch_starts(trainer, pl_module))
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -299,14 +301,13 @@ class ActivationPruning(TrainerCallback):
 
     @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if self.cuda_graphs:
-            self._graphs.before_optimizer(trainer, pl_module)
+        self._graphs.before_optimizer(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._graphs.batch_ends()
+        self._tell(trainer, self._graphs.batch_ends())
         decision = self._decide(trainer, pl_module)
         if decision is not None:
             self._show(trainer, decision)
@@ -365,6 +366,15 @@ class ActivationPruning(TrainerCallback):
         self._convert(pl_module)
         self._progress.start(trainer)
         self._probe.ask(self._report, self._progress.highest)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether layers are kept as they will be for the rest of the fit, but for those that wake."""
+        return not self._probe.waits and (self._budget is None or self._budget.is_settled)
+
+    def _tell(self, trainer: pl.Trainer, text: str) -> None:
+        if self.verbose and text:
+            show(trainer, text)
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
         self._graphs.let_go()
@@ -427,6 +437,7 @@ class ActivationPruning(TrainerCallback):
         self._compiled.mark(pl_module, weight_gradients=not by_rule)
 
     def _release(self, pl_module: pl.LightningModule | None) -> None:
+        compilation.listen(None)
         self._dense_view.close()
         self._graphs.end()
         self._trials.leave()

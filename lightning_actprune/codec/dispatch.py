@@ -210,6 +210,32 @@ def is_aligned(x: Tensor) -> bool:
     return not (x.is_cuda or _forced is not None) or x.data_ptr() % 16 == 0
 
 
+LONG_COMPILATION = 2.0
+"""Seconds of compiling kernels that are worth a word."""
+
+
+class Compilation:
+    """Knows how long kernels have been compiled, and says so once to whoever listens."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tell: Callable[[], None] | None = None
+
+    def listen(self, tell: Callable[[], None] | None) -> None:
+        """Call ``tell`` as soon as compiling has taken long from now on; ``None`` ends that."""
+        self._seconds, self._tell = 0.0, tell
+
+    def add(self, seconds: float) -> None:
+        """Count the first launch of a kernel."""
+        self._seconds += seconds
+        if self._tell is not None and self._seconds > LONG_COMPILATION:
+            tell, self._tell = self._tell, None
+            tell()
+
+
+compilation = Compilation()
+
+
 class _Running(threading.local):
     operators: int = 0
 

@@ -42,6 +42,7 @@ Name                                   Says                              Without
                                                                          the dense model would keep is not known
 ``torch.utils._pytree``'s ``tree_...`` arguments of modules, and who     modules are not replayed from CUDA graphs
   ``flatten``, ``_storage_Use_Count``  holds results                       (that reason)
+``torch.cuda._sleep``                  lets the GPU do nothing           waiting for Python seems shorter
 ``_cuda_clearCublasWorkspaces``        frees what products have taken    CUDA graphs hold some 64 MiB more
 ``torch._subclasses``' fake tensors    what the dense model would keep   it is not known (warning)
 ``TorchDispatchMode``,                 what a step would have in use     no step is simulated (error)
@@ -365,6 +366,14 @@ _storage_uses: Callable[[int], int] = found(FOR_REPLAYS[2], _gone(FOR_REPLAYS[2]
 def storage_uses(tensor: Tensor) -> int:
     """Return how many refer to the storage of a tensor."""
     return _storage_uses(tensor.untyped_storage()._cdata)
+
+
+_sleep: Callable[[int], None] = found("torch.cuda._sleep", lambda cycles: None)
+
+
+def delay(ms: float) -> None:
+    """Let the current stream of a GPU do nothing for about so long."""
+    _sleep(int(ms * 1.8e6))  # cycles of a fast clock
 
 
 clear_workspaces: Callable[[], None] = found("torch._C._cuda_clearCublasWorkspaces", lambda: None)

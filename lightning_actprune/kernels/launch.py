@@ -13,12 +13,15 @@ import copy
 import functools
 import inspect
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+
+from lightning_actprune.codec.dispatch import compilation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run in the interpreter; read when they are decorated, so it cannot change afterwards."""
@@ -46,7 +49,9 @@ class Launch:
         if self._run is not None:
             self._run(tensors)
             return
+        start = time.perf_counter()
         compiled = self._by_triton(tensors)
+        compilation.add(time.perf_counter() - start)
         if not INTERPRETED:  # in the end: a thread may wait for it
             self._run = runner(compiled, tensors[0].device.index, self._grid, self._scalars) or self._by_triton
 

@@ -11,12 +11,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, convert
-from lightning_actprune.callbacks import cuda_graphs
+from lightning_actprune.callbacks import cuda_graphs, host_wait
 from lightning_actprune.callbacks.cuda_graphs import GraphedSteps, why_eager, why_module_eager
+from lightning_actprune.callbacks.host_wait import HostWait
+from lightning_actprune.replay import CudaRecorder
 from lightning_actprune.schedules import StepSchedule
 from tests.support.helpers import FEATURES, ByHand, Net, all_traces, fit, loader
 from tests.support.marks import only
@@ -55,7 +58,9 @@ def run(pruning: ActivationPruning, *callbacks: pl.Callback, classes: Any = (Blo
         on_train_batch_start=lambda trainer, model, batch, n: n or torch.manual_seed(trainer.current_epoch),
         on_train_batch_end=lambda trainer, model, outputs, *_: losses.extend(outputs.values() if outputs else ()),
         on_validation_batch_start=lambda _, model, *others: seen.append(type(model.body) is not nn.Sequential),
-        on_train_end=lambda *_: replays.update({each.name: each.replays for _, each in pruning._graphs._replays}),
+        on_train_end=lambda *_: replays.update(
+            {each.name: each.replays for _, each in getattr(pruning._graphs, "_replays", ())}
+        ),
         on_train_epoch_end=lambda _, model: seen.append(b"lightning_actprune" in pickle.dumps(model.body)),
     )
     before = all_traces(model.body)
@@ -133,3 +138,43 @@ def test_reasons_to_stay_eager(monkeypatch):
     assert why_module_eager(model.head)
     monkeypatch.setattr(cuda_graphs, "DTensor", nn.Parameter)
     assert "DTensor" in why_module_eager(nn.Linear(1, 1))
+
+
+def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog):
+    """With a clock on which the host takes 10 ms to launch a step, and the GPU 6 ms for its work."""
+    caplog.set_level("INFO")
+    clock = SimpleNamespace(now=0.0, ahead=0.0)
+
+    class Moment(SimpleNamespace):
+        def elapsed_time(self, other: Moment) -> float:
+            return other.at - self.at
+
+        def synchronize(self) -> None:
+            pass
+
+    def end(*_: Any) -> None:
+        clock.now, clock.ahead = clock.now + max(10 - clock.ahead, 6), 0
+
+    monkeypatch.setattr(host_wait, "why_eager", lambda *_: "")
+    monkeypatch.setattr(host_wait, "moment", lambda: Moment(at=clock.now))
+    monkeypatch.setattr(host_wait, "delay", lambda ms: setattr(clock, "ahead", ms))
+    fit(Blocks(), LambdaCallback(on_train_batch_end=end), pruning := ActivationPruning("max"))
+    assert ["4 ms" in each.message for each in caplog.records if "cuda_graphs" in each.message] == [True]
+    assert vars(pruning._graphs) == vars(HostWait())
+    assert host_wait.wait_text(10, 9) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "32-true"])
+@pytest.mark.parametrize("preset", ["max", "recompute"])
+def test_a_fit_on_a_gpu_is_the_same(monkeypatch, precision, preset):
+    monkeypatch.setattr(GraphedSteps, "recorder", CudaRecorder)
+    options: dict[str, Any] = {"accelerator": "gpu", "max_epochs": 4}
+    scaler = torch.amp.GradScaler("cuda", 2.0**28)  # with which the gradients of the first steps are infinite
+    half = {"plugins": MixedPrecision("16-mixed", "cuda", scaler)} if precision == "16-mixed" else {}
+    options |= half or {"precision": precision}
+    (expected, _), (result, replays) = (
+        run(ActivationPruning(preset, cuda_graphs=graphs, verbose=0), **options) for graphs in (False, True)
+    )
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert replays["body"] > 3 * STEPS

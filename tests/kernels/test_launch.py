@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
 
+from lightning_actprune.codec import dispatch
 from lightning_actprune.kernels import launch
 from lightning_actprune.kernels.launch import Launch, runner
 
@@ -110,17 +111,21 @@ def test_what_is_not_known_is_left_to_triton(driver):
 @pytest.mark.parametrize(("make", "by_triton"), [(Flat, 1), (Wrapped, 3)])
 def test_triton_launches_the_first_time_or_always(make, by_triton, monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    launcher, calls, x = make(), [], torch.ones(3)
+    monkeypatch.setattr(dispatch, "LONG_COMPILATION", 0)
+    launcher, calls, told, x = make(), [], [], torch.ones(3)
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda *arguments, **options: calls.append((grid, arguments, options)) or compiled(launcher)
 
-    own = Launch(Kernel(), (3,), 7, num_warps=4)
-    for _ in range(3):
-        own(x)
-    assert calls == by_triton * [((3, 1, 1), (x, 7), {"num_warps": 4})]
-    assert launcher.launch.call_count == 3 - by_triton
+    for own in (Launch(Kernel(), (3,), 7, num_warps=4) for _ in range(2)):
+        dispatch.compilation.listen(lambda: told.append(len(calls)))
+        for _ in range(3):
+            own(x)
+    dispatch.compilation.listen(None)
+    assert told == [1, by_triton + 1]
+    assert calls == 2 * by_triton * [((3, 1, 1), (x, 7), {"num_warps": 4})]
+    assert launcher.launch.call_count == 2 * (3 - by_triton)
 
 
 def test_launcher_of_this_triton_is_known():

@@ -1,0 +1,89 @@
+"""Without ``cuda_graphs``: finds out whether a step would gain from it, since the GPU waits for Python."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_actprune.callbacks.cuda_graphs import why_eager
+from lightning_actprune.codec.private import delay
+from lightning_actprune.operators.hooks import eager_modules
+
+WAIT_STEPS = 4
+"""Steps in which it is measured how long the GPU waits."""
+LONG_WAIT = 0.15
+"""Share of a step that is worth a word."""
+
+
+class HostWait:
+    """Measures in a few steps for how long the GPU waits for Python, and says so once if it is long.
+
+    All but the last are timed as they are, and that one behind a delay, in which Python gets ahead of the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._start = 0, cast(Any, None)
+        self._times = list[tuple[Any, Any]]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(HostWait())  # a copy of the callback is in no fit
+
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> str:
+        """Note when the GPU begins a step; there is nothing to tell the user yet."""
+        self._steps += 1
+        if self._steps == 1 and (why_eager(trainer, model) or eager_modules(model) != set(model.modules())):
+            self._steps = WAIT_STEPS
+        elif self._steps <= WAIT_STEPS:
+            if self._steps == WAIT_STEPS:
+                self._times[-1][1].synchronize()
+                delay(1.2 * self._shortest())
+            self._start = moment()
+        return ""
+
+    def batch_ends(self) -> str:
+        """Return what to tell the user after the last of these steps, empty for nothing."""
+        if self._start is None:
+            return ""
+        start, end = self._start, moment()
+        self._start = None
+        if self._steps < WAIT_STEPS:
+            self._times.append((start, end))
+            return ""
+        end.synchronize()
+        return wait_text(self._shortest(), start.elapsed_time(end))
+
+    def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        """Do nothing."""
+
+    def let_go(self) -> None:
+        """Begin anew with the next batch."""
+        self._start = None
+        if self._steps < WAIT_STEPS:
+            self._steps, self._times = 0, []
+
+    def end(self) -> None:
+        """Begin anew with the next fit."""
+        vars(self).update(vars(HostWait()))
+
+    def _shortest(self) -> float:
+        return min([float(start.elapsed_time(end)) for start, end in self._times])
+
+
+def moment() -> Any:
+    """Return the present moment of the GPU's work."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def wait_text(step_ms: float, busy_ms: float) -> str:
+    """Return what to do about a GPU that is busy for so long in a step, empty if it hardly waits."""
+    waits = step_ms - busy_ms
+    if waits < LONG_WAIT * step_ms:
+        return ""
+    return (
+        f"Activation pruning: in a step of {step_ms:.0f} ms the GPU waits for Python for about {waits:.0f} ms. HINT: "
+        "`ActivationPruning(cuda_graphs=True)` replays the model without Python."
+    )
