@@ -498,8 +498,8 @@ def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
 
 def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int = 0, port: int = 0) -> Record:
     """Return the figures of one process of a case."""
-    plan = QUICK if args.quick else Plan()
-    plan = plan._replace(warm_up=14) if case.mode == GRAPHS else plan
+    plan = QUICK if args.quick else Plan(turns=args.turns)
+    plan = plan._replace(warm_up=24) if case.mode == GRAPHS else plan
     figures, error = StepFigures(plan, queue), GradientError()
     try:
         training = Training(case, prepare(case, rank, port))
@@ -607,7 +607,7 @@ def run_together(cases: Sequence[Case], args: argparse.Namespace) -> Records:
     if args.timeline:
         return finish(seconds, [start_in_fork(measure_timeline, case, args) for case in cases])
     if cases[0].devices == 1:
-        queue = Queue(len(cases), (QUICK if args.quick else Plan()).turns, WAITING * seconds)
+        queue = Queue(len(cases), QUICK.turns if args.quick else args.turns, WAITING * seconds)
         return finish(seconds, [start_in_fork(measure, case, args, queue) for case in cases])
     [case] = cases
     with socket.socket() as free:
@@ -633,9 +633,10 @@ def cases_of(args: argparse.Namespace, accelerator: str) -> list[Case]:
     places = [(ONE, 1)] if 1 in args.devices else []
     places += itertools.product(args.strategies, [count for count in args.devices if count > 1])
     return [
-        Case(model, method, args.mode, strategy, devices, args.precision, args.batches, accelerator)
-        for model, (strategy, devices), method in itertools.product(args.models, places, args.methods)
+        Case(model, method, mode, strategy, devices, args.precision, args.batches, accelerator)
+        for model, (strategy, devices), method, mode in itertools.product(args.models, places, args.methods, args.mode)
         if method != "rounded" or WORKLOADS[model].data(1)[0].is_floating_point()
+        if mode != GRAPHS or method not in EXACT[1:]
     ]
 
 
@@ -655,7 +656,8 @@ def parser_for(text: str | None, name: str) -> argparse.ArgumentParser:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_for(__doc__, "steps")
     parser.add_argument("--table", default="trainer", help="where the records belong to (README.md)")
-    parser.add_argument("--mode", default=EAGER, choices=MODES, help="of torch.compile")
+    parser.add_argument("--mode", nargs="+", default=[EAGER], choices=MODES, help="how models run")
+    parser.add_argument("--turns", type=int, default=Plan().turns, help="of each case")
     parser.add_argument("--batches", type=float, default=2, help="batches of models.py in one")
     parser.add_argument("--devices", nargs="+", type=int, default=(1,), help="numbers of GPUs")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="on several GPUs")
@@ -664,11 +666,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.timeline and args.out == common.RESULTS / "steps.json":
         args.out = common.RESULTS / "timeline.json"
     args.models = args.models or (("small",) if args.quick else TRAINED)
-    args.methods = args.methods or [m for m in METHODS if args.mode == EAGER or m not in ("offload", "budget:0.5")]
-    args.strategies = args.strategies or (STRATEGIES if args.mode != EAGER else ("ddp", "fsdp2"))
-    if args.mode == EAGER and any(method.startswith(COMPILER) for method in args.methods):
+    eager = EAGER in args.mode
+    args.methods = args.methods or [m for m in METHODS if eager or m not in ("offload", "budget:0.5")]
+    args.strategies = args.strategies or (("ddp", "fsdp2") if eager else STRATEGIES)
+    if eager and any(method.startswith(COMPILER) for method in args.methods):
         parser.error(f"{COMPILER}SHARE is the budget of a compiler, and needs a --mode")
-    if args.mode == EAGER and "ddp, whole" in args.strategies:
+    if eager and "ddp, whole" in args.strategies:
         parser.error("--strategies 'ddp, whole' is for compiled models, and needs a --mode")
     return args
 
@@ -682,10 +685,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     head = {} if args.timeline else {"table": args.table}
     cases = cases_of(args, "gpu" if gpu else "cpu")
     lacking = [case for case in cases if file.lacks({**head, **case.head()})]
+    with torch.device("meta"):  # so that processes need not import what models are built with
+        for model in dict.fromkeys(case.model for case in lacking):
+            WORKLOADS[model].build()
     end = time.monotonic() + args.seconds
     while lacking and time.monotonic() < end:
         first, count = lacking[0], 1 if lacking[0].devices > 1 else args.together
-        group = [case for case in lacking if case[:1] + case[2:] == first[:1] + first[2:]][:count]
+        group = [case for case in lacking if case[:1] + case[3:] == first[:1] + first[3:]][:count]
         lacking = [case for case in lacking if case not in group]
         possible = [case for case in group if case.method != "offload" or args.offload_file is not None]
         missing = {"error": "offload needs --offload-file", "gpu": "none", **common.software()}

@@ -140,6 +140,7 @@ WORKLOADS = {
     "vit_base_patch16_224": _of_images(
         "timm", partial(_timm, "vit_base_patch16_224"), sizes=_sized("depth", 12, "embed_dim", 768)
     ),
+    "vit_small_patch16_224": _of_images("timm", partial(_timm, "vit_small_patch16_224"), 4),
     "resmlp_12_224": _of_images("timm", partial(_timm, "resmlp_12_224")),
     "resmlp_24_224": _of_images("timm", partial(_timm, "resmlp_24_224")),
     "convnext_tiny": _of_images("timm", partial(_timm, "convnext_tiny")),
@@ -156,6 +157,7 @@ WORKLOADS = {
     "LlamaForCausalLM, 1.1B": _of_text(  # with the sizes of TinyLlama
         partial(_llama, 2048, hidden=5632, layers=22, heads=32, groups=4), 5, 32000
     ),
+    "LlamaForCausalLM, small": _of_text(partial(_llama, 512, hidden=1408, layers=6, heads=8, groups=8), 1, 32000),
     "BertForSequenceClassification": Workload(
         "transformers",
         16,
