@@ -157,7 +157,7 @@ class Graphed(pl.Callback):
         lossy = Lossy(pl_module.model, pl_module.workload.loss)
         with trainer.precision_plugin.train_step_context(), torch.autocast("cuda", cache_enabled=False):
             graphed = torch.cuda.make_graphed_callables(lossy, tuple(batch))
-        pl_module.loss = lambda *batch: graphed(*batch)
+        pl_module.graphed = lambda *batch: graphed(*batch)  # which is no module of this one
         for buffer, values in buffers:
             buffer.copy_(values)
         torch.cuda.empty_cache()
@@ -208,7 +208,7 @@ class Training(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.case, self.workload = case, WORKLOADS[case.model]
-        self.loss: Callable[..., Tensor] = lambda *batch: self.workload.loss(self.model, *batch)
+        self.graphed: Callable[..., Tensor] | None = None
         self.batch_size = int(case.batches * self.workload.batch)
         with torch.device(place):
             self.model = self.workload.build(**sizes)
@@ -229,7 +229,7 @@ class Training(pl.LightningModule):
                 part.compile(**compiler_arguments(self.case.mode))
 
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
-        return self.loss(*batch)
+        return self.workload.loss(self.model, *batch) if self.graphed is None else self.graphed(*batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4, fused=True)
