@@ -48,7 +48,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, Keep,
 from lightning_actprune.analysis.allocation import check_memory_budget
 from lightning_actprune.analysis.step_memory import PHASES, StepMemory
 from lightning_actprune.config import Operator
-from lightning_actprune.replay import ReplayedModule
+from lightning_actprune.replay.module import ReplayedModule
 
 EXACT, PRESETS = ("dense", "checkpoint", "offload", "rounded"), ("paper", "balanced", "max", "recompute")
 METHODS = ("dense", "checkpoint", "offload", "balanced", "max", "recompute", "budget:0.5")

@@ -17,8 +17,9 @@ from torch import Tensor, autocast, autograd, nn, no_grad
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_actprune import Recompute, convert, replay
-from lightning_actprune.replay import let_go, replay_module
+from lightning_actprune import Recompute, convert
+from lightning_actprune.replay import graph, memory, module
+from lightning_actprune.replay.module import let_go, replay_module
 from tests.support.tape import TapeRecorder
 
 Result = namedtuple("Result", "y index")
@@ -155,7 +156,7 @@ for place, error in (0, None), (1, RuntimeError()), (2, TypeError("x")):
 
 @pytest.fixture(autouse=True)
 def short_watches(monkeypatch):
-    monkeypatch.setattr(replay, "MOST_WATCHED", 12)
+    monkeypatch.setattr(module, "MOST_WATCHED", 12)
 
 
 def train(replays: bool, body: Any, change: Any = None, step: Any = twice, recorder: Any = TapeRecorder) -> Any:
@@ -173,7 +174,7 @@ def train(replays: bool, body: Any, change: Any = None, step: Any = twice, recor
             seen.append(step(net, stem + torch.randn(4, 8), n))
         seen += [p.grad is not None and p.grad.clone() for p in parameters]
         optimizer.step()
-        optimizer.zero_grad(replay.SMALL_BYTES > 0)
+        optimizer.zero_grad(graph.SMALL_BYTES > 0)
     seen += [*net.state_dict().values(), *noted, net.table, net.listed, next(net.count), net.own.get_state()]
     return tree_leaves([seen, torch.get_rng_state(), random.getstate()]), replayed
 
@@ -188,8 +189,8 @@ def check(*case: Any) -> Any:
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replays_compute_what_eager_calls_do(monkeypatch, name):
-    for small in replay.SMALL_BYTES, 0:
-        monkeypatch.setattr(replay, "SMALL_BYTES", small)  # and gradients are set to zeros, not None
+    for small in graph.SMALL_BYTES, 0:
+        monkeypatch.setattr(graph, "SMALL_BYTES", small)  # and gradients are set to zeros, not None
         replays, reason = check(*REPLAYED[name])
         assert (replays > 3, reason) == (True, "")
 
@@ -211,7 +212,7 @@ def test_what_a_graph_cannot_do_stays_eager(name):
     ],
 )
 def test_a_backward_that_a_graph_cannot_do_raises(monkeypatch, misuse):
-    monkeypatch.setattr(replay, "SMALL_BYTES", 0)
+    monkeypatch.setattr(graph, "SMALL_BYTES", 0)
     net = Net(lambda net, x: net.b(net.a(x) * net.p))
     replayed = replay_module(net, "net", TapeRecorder)
     for _ in range(5):
@@ -227,7 +228,7 @@ def test_copies_are_eager_and_letting_go_leaves_the_module(copied):
     names, replayed = set(vars(net)), replay_module(net, "net", TapeRecorder)
     for rows in (rows for rows in range(2, 12) for _ in range(5)):
         back(net(torch.randn(rows, 8)))
-    assert replayed.graphs == replay.MOST_GRAPHS
+    assert replayed.graphs == module.MOST_GRAPHS
     y, replays, other = net(torch.randn(4, 8)), replayed.replays, copied(net)
     back(other(torch.randn(4, 8)))
     assert replayed.replays == replays
@@ -250,7 +251,7 @@ def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width:
     for _ in range(steps):
         with autocast("cuda", torch.bfloat16):
             seen.append(back(net(torch.randn(16, 64, width, device="cuda"))))
-        graphs and len(seen) == 1 and replay.move_gradients(net)
+        graphs and len(seen) == 1 and memory.move_gradients(net)
         optimizer.step()
         optimizer.zero_grad()
     seen += [*net.state_dict().values(), nn.functional.dropout(torch.ones(99, device="cuda"))]

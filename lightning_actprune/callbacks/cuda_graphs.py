@@ -19,15 +19,9 @@ from lightning_actprune.codec.private import FOR_REPLAYS, refusal
 from lightning_actprune.config import shortened
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
-from lightning_actprune.replay import (
-    CudaRecorder,
-    ModuleReplay,
-    Recorder,
-    ReplayedModule,
-    let_go,
-    move_gradients,
-    replay_module,
-)
+from lightning_actprune.replay.graph import CudaRecorder, Recorder
+from lightning_actprune.replay.memory import move_gradients
+from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, let_go, replay_module
 from lightning_actprune.tables import counted
 
 SEARCHED = 3

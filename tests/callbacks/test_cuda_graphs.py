@@ -19,7 +19,7 @@ from lightning_actprune import ActivationMemoryMonitor, ActivationPruning, conve
 from lightning_actprune.callbacks import cuda_graphs, host_wait
 from lightning_actprune.callbacks.cuda_graphs import GraphedSteps, why_eager, why_module_eager
 from lightning_actprune.callbacks.host_wait import HostWait
-from lightning_actprune.replay import CudaRecorder
+from lightning_actprune.replay.graph import CudaRecorder
 from lightning_actprune.schedules import StepSchedule
 from tests.support.helpers import FEATURES, ByHand, Net, all_traces, fit, loader
 from tests.support.marks import only

@@ -47,7 +47,7 @@ class TapeRecorder:
         self.tapes: list[Tape] = []
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """See ``lightning_actprune.replay.Recorder``."""
+        """See ``lightning_actprune.replay.graph.Recorder``."""
         place = len(self.tapes) // 2 * 2
         with Tape() as tape:
             results = run()

@@ -1,0 +1,1 @@
+"""Modules whose calls are replayed from CUDA graphs."""
