@@ -6,15 +6,14 @@ call of a module goes through four states, for each signature (shapes, strides, 
 
 1. *watched*: it runs eagerly while what Python does is noted. Whoever reads values on the host, draws from Python's
    random generators, writes to attributes, or does something else in each call, stays eager.
-2. *captured*: from the same parameters, buffers and random numbers, it runs eagerly, and is captured. Nothing of
-   this changes parameters, gradients, buffers or generators.
-3. *compared*: outputs and gradients of a replay are those of the eager runs, bit for bit where both of these agree, and
-   else within ``NOISE`` times their difference.
+2. *captured*: from the same parameters, buffers and random numbers, it runs eagerly three times, and is captured.
+   Nothing of this changes parameters, gradients, buffers or generators.
+3. *compared*: outputs and gradients of a replay are those of the eager runs, bit for bit where these agree, and else
+   within three times their difference.
 4. *replayed*: as long as storages of parameters and buffers, flags, hooks and sparsities are those of the capture.
 
 A graph has one set of addresses for what it keeps for backward. So a call is eager while backward of the one before has
-not run, or while somebody holds its outputs. One in ``EAGER_EVERY`` calls is eager too, in which looks are had at what
-changes slowly.
+not run, or while somebody holds its outputs.
 
 Gradients of parameters are the graph's own tensors, of which ``.grad`` becomes an alias: they exist once, unless they
 are accumulated over several calls.
@@ -53,8 +52,6 @@ MOST_CAPTURES = 24
 """Captures of a module at most, of the same signature again after something has changed."""
 MOST_OTHERS = 4
 """Calls in a row after which a graph is captured anew that something else has changed for, such as a hook."""
-EAGER_EVERY = 128
-"""Calls of which one is eager."""
 
 
 class ReplayedModule(Converted):
@@ -177,7 +174,7 @@ class ModuleReplay:
         signature.calls += 1
         graph = signature.graph
         assert graph is not None
-        if signature.calls % EAGER_EVERY == 0 or self._in_use():
+        if self._in_use():
             return forward(*args, **kwargs)
         if signature.calls == 2:  # gradients of eager steps have gone
             free_cache()
