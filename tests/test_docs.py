@@ -1,4 +1,4 @@
-"""The Python and YAML of the pages in docs/ run, and links, names and versions in them exist."""
+"""The Python and YAML of README and of the pages in docs/ run, and links, names and versions in them exist."""
 
 import importlib
 import inspect
@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
 
 import lightning_actprune
 from lightning_actprune import config, schedules
 from tests.examples.image_folders import write_images
 from tests.support.helpers import assert_plain
-from tests.test_readme import code_blocks
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = {"estimate.md"}
 """Pages that tests/analysis runs."""
 SMALLER = {
@@ -27,29 +28,48 @@ SMALLER = {
 """Replacements in the page that trains on CIFAR-10, for which a tiny folder of images stands in."""
 
 
+def code_blocks(page, language):
+    """Return the blocks of ``language`` in the text of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
 def pages():
     """Return the pages with Python, those with packages that are no dependency as ``foreign``."""
     for path in PAGES:
         blocks = code_blocks(path.read_text(), "python")
         if blocks and path.name not in ELSEWHERE:
             foreign = re.search(r"(?:import|from) (?:transformers|timm|peft)\b", "\n".join(blocks))
-            yield pytest.param(path.name, marks=pytest.mark.foreign if foreign else pytest.mark.integration)
+            yield pytest.param(path, marks=pytest.mark.foreign if foreign else pytest.mark.integration, id=path.name)
 
 
 @pytest.mark.parametrize("page", list(pages()))
 def test_python_of_the_page_runs(page, tmp_path, monkeypatch, recwarn):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / page).read_text()
-    if page == "vision_from_scratch.md":
+    text = page.read_text()
+    if page.name == "vision_from_scratch.md":
         write_images(tmp_path / "data" / "cifar10", size=32)
         for full, small in SMALLER.items():
             assert full in text
             text = text.replace(full, small)
-    names = {"__name__": page}
-    for block in code_blocks(text, "python"):
-        exec(compile(block, page, "exec"), names)
-    globals().get(f"check_{page.removesuffix('.md')}", lambda names: None)(names)  # what names have to be in the end
+    names, blocks = {"__name__": page.name}, code_blocks(text, "python")
+    if page == README:
+        blocks.append(blocks.pop(0))  # shows one line of what the second one has in full
+    for block in blocks:
+        exec(compile(block, page.name, "exec"), names)
+    globals().get(f"check_{page.stem}", lambda names: None)(names)  # what names have to be in the end
     assert not [w for w in recwarn if "inside an activation checkpoint" in str(w.message)]
+
+
+def check_README(names):
+    assert {layer.fqn for layer in names["report"].converted} == {"0", "1", "2", "3"}
+    assert [type(layer) for layer in names["network"]] == [nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear]
+    assert names["network"][1].weight.grad is not None
+    assert names["monitor"].report.saved_fraction > 0.5
+    kept = {layer.fqn: (layer.operator, layer.keep.bits) for layer in names["pruning"].converted}
+    assert kept == {"mlp.0": ("norm", 8), "mlp.1": ("linear", 4), "mlp.2": ("activation", 3)}
+    assert_plain(names["model"])
+    ours = lightning_actprune.ActivationPruning, lightning_actprune.ActivationMemoryMonitor
+    assert tuple(type(callback) for callback in names["trainer"].callbacks[:2]) == ours
 
 
 def check_vision_from_scratch(names):
@@ -136,7 +156,7 @@ def test_all_arguments_and_public_names_are_in_the_pages():
         assert re.search(rf"::: lightning_actprune\.{name}$|members: .*\b{name}\b", reference, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text()
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -147,6 +167,30 @@ def test_links_and_commands_lead_somewhere(page):
     for block in code_blocks(text, "bash"):
         for line in block.splitlines():
             assert shlex.split(line)
+
+
+def test_ci_runs_exactly_the_test_command_of_readme():
+    blocks = code_blocks(README.read_text(), "bash")
+    (command,) = (line for block in blocks for line in block.splitlines() if "pytest" in line)
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_links_to_headings_of_readme_lead_somewhere():
+    lines = README.read_text().splitlines()
+    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in lines}
+    links = set(re.findall(r"\]\(#([^)]+)\)", README.read_text()))
+    assert links
+    assert links <= headings
+
+
+def test_badges_say_what_the_package_needs():
+    project = (ROOT / "pyproject.toml").read_text()
+    badges = (ROOT / "docs" / "badges.svg").read_text()
+    for name, bound in (("Python", 'requires-python = "'), ("PyTorch", '"torch'), ("Lightning", '"lightning')):
+        least = re.search(rf"^ *{bound}>=([0-9.]+)", project, re.MULTILINE)[1]
+        assert f"{name} {least}+" in badges
+        assert f"{name} {least}+" in README.read_text()
+        assert f">{least}+</text>" in badges
 
 
 def test_the_version_is_the_newest_one_of_the_changelog_and_the_one_to_cite():
