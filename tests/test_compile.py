@@ -5,6 +5,7 @@ Single layers are compiled in ``tests/contract/test_compile.py``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from examples.models.resmlp import resmlp_tiny
 from examples.models.vit import ViT
@@ -22,6 +22,7 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
+from tests.support.checkpointing import WAYS
 from tests.support.marks import only
 from tests.support.measured import kept_bytes
 
@@ -95,36 +96,21 @@ def test_a_schedule_or_another_batch_size_is_one_more_compilation_and_equals_eag
         assert all(not torch.equal(a, b) for a, b in pairwise(weight_grads))
 
 
-class Checkpointing(nn.Module):
-    """A stem, a region that may be checkpointed, a head."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.stem, self.head = nn.Linear(64, 96), nn.Linear(96, 8)
-        self.region = nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.gelu(self.stem(x))
-        h = checkpoint(self.region, h, use_reentrant=False) if self.checkpointed else self.region(h)
-        return self.head(h)
-
-
 @pytest.mark.integration
 def test_a_checkpoint_inside_a_compiled_model():
-    models, x = [], torch.randn(4, 10, 64)
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        models.append(Checkpointing(checkpointed))
-        convert(models[-1], rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
-    plain, model = models
+    region = nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU())
+    plain, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), region, nn.Linear(96, 8)), torch.randn(4, 10, 64)
+    model = copy.deepcopy(plain)
+    model[2] = WAYS["non_reentrant"](model[2])
+    for each in (plain, model):
+        convert(each, rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     assert_close(gradients(compiled, model, x), gradients(plain, plain, x), 1e-6)
     assert counter.frame_count == 1
     # How much less is the compiler's choice: torch 2.11 takes no function with a backward of its own, such as our
     # layers, for a part of the checkpoint; 2.15 does, and keeps nothing but the region's input.
-    kept = [kept_bytes(m, x, torch.compile(m, backend="aot_eager", fullgraph=True)) for m in models]
+    kept = [kept_bytes(m, x, torch.compile(m, backend="aot_eager", fullgraph=True)) for m in (plain, model)]
     assert 2 * 40 * 96 * 4 <= kept[1] < kept[0]  # at least the stem's output and the region's input
 
 

@@ -43,12 +43,6 @@ def test_fully_shard_before_conversion_trains_like_the_unsharded_pruned_model(me
     assert isinstance(sharded, FSDPModule)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.affine = nn.Linear(65, 64), Affine(64)
-
-
 class Flattened(FullyShardedDataParallel):
     """What the wrapper leaves of a model between steps, without a process group: parts of one vector as parameters."""
 
@@ -68,7 +62,8 @@ def sharded_leaf(mesh: DeviceMesh) -> nn.Module:
 
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(Scaled(), mesh, {"fc1": ColwiseParallel(), "affine": SequenceParallel()})
+    model = nn.ModuleDict({"fc1": nn.Linear(65, 64), "affine": Affine(64)})
+    return parallelize_module(model, mesh, {"fc1": ColwiseParallel(), "affine": SequenceParallel()})
 
 
 def flattened(mesh: DeviceMesh) -> nn.Module:
