@@ -124,25 +124,26 @@ def check_migration(names):
     assert (skipped.fqn, "TheirLinear" in skipped.reason) == ("1", True)
 
 
-def build(entry, path, options):
-    """Return what a configuration makes; ``path`` is the key of a class, ``options`` that of its arguments if any."""
+def build(entry):
+    """Return what a configuration makes, of LightningCLI or of Hydra."""
     if isinstance(entry, list):
-        return [build(each, path, options) for each in entry]
+        return [build(each) for each in entry]
     if not isinstance(entry, dict):
         return entry
-    if path not in entry:
-        return {name: build(value, path, options) for name, value in entry.items()}
-    arguments = entry.get(options, {}) if options else {name: entry[name] for name in entry if name != path}
-    module, _, name = entry[path].rpartition(".")
-    return getattr(importlib.import_module(module), name)(**{k: build(v, path, options) for k, v in arguments.items()})
+    built = {name: build(value) for name, value in entry.items()}
+    path = built.pop("class_path", None) or built.pop("_target_", None)
+    if path is None:
+        return built
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)(**built.get("init_args", built))
 
 
 def test_yaml_makes_the_callbacks():
     cli, hydra = map(yaml.safe_load, code_blocks((ROOT / "docs" / "rules.md").read_text(), "yaml")[:2])
     monitor = lightning_actprune.ActivationMemoryMonitor
-    first, second = build(cli["trainer"]["callbacks"], "class_path", "init_args")
+    first, second = build(cli["trainer"]["callbacks"])
     assert (first.preset, list(first.rules), type(second)) == ("max", ["head", "blocks.0.*", "blocks.*.fc2"], monitor)
-    first, second = build(hydra["callbacks"], "_target_", None).values()
+    first, second = build(hydra["callbacks"]).values()
     assert repr(first.sparsity) == "CubicSchedule(end=0.7, start=0.0, warmup=0.1, until=1.0)"
     assert (first.block_size, first.rules, type(second)) == (32, {"model.head": "dense"}, monitor)
 
