@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrizations
 
+from examples.models.resmlp import ResMLP
+from examples.models.resnet import ResNet
+from examples.models.vit import ViT
 from lightning_actprune import ActivationPrunedLinear, convert, revert
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.scale import Affine
@@ -201,3 +205,56 @@ def test_only_a_kept_block_can_show_an_input_that_is_not_finite(value: float, pl
 
     decisions = of_dense_and_pruned(nn.Sequential(nn.Linear(64, 8, bias=False)), loss_of, 3, 16.0)
     assert decisions == ([16.0, 16.0, 8.0, 8.0], [False, True, False])
+
+
+# On a GPU, under torch's own watch: a step with a fused optimizer waits for nothing.
+
+CLASSES, IMAGE = 10, 64
+MAKERS = {
+    "resmlp": lambda: ResMLP(dim=192, depth=2, image_size=IMAGE, patch_size=8, num_classes=CLASSES),
+    "vit": lambda: ViT(image_size=IMAGE, patch_size=8, dim=192, depth=2, num_classes=CLASSES),
+    "resnet": lambda: ResNet(dim=32, depth=3, num_classes=CLASSES),
+}
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [True, False], ids=["bf16-autocast", "fp32"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_training_step_waits_for_nothing(name, autocast):
+    model = MAKERS[name]().cuda()
+    converted = convert(model, "max") if name == "resnet" else convert(model, sparsity=0.6)
+    assert len(converted.converted) >= 7
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    images, labels = torch.randn(8, 3, IMAGE, IMAGE).cuda(), torch.randint(CLASSES, (8,)).cuda()
+    losses = []
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    step()  # compiles kernels and makes the optimizer's state
+    with waiting_is_an_error():
+        step()
+        step()
+    first, *_, last = torch.stack(losses).tolist()
+    assert last < first  # it trained: the batch is always the same
+
+
+@pytest.mark.gpu
+def test_the_watch_sees_a_wait():
+    x = torch.ones(1, device="cuda")
+    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
+        x.item()

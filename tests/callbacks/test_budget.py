@@ -33,7 +33,7 @@ from lightning_actprune.config import Config
 from lightning_actprune.operators.base import torch_class
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import CubicSchedule
-from tests.support.helpers import assert_plain, fit
+from tests.support.helpers import all_traces, assert_plain, fit
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
 
 MIB = 2**20
@@ -350,10 +350,7 @@ class AsksStrategy(Stack):
 
 def state_of(model: Stack) -> list[Any]:
     tensors = [*model.state_dict().items(), *((name, p.grad) for name, p in model.named_parameters())]
-    modules = [
-        (type(inner), inner.training, len(inner._forward_hooks), len(inner._forward_pre_hooks))
-        for inner in model.modules()
-    ]
+    modules = all_traces(model), [inner.training for inner in model.modules()]
     drawn = random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     counts = vars(model).get("calls"), model.kinds.copy()

@@ -275,23 +275,6 @@ def test_the_monitor_measures_the_probed_batch_and_training_is_that_with_the_lay
     assert monitor.report.stored_bytes == alone.report.stored_bytes
 
 
-@pytest.mark.integration
-def test_a_compiled_module_is_probed_eagerly_and_compiles_as_often():
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    frames = []
-    for options in ({}, {"rules": {"head": None}, "skip_retained": False}):
-        torch._dynamo.reset()
-        model, callback = Retained(), ActivationPruning(sparsity=0.5, **options)
-        counter = CompileCounterWithBackend("aot_eager")
-        model.body.compile(backend=counter, fullgraph=True)
-        fit(model, callback, num_sanity_val_steps=0, limit_val_batches=0)
-        assert outcome(callback).keys() == {"head"}
-        assert model.seen[1:] == [LEFT] * (BATCHES - 1)
-        frames.append(counter.frame_count)
-    assert frames[0] == frames[1] > 0
-
-
 def test_where_torch_does_not_say_which_hooks_are_open_nothing_is_found_out(monkeypatch):
     monkeypatch.setattr(private, "MISSING", [*private.MISSING, *RetentionProbe.needs])
     model, callback = Retained(), ActivationPruning(sparsity=0.5)

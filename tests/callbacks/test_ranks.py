@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -211,14 +211,11 @@ def _saved_state(checkpoint: Path) -> Mapping[str, Tensor]:
 
 def fit_all(cases: Sequence[Case | Callable[[Path], Any]], accelerator: str, folder: Path) -> list[list[Any]]:
     """Return, for each case, what each process has seen of it; for a function, what it returns."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # A fork spares the seconds that two processes need for their imports. CUDA, once in use, does not survive it, nor
     # do threads of autograd, which tests that compile may have left in this process.
     compiles = any(isinstance(case, Case) and case.compiled for case in cases)
     method = "spawn" if torch.cuda.is_available() or compiles else "fork"
-    mp.start_processes(_rank, (cases, accelerator, folder, port), RANKS, start_method=method)
+    mp.start_processes(_rank, (cases, accelerator, folder, find_free_network_port()), RANKS, start_method=method)
     by_rank = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
