@@ -6,7 +6,6 @@ Single layers are compiled in ``tests/contract/test_compile.py``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -23,6 +22,7 @@ from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
 from tests.support.checkpointing import WAYS
+from tests.support.conversion_models import gradients
 from tests.support.marks import only
 from tests.support.measured import kept_bytes
 
@@ -48,14 +48,8 @@ def pruned(model: nn.Module, device: str = "cpu") -> tuple[nn.Module, list[Activ
     return model, layers, torch.randn(2, 3, 32, 32, device=device)
 
 
-def gradients(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    call(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for a, b in zip(found.values(), expected.values(), strict=True):  # names of compiled modules have a prefix
         assert oracle.relative_error(a, b) < tolerance
 
 
@@ -89,8 +83,8 @@ def test_a_schedule_or_another_batch_size_is_one_more_compilation_and_equals_eag
             for i, layer in enumerate(layers):
                 layer.sparsity = schedule[(i + step) % len(schedule)]
             images = x[:1].repeat(batch, 1, 1, 1)
-            found = gradients(compiled, model, images)
-            assert_close(found, gradients(model, model, images), 1e-6)  # one block more or less is far beyond that
+            found = gradients(compiled, images)
+            assert_close(found, gradients(model, images), 1e-6)  # one block more or less is far beyond that
             weight_grads.append(torch.cat([layer.weight.grad.flatten() for layer in layers]))
         assert counter.frame_count <= 2
         assert all(not torch.equal(a, b) for a, b in pairwise(weight_grads))
@@ -106,7 +100,7 @@ def test_a_checkpoint_inside_a_compiled_model():
         convert(each, rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    assert_close(gradients(compiled, model, x), gradients(plain, plain, x), 1e-6)
+    assert_close(gradients(compiled, x), gradients(plain, x), 1e-6)
     assert counter.frame_count == 1
     # How much less is the compiler's choice: torch 2.11 takes no function with a backward of its own, such as our
     # layers, for a part of the checkpoint; 2.15 does, and keeps nothing but the region's input.
@@ -139,10 +133,10 @@ def test_gpu_reduce_overhead_records_cuda_graphs(make):
     for sparsity in (0.5, 0.8, 0.9) if layers else (0.0,):
         for layer in layers:
             layer.sparsity = sparsity
-        expected = gradients(model, model, x)
+        expected = gradients(model, x)
         for _ in range(4):  # the first runs of a graph warm up and record
             torch.compiler.cudagraph_mark_step_begin()
-            assert_close(gradients(compiled, model, x), expected, 1e-2)
+            assert_close(gradients(compiled, x), expected, 1e-2)
     assert counters["inductor"]["cudagraph_skips"] == 0
     if layers:
         assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] >= 3  # the images, at each sparsity

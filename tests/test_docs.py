@@ -1,9 +1,13 @@
-"""The Python and YAML of README and of the pages in docs/ run, and links, names and versions in them exist."""
+"""Code and YAML of README and the pages in docs/ run, what they name exists, and the wheel holds what it should."""
 
 import importlib
 import inspect
 import re
 import shlex
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -194,3 +198,43 @@ def test_the_version_is_the_newest_one_of_the_changelog_and_the_one_to_cite():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert releases[1] == (lightning_actprune.__version__, str(cited["date-released"]))
     assert cited["version"] == lightning_actprune.__version__
+
+
+# What would be published.
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = folder.iterdir()
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.mark.integration
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    metadata = f"lightning_actprune-{lightning_actprune.__version__}.dist-info"
+    names = {name for name in wheel.namelist() if not name.startswith(f"{metadata}/")}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "lightning_actprune").rglob("*.py")}
+    assert names == sources | {"lightning_actprune/py.typed"}
+    described = {name.removeprefix(f"{metadata}/") for name in wheel.namelist()} - names
+    assert described == {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"}
+
+
+@pytest.mark.integration
+def test_metadata_are_those_of_the_project(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Version"] == lightning_actprune.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {"cli", "plots", "examples", "dev", "docs"} == set(metadata.get_all("Provides-Extra"))
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls["Paper"] in (ROOT / "CITATION.cff").read_text()
+
+
+def test_what_runs_in_fits_needs_no_extra():
+    text = (ROOT / "pyproject.toml").read_text()
+    needed = set(re.findall(r'^  "([a-z]+)>=', text.split("[project.urls]")[0], re.MULTILINE))
+    assert needed == {"torch", "lightning", "torchmetrics", "torchvision", "triton", "rich"}

@@ -136,10 +136,6 @@ def test_model_compiled_before_conversion_recompiles_once():
 SPARSITY, BLOCK = 0.9, 16
 
 
-def tanh_mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
 def train(
     model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor], steps: int, scale: float
 ) -> tuple[list[float], list[bool]]:
@@ -182,7 +178,8 @@ def test_decisions_are_the_dense_ones_with_overflows_injected_everywhere():
             out.register_hook(lambda grad: grad * math.nan)
         return nn.functional.cross_entropy(out.float().mean(1), y[step])
 
-    scales, skipped = of_dense_and_pruned(tanh_mlp(), loss_of, 8, 1024.0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
+    scales, skipped = of_dense_and_pruned(model, loss_of, 8, 1024.0)
     assert skipped == [step in (1, 3, 4, 6) for step in range(8)]
     # Never three good steps in a row, so that it does not grow.
     assert [b / a for a, b in pairwise(scales)] == [0.5 if without else 1.0 for without in skipped]

@@ -211,11 +211,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     kill = LambdaCallback(on_train_batch_start=lambda made, *_: made.global_step == 8 and 1 / 0)
+    pruning, options = ActivationPruning(memory_budget=HALF, verbose=0), {"enable_checkpointing": True, "max_epochs": 2}
     with pytest.raises(ZeroDivisionError):
-        fitted(
-            ActivationPruning(memory_budget=HALF, verbose=0), Stack(), save, kill, enable_checkpointing=True,
-            max_epochs=2,
-        )  # fmt: skip
+        fitted(pruning, Stack(), save, kill, **options)
     return folder
 
 

@@ -261,13 +261,12 @@ def accumulated(strategy: str) -> dict[str, Any]:
     return {"accumulate_grad_batches": 2, **clip}
 
 
-def compiled(strategy: str, pruning: Any, compiles: bool = True) -> Case:
-    return Case(strategy, "32-true", pruning, {}, compiles, TOKENS)
-
-
 COMPILED = {
-    "ddp": (compiled("ddp", {"preset": "max"}), compiled("ddp", DENSE, False)),
-    "fsdp2": (compiled("fsdp2", {"preset": "max"}), compiled("fsdp2", DENSE)),
+    strategy: (
+        Case(strategy, "32-true", {"preset": "max"}, compiled=True, tokens=TOKENS),
+        Case(strategy, "32-true", DENSE, compiled=strategy == "fsdp2", tokens=TOKENS),
+    )
+    for strategy in ("ddp", "fsdp2")
 }
 """Of each strategy a compiled fit, and a dense one that leaves the same traces: compiled blocks have one more."""
 
