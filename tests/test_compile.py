@@ -26,8 +26,6 @@ from tests.support.conversion_models import gradients
 from tests.support.marks import only
 from tests.support.measured import kept_bytes
 
-SCHEDULE = [0.1, 0.29, 0.5, 2 / 3, 0.95]
-
 
 @pytest.fixture(autouse=True)
 def _forget_compilations() -> None:
@@ -74,7 +72,7 @@ def test_more_blocks_than_the_compiler_compiles_anew_share_a_compilation(preset)
 def test_a_schedule_or_another_batch_size_is_one_more_compilation_and_equals_eager():
     """Also where each layer has a sparsity of its own."""
     model, layers, x = pruned(resmlp())
-    for batches, schedule in (([2] * 5, SCHEDULE), ([2, 3, 5, 7], [0.5])):
+    for batches, schedule in (([2] * 5, [0.1, 0.29, 0.5, 2 / 3, 0.95]), ([2, 3, 5, 7], [0.5])):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(model, backend=counter, fullgraph=True)

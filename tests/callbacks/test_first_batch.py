@@ -423,10 +423,8 @@ def test_the_layers_are_named_once(by_hand: bool, options: dict, reentrant: bool
 
 
 def test_each_callback_warns_of_its_own_layers_and_remedies_silence_it():
-    callbacks = [
-        ActivationPruning(sparsity=0.6, rules=dict.fromkeys(dense))
-        for dense in (["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"])
-    ]
+    dense = ["body.2", "head", "stem"], ["body.*", "stem"], ["body.0", "head"]
+    callbacks = [ActivationPruning(sparsity=0.6, rules=dict.fromkeys(names)) for names in dense]
     found = checkpoints_named(Checkpointed(), *callbacks)
     assert [text.split(". Of")[0].split(": ")[1] for text in found] == ["body.0", "body.2"]
     for skips in (True, False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gc
 import json
@@ -233,12 +234,10 @@ def test_no_tensor_is_kept_from_step_to_step_and_gradients_are_those_of_an_unmea
 class Mlp(pl.LightningModule):
     """Eight residual blocks of the kind that pruning is for."""
 
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(8)
-        )
+        block = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(8))
 
     def training_step(self, batch, batch_idx):
         for block in self.blocks:
@@ -552,13 +551,8 @@ def test_logits_are_named_if_they_are_more_than_a_third_of_what_is_kept():
 def test_temporary_tensors_of_the_loss_count_at_the_peak():
     step = with_logits(4 * MIB, "log_softmax", peaks=MEASURED)
     # 21 MiB are known by name where the loss begins to run, in the forward and in backward.
-    for index, operator, found in [
-        (3, "log_softmax", 4 + 24),
-        (3, "gelu", 4),
-        (2, None, 4 + 9),
-        (4, None, 4),
-        (5, None, 0),
-    ]:
+    cases = (3, "log_softmax", 4 + 24), (3, "gelu", 4), (2, None, 4 + 9), (4, None, 4), (5, None, 0)
+    for index, operator, found in cases:
         step.moments[index].operator = operator
         assert step.logits_bytes(index) == found * MIB
     assert advice(12, 60, step) == ""
