@@ -5,7 +5,7 @@ Single layers are compiled in ``tests/contract/test_compile.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from itertools import pairwise
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 
 from examples.models.resmlp import resmlp_tiny
 from examples.models.vit import ViT
@@ -22,10 +21,10 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.scale import Affine
 from tests.support import oracle
+from tests.support.checkpointing import WAYS
+from tests.support.conversion_models import gradients
 from tests.support.marks import only
 from tests.support.measured import kept_bytes
-
-SCHEDULE = [0.1, 0.29, 0.5, 2 / 3, 0.95]
 
 
 @pytest.fixture(autouse=True)
@@ -47,14 +46,8 @@ def pruned(model: nn.Module, device: str = "cpu") -> tuple[nn.Module, list[Activ
     return model, layers, torch.randn(2, 3, 32, 32, device=device)
 
 
-def gradients(call: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
-    model.zero_grad(set_to_none=True)
-    call(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for a, b in zip(found.values(), expected.values(), strict=True):  # names of compiled modules have a prefix
         assert oracle.relative_error(a, b) < tolerance
 
 
@@ -79,7 +72,7 @@ def test_more_blocks_than_the_compiler_compiles_anew_share_a_compilation(preset)
 def test_a_schedule_or_another_batch_size_is_one_more_compilation_and_equals_eager():
     """Also where each layer has a sparsity of its own."""
     model, layers, x = pruned(resmlp())
-    for batches, schedule in (([2] * 5, SCHEDULE), ([2, 3, 5, 7], [0.5])):
+    for batches, schedule in (([2] * 5, [0.1, 0.29, 0.5, 2 / 3, 0.95]), ([2, 3, 5, 7], [0.5])):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -88,43 +81,28 @@ def test_a_schedule_or_another_batch_size_is_one_more_compilation_and_equals_eag
             for i, layer in enumerate(layers):
                 layer.sparsity = schedule[(i + step) % len(schedule)]
             images = x[:1].repeat(batch, 1, 1, 1)
-            found = gradients(compiled, model, images)
-            assert_close(found, gradients(model, model, images), 1e-6)  # one block more or less is far beyond that
+            found = gradients(compiled, images)
+            assert_close(found, gradients(model, images), 1e-6)  # one block more or less is far beyond that
             weight_grads.append(torch.cat([layer.weight.grad.flatten() for layer in layers]))
         assert counter.frame_count <= 2
         assert all(not torch.equal(a, b) for a, b in pairwise(weight_grads))
 
 
-class Checkpointing(nn.Module):
-    """A stem, a region that may be checkpointed, a head."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.stem, self.head = nn.Linear(64, 96), nn.Linear(96, 8)
-        self.region = nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.gelu(self.stem(x))
-        h = checkpoint(self.region, h, use_reentrant=False) if self.checkpointed else self.region(h)
-        return self.head(h)
-
-
 @pytest.mark.integration
 def test_a_checkpoint_inside_a_compiled_model():
-    models, x = [], torch.randn(4, 10, 64)
-    for checkpointed in (False, True):
-        torch.manual_seed(0)
-        models.append(Checkpointing(checkpointed))
-        convert(models[-1], rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
-    plain, model = models
+    region = nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96), nn.GELU())
+    plain, x = nn.Sequential(nn.Linear(64, 96), nn.GELU(), region, nn.Linear(96, 8)), torch.randn(4, 10, 64)
+    model = copy.deepcopy(plain)
+    model[2] = WAYS["non_reentrant"](model[2])
+    for each in (plain, model):
+        convert(each, rules={"type:linear": Keep(None, 0.6, block_size=16), "*": None})
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    assert_close(gradients(compiled, model, x), gradients(plain, plain, x), 1e-6)
+    assert_close(gradients(compiled, x), gradients(plain, x), 1e-6)
     assert counter.frame_count == 1
     # How much less is the compiler's choice: torch 2.11 takes no function with a backward of its own, such as our
     # layers, for a part of the checkpoint; 2.15 does, and keeps nothing but the region's input.
-    kept = [kept_bytes(m, x, torch.compile(m, backend="aot_eager", fullgraph=True)) for m in models]
+    kept = [kept_bytes(m, x, torch.compile(m, backend="aot_eager", fullgraph=True)) for m in (plain, model)]
     assert 2 * 40 * 96 * 4 <= kept[1] < kept[0]  # at least the stem's output and the region's input
 
 
@@ -153,10 +131,10 @@ def test_gpu_reduce_overhead_records_cuda_graphs(make):
     for sparsity in (0.5, 0.8, 0.9) if layers else (0.0,):
         for layer in layers:
             layer.sparsity = sparsity
-        expected = gradients(model, model, x)
+        expected = gradients(model, x)
         for _ in range(4):  # the first runs of a graph warm up and record
             torch.compiler.cudagraph_mark_step_begin()
-            assert_close(gradients(compiled, model, x), expected, 1e-2)
+            assert_close(gradients(compiled, x), expected, 1e-2)
     assert counters["inductor"]["cudagraph_skips"] == 0
     if layers:
         assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] >= 3  # the images, at each sparsity

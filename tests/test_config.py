@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from lightning_actprune import config
+from lightning_actprune import config, schedules
 from lightning_actprune.config import PRESETS, Config, Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.schedules import CubicSchedule
@@ -109,8 +109,9 @@ def test_wrong_arguments_are_named_and_the_model_untouched(arguments, error, mes
     assert not any("_state" in vars(module) for module in model.modules())
 
 
-def test_examples_of_the_docstrings():
-    assert doctest.testmod(config).failed == 0
+@pytest.mark.parametrize("module", [config, schedules])
+def test_examples_of_the_docstrings(module):
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import math
 import pickle
 
@@ -56,15 +55,10 @@ def test_the_highest_sparsity_is_found_between_the_tenths_too():
     assert schedules.highest_sparsity(0.4) == 0.4
 
 
-def test_docstring_examples_run():
-    assert doctest.testmod(schedules).failed == 0
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (lambda: ConstantSchedule(1.0), ValueError, r"`sparsity` must be in \[0, 1\), got 1.0. HINT"),
-        (lambda: LinearSchedule(end=60), ValueError, r"`end` must be in \[0, 1\), got 60"),
         (lambda: CubicSchedule(end="0.5"), TypeError, r"`end` must be a number in \[0, 1\), got '0.5'"),
         (lambda: CubicSchedule(end=0.5, warmup=100), ValueError, r"`warmup` must be in \[0, 1\], got 100. HINT"),
         (lambda: CubicSchedule(end=0.5, warmup=None), TypeError, r"`warmup` must be a number in \[0, 1\], got None"),

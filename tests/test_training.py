@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrizations
 
+from examples.models.resmlp import ResMLP
+from examples.models.resnet import ResNet
+from examples.models.vit import ViT
 from lightning_actprune import ActivationPrunedLinear, convert, revert
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.scale import Affine
@@ -43,12 +47,6 @@ def test_fully_shard_before_conversion_trains_like_the_unsharded_pruned_model(me
     assert isinstance(sharded, FSDPModule)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.affine = nn.Linear(65, 64), Affine(64)
-
-
 class Flattened(FullyShardedDataParallel):
     """What the wrapper leaves of a model between steps, without a process group: parts of one vector as parameters."""
 
@@ -68,7 +66,8 @@ def sharded_leaf(mesh: DeviceMesh) -> nn.Module:
 
 
 def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(Scaled(), mesh, {"fc1": ColwiseParallel(), "affine": SequenceParallel()})
+    model = nn.ModuleDict({"fc1": nn.Linear(65, 64), "affine": Affine(64)})
+    return parallelize_module(model, mesh, {"fc1": ColwiseParallel(), "affine": SequenceParallel()})
 
 
 def flattened(mesh: DeviceMesh) -> nn.Module:
@@ -137,10 +136,6 @@ def test_model_compiled_before_conversion_recompiles_once():
 SPARSITY, BLOCK = 0.9, 16
 
 
-def tanh_mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
 def train(
     model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor], steps: int, scale: float
 ) -> tuple[list[float], list[bool]]:
@@ -183,7 +178,8 @@ def test_decisions_are_the_dense_ones_with_overflows_injected_everywhere():
             out.register_hook(lambda grad: grad * math.nan)
         return nn.functional.cross_entropy(out.float().mean(1), y[step])
 
-    scales, skipped = of_dense_and_pruned(tanh_mlp(), loss_of, 8, 1024.0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 4))
+    scales, skipped = of_dense_and_pruned(model, loss_of, 8, 1024.0)
     assert skipped == [step in (1, 3, 4, 6) for step in range(8)]
     # Never three good steps in a row, so that it does not grow.
     assert [b / a for a, b in pairwise(scales)] == [0.5 if without else 1.0 for without in skipped]
@@ -206,3 +202,56 @@ def test_only_a_kept_block_can_show_an_input_that_is_not_finite(value: float, pl
 
     decisions = of_dense_and_pruned(nn.Sequential(nn.Linear(64, 8, bias=False)), loss_of, 3, 16.0)
     assert decisions == ([16.0, 16.0, 8.0, 8.0], [False, True, False])
+
+
+# On a GPU, under torch's own watch: a step with a fused optimizer waits for nothing.
+
+CLASSES, IMAGE = 10, 64
+MAKERS = {
+    "resmlp": lambda: ResMLP(dim=192, depth=2, image_size=IMAGE, patch_size=8, num_classes=CLASSES),
+    "vit": lambda: ViT(image_size=IMAGE, patch_size=8, dim=192, depth=2, num_classes=CLASSES),
+    "resnet": lambda: ResNet(dim=32, depth=3, num_classes=CLASSES),
+}
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [True, False], ids=["bf16-autocast", "fp32"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_training_step_waits_for_nothing(name, autocast):
+    model = MAKERS[name]().cuda()
+    converted = convert(model, "max") if name == "resnet" else convert(model, sparsity=0.6)
+    assert len(converted.converted) >= 7
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    images, labels = torch.randn(8, 3, IMAGE, IMAGE).cuda(), torch.randint(CLASSES, (8,)).cuda()
+    losses = []
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    step()  # compiles kernels and makes the optimizer's state
+    with waiting_is_an_error():
+        step()
+        step()
+    first, *_, last = torch.stack(losses).tolist()
+    assert last < first  # it trained: the batch is always the same
+
+
+@pytest.mark.gpu
+def test_the_watch_sees_a_wait():
+    x = torch.ones(1, device="cuda")
+    with waiting_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
+        x.item()

@@ -33,7 +33,7 @@ from lightning_actprune.config import Config
 from lightning_actprune.operators.base import torch_class
 from lightning_actprune.operators.recompute import RecomputedModule
 from lightning_actprune.schedules import CubicSchedule
-from tests.support.helpers import assert_plain, fit
+from tests.support.helpers import all_traces, assert_plain, fit
 from tests.support.stack import DEPTH, STEPS, WIDTH, Stack, batches, layers
 
 MIB = 2**20
@@ -211,11 +211,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     kill = LambdaCallback(on_train_batch_start=lambda made, *_: made.global_step == 8 and 1 / 0)
+    pruning, options = ActivationPruning(memory_budget=HALF, verbose=0), {"enable_checkpointing": True, "max_epochs": 2}
     with pytest.raises(ZeroDivisionError):
-        fitted(
-            ActivationPruning(memory_budget=HALF, verbose=0), Stack(), save, kill, enable_checkpointing=True,
-            max_epochs=2,
-        )  # fmt: skip
+        fitted(pruning, Stack(), save, kill, **options)
     return folder
 
 
@@ -350,10 +348,7 @@ class AsksStrategy(Stack):
 
 def state_of(model: Stack) -> list[Any]:
     tensors = [*model.state_dict().items(), *((name, p.grad) for name, p in model.named_parameters())]
-    modules = [
-        (type(inner), inner.training, len(inner._forward_hooks), len(inner._forward_pre_hooks))
-        for inner in model.modules()
-    ]
+    modules = all_traces(model), [inner.training for inner in model.modules()]
     drawn = random.getstate(), torch.get_rng_state().tolist(), str(np.random.get_state())
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     counts = vars(model).get("calls"), model.kinds.copy()
@@ -592,23 +587,18 @@ def test_what_torch_may_take_of_the_device_is_a_budget(monkeypatch):
 # On a GPU.
 
 
-class Transformer(pl.LightningModule):
-    """Classifies tokens; notes the most bytes in use in each step."""
+class Transformer(Stack):
+    """Has blocks that are large enough for a GPU; notes the most bytes in use in each step."""
 
-    def __init__(self, depth: int = 6) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        made = (nn.TransformerEncoderLayer(256, 8, 1024, **options) for _ in range(depth))
-        self.stem, self.blocks, self.head = nn.Linear(WIDTH, 256), nn.Sequential(*made), nn.Linear(256, 4)
+        blocks = (nn.TransformerEncoderLayer(256, 8, 1024, **options) for _ in range(6))
+        self.body = nn.Sequential(nn.Linear(WIDTH, 256), *blocks, nn.Linear(256, 4))
         self.peaks: list[int] = []
 
     def on_train_batch_start(self, *args: Any) -> None:
         torch.cuda.reset_peak_memory_stats()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self.head(self.blocks(self.stem(batch[0])))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)

@@ -76,14 +76,9 @@ def test_a_wrong_argument_is_named(wrong: str, named: tuple[str, ...], capsys):
 def test_short_names_and_rules_on_the_command_line():
     rules = {"body.*": {"sparsity": {"class_path": "CosineSchedule", "init_args": {"end": 0.5}}}, "head": {"bits": 3}}
     monitor = "--trainer.callbacks+=ActivationMemoryMonitor", "--trainer.callbacks.verbose=false"
-    schedule = "--trainer.callbacks.sparsity=LinearSchedule", "--trainer.callbacks.sparsity.end=0.7"
-    settings = (
-        "--trainer.callbacks.preset=max",
-        "--trainer.callbacks.cuda_graphs=true",
-        *schedule,
-        f"--trainer.callbacks.rules={json.dumps(rules)}",
-    )
-    made = cli(*CALLBACK, *settings, *monitor)
+    settings = "preset=max", "cuda_graphs=true", "sparsity=LinearSchedule", "sparsity.end=0.7"
+    with_rules = *settings, f"rules={json.dumps(rules)}"
+    made = cli(*CALLBACK, *(f"--trainer.callbacks.{setting}" for setting in with_rules), *monitor)
     pruning, monitor = ours(made)
     assert (pruning.preset, pruning.cuda_graphs, pruning.sparsity) == ("max", True, LinearSchedule(0.7))
     assert pruning.rules == {"body.*": {"sparsity": CosineSchedule(0.5)}, "head": {"bits": 3}}

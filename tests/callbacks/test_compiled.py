@@ -17,22 +17,23 @@ from torch.utils.data import DataLoader
 from lightning_actprune import ActivationMemoryMonitor, ActivationPruning
 from lightning_actprune.callbacks.memory import _compiled_rows
 from lightning_actprune.codec.private import joint_passes
-from tests.support.helpers import BATCHES, fit
+from tests.support.helpers import BATCHES, assert_plain, fit
+from tests.support.stack import Residual
 
 pytestmark = pytest.mark.integration
 
 
 class Wide(pl.LightningModule):
-    """Norm, two linear layers around a GELU, wide enough to be packed; is validated by batches of another size."""
+    """Residual blocks, wide enough to be packed; is validated by batches of another size."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        self.head, self.scores = nn.Linear(64, 4), list[Tensor]()
+        self.body, self.head = nn.Sequential(*(Residual() for _ in range(blocks))), nn.Linear(64, 4)
+        self.scores = list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.body(x)).mean(1)
+        return self.head(self.body(x)).mean(1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch).square().mean()
@@ -50,26 +51,6 @@ class Wide(pl.LightningModule):
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader([torch.ones(16, 64, 64)], batch_size=None)
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
-
-
-class Deep(Wide):
-    """Four residual blocks, which can run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(Residual() for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)).mean(1)
 
 
 def installed() -> tuple[object, object]:
@@ -90,12 +71,12 @@ def losses_of(
 
 
 @pytest.fixture(scope="module")
-def eager() -> Callable[[type[Wide]], tuple[list[Tensor], int]]:
-    """Return the losses and the bytes kept of a dense fit that is not compiled, by the class of the model."""
+def eager() -> Callable[[int], tuple[list[Tensor], int]]:
+    """Return the losses and the bytes kept of a dense fit that is not compiled, by the number of blocks."""
 
     @functools.cache
-    def run(kind: type[Wide]) -> tuple[list[Tensor], int]:
-        losses = losses_of(kind(), monitor := ActivationMemoryMonitor(2), backend=None)
+    def run(blocks: int) -> tuple[list[Tensor], int]:
+        losses = losses_of(Wide(blocks), monitor := ActivationMemoryMonitor(2), backend=None)
         return losses, monitor.report.stored_bytes
 
     return run
@@ -111,7 +92,7 @@ def assert_learned_alike(losses: list[Tensor], right: list[Tensor]) -> None:
 
 def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     caplog.set_level("INFO")
-    before, model, (right, dense_bytes) = installed(), Wide(), eager(Wide)
+    before, model, (right, dense_bytes) = installed(), Wide(), eager(1)
     caplog.clear()
     pruning, monitor = ActivationPruning("balanced"), ActivationMemoryMonitor(2)
     losses = losses_of(model, pruning, monitor)
@@ -137,8 +118,7 @@ def test_a_compiled_fit_packs_and_learns_as_the_dense_one(eager, caplog):
     rows.append(told[0])  # of another batch size
     assert _compiled_rows(model.trainer, monitor.report) == []
     assert installed() == before
-    kinds = [type(module) for module in Wide().body]
-    assert [type(module) for module in model.body] == kinds
+    assert_plain(model)
 
 
 def test_accumulation_and_validation_in_between(eager):
@@ -153,27 +133,24 @@ def test_accumulation_and_validation_in_between(eager):
     assert "packed" in {row.how for row in pruning.compiled}
 
 
-@pytest.mark.parametrize(
-    ("preset", "part"),
-    [("max", "all"), ("recompute", "blocks")],
-)
+@pytest.mark.parametrize(("preset", "part"), [("max", "all"), ("recompute", "blocks")])
 def test_blocks_of_a_compiled_fit_keep_little_between_them(eager, part: str, preset: str):
-    model, (_, dense_bytes) = Deep(), eager(Deep)
+    model, (_, dense_bytes) = Wide(4), eager(4)
     if part == "blocks":
         for block in model.body:
             block.compile(backend="aot_eager")
     pruning, monitor = ActivationPruning(preset, verbose=0), ActivationMemoryMonitor(2)
     losses = losses_of(model, pruning, monitor, backend="aot_eager" if part == "all" else None)
-    assert_learned_alike(losses, losses_of(Deep(), ActivationPruning(preset, verbose=0), backend=None))
+    assert_learned_alike(losses, losses_of(Wide(4), ActivationPruning(preset, verbose=0), backend=None))
     inputs = [row for row in pruning.compiled if row.shape == (32, 64, 64) and row.how == "packed"]
     # The first block is given the batch, which is there anyway; the others are compiled once.
     assert len([row for row in inputs if row.name.startswith("body")]) >= (1 if part == "blocks" else 3)
-    assert "as it is" not in {row.how for row in pruning.compiled if row.shape == (32, 64, 128)}
+    assert "as it is" not in {row.how for row in pruning.compiled if row.shape == (32, 64, 256)}
     assert monitor.report.stored_bytes < {"max": 0.3, "recompute": 0.2}[preset] * dense_bytes
 
 
 def test_a_compiler_without_joint_graphs_is_warned_of_and_layers_pack_by_themselves(eager):
-    ours, pruning, (right, dense_bytes) = ActivationMemoryMonitor(2), ActivationPruning(verbose=0), eager(Wide)
+    ours, pruning, (right, dense_bytes) = ActivationMemoryMonitor(2), ActivationPruning(verbose=0), eager(1)
     with pytest.warns(UserWarning, match="runs no pass over the graphs .*HINT"):
         losses = losses_of(Wide(), pruning, ours, backend="eager")
     assert_learned_alike(losses, right)

@@ -359,22 +359,21 @@ def test_a_model_that_was_given_to_another_trainer_cannot_log():
 
 def test_two_threads_train_two_models(whole):
     """The compiler's stance, which is the process's, is as it was, though the first to ask for another leaves first."""
-    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    meeting = threading.Barrier(2, timeout=60)
 
-    def first(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
-        if number == 0:
-            first_in.set()
-            assert second_in.wait(60)
-        elif number == 1:
-            first_out.set()
+    def meet(times: dict[int, int]) -> Callable[..., None]:
+        """Wait for the other thread as often as is said for the number of a batch."""
 
-    def second(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
-        if number == 0:
-            second_in.set()
-            assert first_out.wait(60)
+        def wait(trainer: pl.Trainer, model: Any, batch: Tensor, number: int) -> None:
+            for _ in range(times.get(number, 0)):
+                meeting.wait()
 
-    waits = LambdaCallback(on_fit_start=lambda *_: first_in.wait(60), on_train_batch_start=second)
-    orders = LambdaCallback(on_train_batch_start=first), waits
+        return wait
+
+    # The second starts when the first is in its first batch, which waits for that of the second, which waits for the
+    # second batch of the first.
+    starts = LambdaCallback(on_fit_start=lambda *_: meeting.wait(), on_train_batch_start=meet({0: 2}))
+    orders = LambdaCallback(on_train_batch_start=meet({0: 2, 1: 1})), starts
     models, callbacks = [Model(seed, 0.0) for seed in range(2)], [ours(), ours()]
     threads = [
         threading.Thread(target=fit, args=(model, *own, order))

@@ -47,8 +47,6 @@ MADE: dict[str, Callable[[Path], pl.Callback]] = {
     "ModelPruning": lambda folder: theirs.ModelPruning("l1_unstructured", amount=0.5),
     "RichModelSummary": lambda folder: theirs.RichModelSummary(max_depth=2),
 }
-
-
 LOOK_IN_SETUP = "StochasticWeightAveraging", "BackboneFinetuning", "ModelPruning"
 """For the model's layers, before ``configure_model``."""
 CHANGE_THE_MODEL = *LOOK_IN_SETUP, "EMAWeightAveraging", "LearningRateFinder", "BatchSizeFinder"

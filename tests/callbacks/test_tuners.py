@@ -12,12 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_actprune import ActivationPruning, Keep
 from lightning_actprune.analysis.memory import SavedTensorMeter
 from lightning_actprune.schedules import LinearSchedule
-from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Uneven
+from tests.callbacks.test_first_batch import CONCENTRATED, SPREAD, Retained, Uneven
 from tests.support.helpers import BATCHES, assert_plain, fit, sparsities, trainer
 from tests.support.marks import only
 
@@ -27,7 +27,7 @@ SIZE = 4
 QUICK = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
 
 
-class Judged(Uneven):
+class Judged(Uneven, Retained):
     """Of its layers one is spread, one is concentrated, and the input of the head is retained by a ReLU.
 
     ``kept`` has a row for each training step: whether a callback saw it, the batch size and the bytes kept. Batches
@@ -38,10 +38,6 @@ class Judged(Uneven):
         super().__init__(**options)
         self.kept: list[tuple[bool, int, int]] = []
         self.largest = SIZE
-
-    def make(self) -> None:
-        super().make()
-        self.body[3] = nn.ReLU()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with SavedTensorMeter(self, batch) as meter:

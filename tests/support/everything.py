@@ -95,16 +95,11 @@ class Everything(pl.LightningModule):
     val_dataloader = train_dataloader
 
 
-def stance() -> str:
-    """Return the stance of torch's compiler, which is the process's."""
-    return torch._dynamo.eval_frame._stance.stance
-
-
 def assert_nothing_open() -> None:
     """Assert that no hooks, modes, recorders, passes or listeners are open in this thread."""
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.overrides._get_current_function_mode() is None
-    assert stance() == "default"
+    assert torch._dynamo.eval_frame._stance.stance == "default"
     shared = first_batch._watching, recorder._saving, recorder.eager_stance
     assert [context._users for context in shared] == [0, 0, 0]
     assert recorder._open.recorders == recorder.unpack_listeners == watchers == []
