@@ -321,7 +321,7 @@ class StepFigures(pl.Callback):
 
     def begin(self) -> None:
         """Forget what was measured."""
-        self.memory: dict[str, float] = {}
+        self.memory: Record = {}
         self.issued: list[list[float]] = [[] for _ in range(self.plan.turns)]
         self.ended: list[list[Any]] = [[] for _ in range(self.plan.turns)]
         self.number = self.before = 0
@@ -364,8 +364,9 @@ class StepFigures(pl.Callback):
         if batch_idx == self.plan.warm_up:
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
-            graphs = [part._replay.graphs for part in pl_module.modules() if isinstance(part, ReplayedModule)]
-            self.memory |= {"graphs": sum(graphs)} if graphs else {}
+            replays = [part._replay for part in pl_module.modules() if isinstance(part, ReplayedModule)]
+            self.memory |= {"graphs": sum(r.graphs for r in replays)} if replays else {}
+            self.memory |= {"why_eager": r.reason for r in replays if r.reason}
             if torch.cuda.is_available():
                 most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
                 self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}

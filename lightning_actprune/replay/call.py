@@ -77,7 +77,22 @@ def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def uncached_autocast(device: str) -> torch.autocast:
-    """Return autocast as it is, without its cache: casts of weights from before would be those of today for good."""
-    _, enabled, dtype = _autocast(device)
-    return torch.autocast(device, dtype, enabled, cache_enabled=False)
+def uncached_autocast(device: str, enabled: bool | None = None) -> torch.autocast:
+    """Return autocast, as it is or ``enabled`` or not.
+
+    It has no cache: casts of weights from before would be those of today for good.
+    """
+    _, now, dtype = _autocast(device)
+    return torch.autocast(device, dtype, now if enabled is None else enabled, cache_enabled=False)
+
+
+class Conduct(NamedTuple):
+    """What eager calls of a signature have shown.
+
+    Args:
+        constants: What functions return that read values on the host, ``None`` if not all of these are constant.
+        autocasts: Whether backward runs within autocast, where sums and products are others than outside.
+    """
+
+    constants: list[tuple[str, Any]] | None
+    autocasts: bool

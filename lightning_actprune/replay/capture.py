@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.second_run import python_generators, set_python_generators
-from lightning_actprune.replay.call import Call, RefusedError, uncached_autocast
+from lightning_actprune.replay.call import Call, Conduct, RefusedError, uncached_autocast
 from lightning_actprune.replay.graph import Graph, Recorder, leaves_of, probe
 from lightning_actprune.replay.memory import beside, free_cache, memory
 
@@ -29,13 +29,12 @@ def capture(
     module: nn.Module,
     forward: Callable[..., Any],
     call: Call,
-    constants: Sequence[tuple[str, Any]] | None,
+    conduct: Conduct,
     first: bool,
 ) -> Graph:
     """Return the graph of a call, of which a replay has computed what eager runs do.
 
-    ``constants``: what functions return that read values on the host in it, ``None`` if not all of these are constant.
-    ``first``: whether it is the recorder's first.
+    ``conduct``: what eager calls have shown. ``first``: whether it is the recorder's first.
 
     Raises:
         RefusedError: If it cannot be captured, or a replay computes something else.
@@ -54,7 +53,7 @@ def capture(
 
     def run() -> list[Tensor | None]:
         from_the_start()
-        outputs, gradients = _run(forward, call, aliases)
+        outputs, gradients = _run(forward, call, aliases, conduct.autocasts)
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
@@ -66,7 +65,7 @@ def capture(
             others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
         free_cache()  # which the pool of graphs cannot use
         from_the_start()
-        graph = Graph(recorder, forward, call, parameters, aliases, around, constants, room)
+        graph = Graph(recorder, forward, call, parameters, aliases, around, conduct, room)
         from_the_start()
         replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
         found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
@@ -138,7 +137,7 @@ def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequenc
 
 
 def _run(
-    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor]
+    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], autocasts: bool
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs of an eager run, and the gradients of inputs and parameters for those of ``probe``."""
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
@@ -151,7 +150,8 @@ def _run(
         raise RefusedError("none of its outputs needs a gradient")
     if leaves_of(ends) - {id(x) for x in wanted}:
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
-    return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
+    with uncached_autocast(inputs[0].device.type, autocasts):
+        return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
 
 
 def _difference(right: Tensor | None, found: Tensor | None) -> float:

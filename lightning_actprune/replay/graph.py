@@ -16,7 +16,7 @@ from lightning_actprune.codec.private import (
     storage_uses,
 )
 from lightning_actprune.operators.containers import map_tensors, tensors_in
-from lightning_actprune.replay.call import Call, uncached_autocast
+from lightning_actprune.replay.call import Call, Conduct, uncached_autocast
 from lightning_actprune.replay.memory import at_its_place, stream_beside
 from lightning_actprune.replay.watch import Constants
 
@@ -63,7 +63,7 @@ class Graph:
         parameters: Those that need a gradient.
         aliases: Tensors that ``forward`` computes with in their place.
         around: Puts them there.
-        constants: What functions return that read values on the host, ``None`` if not all of these are constant.
+        conduct: What eager calls have shown.
         room: Bytes that it takes from the GPU at once; in pieces, more would be left over between them.
     """
 
@@ -75,10 +75,12 @@ class Graph:
         parameters: Sequence[Tensor],
         aliases: Sequence[Tensor],
         around: Callable[[], AbstractContextManager[None]],
-        constants: Sequence[tuple[str, Any]] | None,
+        conduct: Conduct,
         room: int,
     ) -> None:
-        self._constants = constants  # which may be tensors that kernels read
+        self.conduct, self.device = conduct, call.tensors[0].device.type  # constants may be what kernels read
+        self.is_misused = False
+        """Whether backward has run in another way than it was captured in."""
         self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
         wanted, live = list[Tensor](), list[Tensor]()
 
@@ -90,7 +92,7 @@ class Graph:
             self._inputs = list(map(at_its_place, inputs))
             wanted[:] = [*(x for x in inputs if x.requires_grad), *aliases]
             args, kwargs = call.arguments(inputs)
-            with around(), uncached_autocast(inputs[0].device.type), _as_eager(constants):
+            with around(), uncached_autocast(self.device), _as_eager(conduct.constants):
                 outputs = forward(*args, **kwargs)
             live[:] = tensors_in(outputs)
             return outputs
@@ -106,7 +108,7 @@ class Graph:
 
         def run_backward() -> list[Tensor | None]:
             ends = [live[number] for number in self._ends]
-            with around():  # for what runs again
+            with around(), uncached_autocast(self.device, conduct.autocasts):  # for what runs again
                 return list(torch.autograd.grad(ends, wanted, self._gradients, allow_unused=True))
 
         found: tuple[Callable[[], None], list[Tensor | None]] = recorder.record(run_backward)
@@ -280,6 +282,7 @@ class _Replay(torch.autograd.Function):
                 "An output of a module that is replayed from a CUDA graph has been modified by an inplace operation "
                 "before backward. HINT: modify a clone of it, or leave out `cuda_graphs`."
             )
+        graph.is_misused |= torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts
         given = graph.differentiable(gradients)
         graph.run_backward(given)
         graph._pending = None

@@ -35,8 +35,9 @@ from lightning_actprune.codec.private import (
     tree_flatten,
 )
 from lightning_actprune.operators.base import Converted
+from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
-from lightning_actprune.replay.call import PLAIN, Call, RefusedError, take_apart
+from lightning_actprune.replay.call import PLAIN, Call, Conduct, RefusedError, take_apart
 from lightning_actprune.replay.capture import capture, unchanged
 from lightning_actprune.replay.graph import CudaRecorder, Graph, Recorder
 from lightning_actprune.replay.memory import free_cache
@@ -102,7 +103,7 @@ class _Signature:
 
     def __init__(self) -> None:
         self.watched, self.alike, self.reads = 0, 0, ""
-        self.constants: list[tuple[str, Any]] | None = None  # if nothing else is read on the host
+        self.conduct = Conduct(None, False)
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
         self.state: State | None = None
@@ -144,6 +145,7 @@ class ModuleReplay:
         """Free the graphs."""
         self._signatures.clear()
         self._pool = None
+        free_cache()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``forward(*args, **kwargs)``, eagerly or from a graph."""
@@ -168,13 +170,14 @@ class ModuleReplay:
                 return forward(*args, **kwargs)
             signature.others = 0
         except RefusedError as reason:
-            self.close()
-            self.reason = str(reason)
+            self._refuse(str(reason))
             return forward(*args, **kwargs)
         signature.calls += 1
         graph = signature.graph
         assert graph is not None
-        if self._in_use():
+        if graph.is_misused:
+            self._refuse("backward runs within autocast in some steps and not in others")
+        if self.reason or self._in_use():
             return forward(*args, **kwargs)
         if signature.calls == 2:  # gradients of eager steps have gone
             free_cache()
@@ -184,6 +187,10 @@ class ModuleReplay:
         self.replays += 1
         self._last = weakref.ref(graph)
         return graph(call.tensors)
+
+    def _refuse(self, reason: str) -> None:
+        self.close()
+        self.reason = reason
 
     def _signature(self, key: Any) -> _Signature | None:
         found = self._signatures.get(key)
@@ -220,12 +227,18 @@ class ModuleReplay:
             changed = "it writes to its arguments"
         alike = not changed and operations.log == signature.log
         signature.log, signature.reads = None if changed else operations.log, operations.reads
-        signature.constants = None if operations.reads else operations.constants
+        signature.conduct = Conduct(None if operations.reads else operations.constants, signature.conduct.autocasts)
+
+        def note_autocast(gradient: Tensor) -> None:
+            signature.conduct = signature.conduct._replace(autocasts=torch.is_autocast_enabled(gradient.device.type))
+
+        for y in tensors_in(outputs):
+            if y.grad_fn is not None:
+                y.register_hook(note_autocast)  # type: ignore[no-untyped-call]
         signature.alike = signature.alike + 1 if alike else 0
         signature.watched += 1
         if signature.watched >= MOST_WATCHED and not alike:
-            self.close()
-            self.reason = changed or operations.reads or "it does something else in each call"
+            self._refuse(changed or operations.reads or "it does something else in each call")
         return outputs
 
     def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: Call) -> None:
@@ -242,7 +255,7 @@ class ModuleReplay:
         signature.state = State(module)
         with unchanged(module):
             try:
-                signature.graph = capture(self._pool, module, forward, call, signature.constants, self._captures == 1)
+                signature.graph = capture(self._pool, module, forward, call, signature.conduct, self._captures == 1)
             except RefusedError as reason:
                 fails = reason.__cause__ is not None  # where values are read, which is then why
                 raise RefusedError(signature.reads if fails and signature.reads else str(reason)) from reason

@@ -170,11 +170,12 @@ def test_a_gpu_that_waits_for_python_is_noticed_once(monkeypatch, caplog):
 def test_a_fit_on_a_gpu_is_the_same(monkeypatch, precision, preset):
     monkeypatch.setattr(GraphedSteps, "recorder", CudaRecorder)
     options: dict[str, Any] = {"accelerator": "gpu", "max_epochs": 4}
-    scaler = torch.amp.GradScaler("cuda", 2.0**28)  # with which the gradients of the first steps are infinite
-    half = {"plugins": MixedPrecision("16-mixed", "cuda", scaler)} if precision == "16-mixed" else {}
-    options |= half or {"precision": precision}
-    (expected, _), (result, replays) = (
-        run(ActivationPruning(preset, cuda_graphs=graphs, verbose=0), **options) for graphs in (False, True)
-    )
+    found = []
+    for graphs in False, True:
+        scaler = torch.amp.GradScaler("cuda", 2.0**28)  # with which the gradients of the first steps are infinite
+        half = {"plugins": MixedPrecision("16-mixed", "cuda", scaler)} if precision == "16-mixed" else {}
+        pruning = ActivationPruning(preset, cuda_graphs=graphs, verbose=0)
+        found.append(run(pruning, **options, **(half or {"precision": precision})))
+    (expected, _), (result, replays) = found
     torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert replays["body"] > 3 * STEPS
