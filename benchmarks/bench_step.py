@@ -365,8 +365,9 @@ class StepFigures(pl.Callback):
             for callback in trainer.callbacks:
                 self.allocation = getattr(callback, "allocation", self.allocation)
             replays = [part._replay for part in pl_module.modules() if isinstance(part, ReplayedModule)]
-            self.memory |= {"graphs": sum(r.graphs for r in replays)} if replays else {}
-            self.memory |= {"why_eager": r.reason for r in replays if r.reason}
+            if replays:
+                reasons = "; ".join(replay.reason for replay in replays)
+                self.memory |= {"graphs": sum(replay.graphs for replay in replays), "why_eager": reasons}
             if torch.cuda.is_available():
                 most = {"peak_mib": torch.cuda.max_memory_allocated(), "reserved_mib": torch.cuda.max_memory_reserved()}
                 self.memory |= {name: round(size / MIB, 2) for name, size in most.items()}

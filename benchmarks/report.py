@@ -14,7 +14,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +137,11 @@ def steps(records: Records) -> str:
     return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
 
 
-def graphs(**of: str) -> str:
-    """Steps replayed from CUDA graphs, those of eager models beside steps that are not."""
-    records = select("steps", **of)
-
-    def cells(r: Record, dense: Record | None) -> list[str]:
-        name = r["method"] + (", replayed" if r["mode"] == "graphs" else "")
-        return [name, figure(r, dense, "reserved_mib"), figure(r, dense, "step_ms", 1)]
-
-    rows = by_model(records, lambda r: r["model"], cells)
+def graphs() -> str:
+    """Compiled steps replayed from CUDA graphs."""
+    records = select("steps", table="compiled", mode="reduce-overhead")
+    rows = by_model(records, lambda r: r["model"],
+                    lambda r, d: [r["method"], figure(r, d, "reserved_mib"), figure(r, d, "step_ms", 1)])  # fmt: skip
     return sourced(["method", "reserved MiB", "ms a step"], rows, records, "steps")
 
 
@@ -584,8 +580,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "brief": lambda: headline(brief=True),
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
-    "graphs": partial(graphs, table="compiled", mode="reduce-overhead"),
-    "replayed": partial(graphs, table="graphs"),
+    "graphs": graphs,
     "gpus": several_gpus,
     "largest": largest,
     "budgets": budgets,

@@ -211,21 +211,22 @@ def test_backward_within_autocast_in_some_steps_ends_replays():
 @pytest.mark.parametrize(
     "misuse",
     [
-        lambda net, y: [y.sum().backward(retain_graph=True) for _ in range(2)],
-        lambda net, y: autograd.grad(y.exp().sum(), net.p, create_graph=True)[0].sum().backward(),
-        lambda net, y: (net.b.weight.detach().mul_(2), y.sum().backward()),
-        lambda net, y: y.mul_(2).sum().backward(),
+        lambda net, y, other: [y.sum().backward(retain_graph=True) for _ in range(2)],
+        lambda net, y, other: autograd.grad(y.exp().sum(), net.p, create_graph=True)[0].sum().backward(),
+        lambda net, y, other: (net.b.weight.detach().mul_(2), y.sum().backward()),
+        lambda net, y, other: y.mul_(2).sum().backward(),
+        lambda net, y, other: (y + other).sum().backward(),
     ],
 )
 def test_a_backward_that_a_graph_cannot_do_raises(monkeypatch, misuse):
     monkeypatch.setattr(graph, "SMALL_BYTES", 0)
-    net = Net(lambda net, x: net.b(net.a(x) * net.p))
+    net = Net(lambda net, x: (net.b(net.a(x) * net.p), net.a(x).relu()))
     replayed = replay_module(net, "net", TapeRecorder)
     for _ in range(5):
-        back(net(torch.ones(4, 8)))
+        back(net(torch.ones(4, 8))[0])
     assert replayed.replays == 2
     with pytest.raises(RuntimeError):
-        misuse(net, net(torch.ones(4, 8)))
+        misuse(net, *net(torch.ones(4, 8)))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])

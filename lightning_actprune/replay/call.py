@@ -92,7 +92,9 @@ class Conduct(NamedTuple):
     Args:
         constants: What functions return that read values on the host, ``None`` if not all of these are constant.
         autocasts: Whether backward runs within autocast, where sums and products are others than outside.
+        ends: Numbers of the outputs that get gradients.
     """
 
-    constants: list[tuple[str, Any]] | None
-    autocasts: bool
+    constants: list[tuple[str, Any]] | None = None
+    autocasts: bool = False
+    ends: frozenset[int] = frozenset()

@@ -53,7 +53,7 @@ def capture(
 
     def run() -> list[Tensor | None]:
         from_the_start()
-        outputs, gradients = _run(forward, call, aliases, conduct.autocasts)
+        outputs, gradients = _run(forward, call, aliases, conduct)
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
@@ -137,7 +137,7 @@ def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequenc
 
 
 def _run(
-    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], autocasts: bool
+    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], conduct: Conduct
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs of an eager run, and the gradients of inputs and parameters for those of ``probe``."""
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
@@ -145,12 +145,10 @@ def _run(
     with uncached_autocast(inputs[0].device.type):
         outputs = list(tensors_in(forward(*args, **kwargs)))
     wanted = [*(x for x in inputs if x.requires_grad), *parameters]
-    ends = [y for y in outputs if y.requires_grad]
-    if not ends or not wanted:
-        raise RefusedError("none of its outputs needs a gradient")
+    ends = [outputs[number] for number in sorted(conduct.ends)]
     if leaves_of(ends) - {id(x) for x in wanted}:
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
-    with uncached_autocast(inputs[0].device.type, autocasts):
+    with uncached_autocast(inputs[0].device.type, conduct.autocasts):
         return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
 
 

@@ -101,7 +101,9 @@ class Graph:
         self._outputs = [y.detach() for y in live]
         places = {id(y): number for number, y in enumerate(live)}
         self._template = map_tensors(lambda y: self._outputs[places[id(y)]], outputs)
-        self._ends = [number for number, y in enumerate(live) if y.requires_grad]
+        self._ends = sorted(conduct.ends)
+        self.others = [n for n, y in enumerate(live) if y.requires_grad and n not in conduct.ends]
+        """Numbers of the outputs that need a gradient and have got none."""
         self._gradients = [torch.zeros_like(live[number]) for number in self._ends]
 
         self._reached = [leaves_of([live[number]]) for number in self._ends]
@@ -259,8 +261,8 @@ class _Replay(torch.autograd.Function):
         ctx.versions = [parameter._version for parameter in graph._parameters]
         results = graph.run_forward(tensors[:count])
         ctx.written = graph.written()
-        ends = {id(y) for y in graph.differentiable(results)}
-        ctx.mark_non_differentiable(*(y for y in results if id(y) not in ends))
+        needy = {*graph.conduct.ends, *graph.others}
+        ctx.mark_non_differentiable(*(y for number, y in enumerate(results) if number not in needy))
         return results
 
     @staticmethod
@@ -281,6 +283,11 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(
                 "An output of a module that is replayed from a CUDA graph has been modified by an inplace operation "
                 "before backward. HINT: modify a clone of it, or leave out `cuda_graphs`."
+            )
+        if any(gradients[number] is not None for number in graph.others):
+            raise RuntimeError(
+                "An output of a module that is replayed from a CUDA graph gets a gradient now, and got none when it was "
+                "captured. HINT: leave out `cuda_graphs`, or let the loss depend on it from the first step."
             )
         graph.is_misused |= torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts
         given = graph.differentiable(gradients)

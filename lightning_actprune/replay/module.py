@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,11 +104,20 @@ class _Signature:
 
     def __init__(self) -> None:
         self.watched, self.alike, self.reads = 0, 0, ""
-        self.conduct = Conduct(None, False)
+        self.conduct = Conduct()
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
         self.state: State | None = None
         self.calls = self.others = 0
+
+    def sees(self, **conduct: Any) -> None:
+        """Note what an eager call has shown."""
+        self.conduct = self.conduct._replace(**conduct)
+
+    def sees_gradient(self, number: int, gradient: Tensor) -> None:
+        """Note that an output gets a gradient."""
+        autocasts = torch.is_autocast_enabled(gradient.device.type)
+        self.sees(autocasts=autocasts, ends=self.conduct.ends | {number})
 
 
 class ModuleReplay:
@@ -158,7 +168,7 @@ class ModuleReplay:
             if signature is None:
                 return forward(*args, **kwargs)
             if signature.graph is None:
-                if signature.alike < WATCHED:
+                if signature.alike < WATCHED or not signature.conduct.ends:
                     return self._watch(signature, module, forward, args, kwargs)
                 if self._in_use():  # a capture overwrites what the pool of graphs has for its backward
                     return forward(*args, **kwargs)
@@ -227,18 +237,17 @@ class ModuleReplay:
             changed = "it writes to its arguments"
         alike = not changed and operations.log == signature.log
         signature.log, signature.reads = None if changed else operations.log, operations.reads
-        signature.conduct = Conduct(None if operations.reads else operations.constants, signature.conduct.autocasts)
-
-        def note_autocast(gradient: Tensor) -> None:
-            signature.conduct = signature.conduct._replace(autocasts=torch.is_autocast_enabled(gradient.device.type))
-
-        for y in tensors_in(outputs):
+        signature.sees(constants=None if operations.reads else operations.constants)
+        for number, y in enumerate(tensors_in(outputs)):
             if y.grad_fn is not None:
-                y.register_hook(note_autocast)  # type: ignore[no-untyped-call]
+                y.register_hook(partial(signature.sees_gradient, number))  # type: ignore[no-untyped-call]
+            elif y.requires_grad:
+                signature.sees(ends=signature.conduct.ends | {number})
         signature.alike = signature.alike + 1 if alike else 0
         signature.watched += 1
-        if signature.watched >= MOST_WATCHED and not alike:
-            self._refuse(changed or operations.reads or "it does something else in each call")
+        if signature.watched >= MOST_WATCHED:
+            other = "none of its outputs gets a gradient" if alike else "it does something else in each call"
+            self._refuse(changed or operations.reads or other)
         return outputs
 
     def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: Call) -> None:
