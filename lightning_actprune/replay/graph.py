@@ -286,7 +286,7 @@ class _Replay(torch.autograd.Function):
             )
         if any(gradients[number] is not None for number in graph.others):
             raise RuntimeError(
-                "An output of a module that is replayed from a CUDA graph gets a gradient now, and got none when it was "
+                "An output of a module that is replayed from a CUDA graph gets a gradient, and got none when it was "
                 "captured. HINT: leave out `cuda_graphs`, or let the loss depend on it from the first step."
             )
         graph.is_misused |= torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts
