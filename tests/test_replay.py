@@ -129,6 +129,7 @@ EAGER: dict[str, tuple[Any, ...]] = {
     "transform": (None, plain, None, lambda m, x, n: torch.func.grad(lambda x: m(x).sum())(x.detach())),
     "item": ("item", lambda m, x: m.b(x) * x.mean().item()),
     "bool": ("bool", lambda m, x: m.b(x) * (2 if x.mean() > 0 else 1)),
+    "heads": ("more than once", lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: [back(y) for y in m(x)]),
     "drawn": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.rand(3).sum() > 0) else 1)),
     "written constant": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.zeros(1).add_(x.mean()) > 0) else 1)),
     "random": ("random", lambda m, x: m.b(x) * random.random()),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from statistics import median
 from typing import Any
 
 import torch
@@ -79,8 +78,8 @@ def capture(
             error = error.__context__
         raise RefusedError(f"it cannot be captured: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
     noise = list(map(max, *others))
-    typical = median([each for each in noise if each] or [0.0])  # some that vary agree by chance
-    if any(mine > NOISE * max(each, typical) for mine, each in zip(found, noise, strict=True)):
+    least = _precision(call) if any(noise) else 0.0  # then some agree by chance
+    if any(mine > max(NOISE * each, least) for mine, each in zip(found, noise, strict=True)):
         raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
 
@@ -150,6 +149,14 @@ def _run(
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
     with uncached_autocast(inputs[0].device.type, conduct.autocasts):
         return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
+
+
+def _precision(call: Call) -> float:
+    """Return the relative error of one rounding in the types that a call computes with."""
+    device = call.tensors[0].device.type
+    types = [x.dtype for x in call.tensors if x.is_floating_point()] or [torch.float32]
+    types += [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+    return max(torch.finfo(dtype).eps for dtype in types)
 
 
 def _difference(right: Tensor | None, found: Tensor | None) -> float:

@@ -32,6 +32,7 @@ from torch.compiler import is_compiling
 
 from lightning_actprune.codec.private import (
     are_functorch_transforms_active,
+    current_graph_task_id,
     top_saved_tensors_hooks,
     tree_flatten,
 )
@@ -109,13 +110,17 @@ class _Signature:
         self.graph: Graph | None = None
         self.state: State | None = None
         self.calls = self.others = 0
+        self.has_several = False
+        """Whether backward has run more than once through a call."""
 
     def sees(self, **conduct: Any) -> None:
         """Note what an eager call has shown."""
         self.conduct = self.conduct._replace(**conduct)
 
-    def sees_gradient(self, number: int, gradient: Tensor) -> None:
-        """Note that an output gets a gradient."""
+    def sees_gradient(self, number: int, tasks: set[int], gradient: Tensor) -> None:
+        """Note that an output gets a gradient; ``tasks``: of autograd, that have come to outputs of the same call."""
+        tasks.add(current_graph_task_id())
+        self.has_several |= len(tasks) > 1
         autocasts = torch.is_autocast_enabled(gradient.device.type)
         self.sees(autocasts=autocasts, ends=self.conduct.ends | {number})
 
@@ -168,6 +173,8 @@ class ModuleReplay:
             if signature is None:
                 return forward(*args, **kwargs)
             if signature.graph is None:
+                if signature.has_several:
+                    raise RefusedError("backward runs more than once through a call")
                 if signature.alike < WATCHED or not signature.conduct.ends:
                     return self._watch(signature, module, forward, args, kwargs)
                 if self._in_use():  # a capture overwrites what the pool of graphs has for its backward
@@ -238,9 +245,10 @@ class ModuleReplay:
         alike = not changed and operations.log == signature.log
         signature.log, signature.reads = None if changed else operations.log, operations.reads
         signature.sees(constants=None if operations.reads else operations.constants)
+        tasks = set[int]()
         for number, y in enumerate(tensors_in(outputs)):
             if y.grad_fn is not None:
-                y.register_hook(partial(signature.sees_gradient, number))  # type: ignore[no-untyped-call]
+                y.register_hook(partial(signature.sees_gradient, number, tasks))  # type: ignore[no-untyped-call]
             elif y.requires_grad:
                 signature.sees(ends=signature.conduct.ends | {number})
         signature.alike = signature.alike + 1 if alike else 0
