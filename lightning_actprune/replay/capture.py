@@ -86,9 +86,8 @@ def capture(
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave buffers, gradients and all random generators as they were."""
+    """Leave buffers and all random generators as they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     python, drawn = python_generators(), _generators()
     try:
         yield
@@ -96,8 +95,6 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, values in buffers:
                 buffer.data.copy_(values)  # which autograd does not take for a change
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         set_python_generators(python)
         _set_generators(drawn)
 

@@ -79,8 +79,6 @@ class Graph:
         room: int,
     ) -> None:
         self.conduct, self.device = conduct, call.tensors[0].device.type  # constants may be what kernels read
-        self.is_misused = False
-        """Whether backward has run in another way than it was captured in."""
         self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
         wanted, live = list[Tensor](), list[Tensor]()
 
@@ -289,7 +287,11 @@ class _Replay(torch.autograd.Function):
                 "An output of a module that is replayed from a CUDA graph gets a gradient, and got none when it was "
                 "captured. HINT: leave out `cuda_graphs`, or let the loss depend on it from the first step."
             )
-        graph.is_misused |= torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts
+        if torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts:
+            raise RuntimeError(
+                "Backward of a module that is replayed from a CUDA graph runs within autocast and was captured outside of "
+                "it, or the other way round. HINT: call it outside."
+            )
         given = graph.differentiable(gradients)
         graph.run_backward(given)
         graph._pending = None

@@ -192,9 +192,7 @@ class ModuleReplay:
         signature.calls += 1
         graph = signature.graph
         assert graph is not None
-        if graph.is_misused:
-            self._refuse("backward runs within autocast in some steps and not in others")
-        if self.reason or self._in_use():
+        if self._in_use():
             return forward(*args, **kwargs)
         if signature.calls == 2:  # gradients of eager steps have gone
             free_cache()

@@ -54,11 +54,15 @@ class TapeRecorder:
         self.tapes.append(tape)
 
         @torch.no_grad()
+        @torch.autocast("cpu", enabled=False)
         def replay(kernels: Any = tape.kernels) -> None:
-            for pair in (self.tapes[other : other + 2] for other in range(0, len(self.tapes), 2) if other != place):
+            for other in range(0, len(self.tapes), 2):
+                pair = self.tapes[other : other + 2] if other != place else []
                 aliases = sum((each.aliases for each in pair), Counter())
                 for key, y in (item for each in pair for item in each.allocated.items()):
-                    if y.is_floating_point() and storage_uses(y) <= aliases[key] + _WRAPPED:
+                    # What was captured later may lie in memory that was free when this was captured.
+                    is_free = other > place or storage_uses(y) <= aliases[key] + _WRAPPED
+                    if y.is_floating_point() and is_free:
                         y.fill_(torch.nan)
             for func, args, kwargs, outputs in kernels:
                 for mine, y in zip(outputs, tensors_in(func(*args, **kwargs)), strict=True):
