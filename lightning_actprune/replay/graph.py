@@ -289,8 +289,8 @@ class _Replay(torch.autograd.Function):
             )
         if torch.is_autocast_enabled(graph.device) != graph.conduct.autocasts:
             raise RuntimeError(
-                "Backward of a module that is replayed from a CUDA graph runs within autocast, and was captured outside, "
-                "or the other way round. HINT: call it outside."
+                "Backward of a module that is replayed from a CUDA graph runs within autocast and was captured "
+                "outside, or the other way round. HINT: call it outside."
             )
         given = graph.differentiable(gradients)
         graph.run_backward(given)
