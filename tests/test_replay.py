@@ -24,6 +24,7 @@ from tests.support.tape import TapeRecorder
 
 Result = namedtuple("Result", "y index")
 noted: list[Any] = []
+FOREIGN = torch.rand(8)
 
 
 class Net(nn.Module):
@@ -33,7 +34,7 @@ class Net(nn.Module):
         self.blocks, self.table, self.factor = nn.Sequential(nn.GELU(), nn.LayerNorm(8)), torch.ones(8), 1.0
         self.p, self.q = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8))
         self.scale, self.body, self.count = nn.Buffer(torch.rand(8)), body, iter(range(999))
-        self.own, self.listed = torch.Generator(), [self.a.weight]
+        self.own, self.listed, self.numbers = torch.Generator(), [self.a.weight], np.random.default_rng(0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(self, *args, **kwargs)
@@ -140,6 +141,7 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
     "strides of weights": (plain, lambda m, n: n == 3 and setattr(m.a.weight, "data", m.a.weight.data.t())),
     "parameter": (plain, lambda m, n: n == 3 and setattr(m.a, "weight", nn.Parameter(m.a.weight.detach()))),
     "buffer": (plain, lambda m, n: n == 3 and setattr(m, "scale", m.scale * 2)),
+    "shape": (plain, lambda m, n: n == 3 and setattr(m.scale, "data", m.scale.data[:1])),
     "tensor": (plain, lambda m, n: n == 3 and setattr(m, "table", m.table * 2)),
     "class": (plain, lambda m, n: n == 3 and setattr(m.blocks[0], "__class__", nn.Softsign)),
     "number": (plain, lambda m, n: n == 3 and setattr(m, "factor", 2.0)),
@@ -154,6 +156,14 @@ EAGER: dict[str, tuple[Any, ...]] = {
     "item": ("item", lambda m, x: m.b(x) * x.mean().item()),
     "bool": ("bool", lambda m, x: m.b(x) * (2 if x.mean() > 0 else 1)),
     "heads": ("more than once", lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: [back(y) for y in m(x)]),
+    "generator": ("numbers", lambda m, x: m.b(x) * m.numbers.random()),
+    "filled": ("arguments", lambda m, x, box: (box.append(m.b(x)), box[0])[1], None, lambda m, x, n: back(m(x, []))),
+    "foreign": ("no argument", lambda m, x: m.b(x) * FOREIGN),
+    "returned": ("returns", lambda m, x: (m.b(x), m.scale), None, lambda m, x, n: back(m(x)[0])),
+    "penalty": (
+        *("create_graph", whole, None),
+        lambda m, x, n: back(autograd.grad(m(x).sum(), m.a.weight, create_graph=True)[0] + m.p.sum()),
+    ),
     "drawn": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.bernoulli(torch.ones(3) / 2).sum() > 0) else 1)),
     "written constant": ("bool", lambda m, x: m.b(x) * (2 if bool(torch.zeros(1).add_(x.mean()) > 0) else 1)),
     "random": ("random", lambda m, x: m.b(x) * random.random()),
@@ -261,6 +271,7 @@ def test_copies_are_eager_and_letting_go_leaves_the_module(copied):
     back(other(torch.randn(4, 8)))
     y = net(torch.randn(4, 8))
     assert replayed.replays == replays + 1
+    assert "recurrent" in replay_module(nn.GRU(2, 2), "net").reason
     for each in net, other:
         let_go(each)
         assert (type(each), set(vars(each))) == (Net, names)

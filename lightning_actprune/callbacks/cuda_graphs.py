@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,9 +50,12 @@ class GraphedSteps:
     def __getstate__(self) -> dict[str, Any]:
         return vars(GraphedSteps())  # a copy of the callback is in no fit
 
-    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> str:
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
         """Look for modules, or begin to replay them; return what to tell the user, empty for nothing."""
         self._steps += 1
+        if zeroes_gradients(trainer, model, batch_idx):
+            for _, replay in self._replays:
+                replay.drop_gradients()
         if self._steps == 1:
             reason = why_eager(trainer, model, needs_cuda=self.recorder is CudaRecorder)
             if reason:
@@ -146,6 +150,12 @@ class OutermostCalls:
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._running and self._running[-1] is module:
             self._running.pop()
+
+
+def zeroes_gradients(trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> bool:
+    """Return whether Lightning sets gradients to ``None`` in this batch; it does so after forward."""
+    first = batch_idx % trainer.accumulate_grad_batches == 0
+    return first and model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
 
 
 def _hooked(model: nn.Module) -> set[nn.Module]:

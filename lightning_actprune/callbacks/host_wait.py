@@ -30,7 +30,7 @@ class HostWait:
     def __getstate__(self) -> dict[str, Any]:
         return vars(HostWait())  # a copy of the callback is in no fit
 
-    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule) -> str:
+    def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
         """Note when the GPU begins a step; there is nothing to tell the user yet."""
         self._steps += 1
         if self._steps == 1 and (why_eager(trainer, model) or eager_modules(model) != set(model.modules())):

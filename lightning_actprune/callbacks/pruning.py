@@ -293,7 +293,7 @@ class ActivationPruning(TrainerCallback):
             self._budget.batch_starts(trainer, pl_module, batch)
         self._probe.batch_starts(pl_module, batch)
         if (self.cuda_graphs or self.verbose) and self._is_settled:
-            self._tell(trainer, self._graphs.batch_starts(trainer, pl_module))
+            self._tell(trainer, self._graphs.batch_starts(trainer, pl_module, batch_idx))
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

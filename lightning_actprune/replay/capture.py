@@ -42,6 +42,7 @@ def capture(
     aliases = [nn.Parameter(parameter.detach()) for parameter in parameters]
     around = partial(_exchanged, module, parameters, aliases)
     device = call.tensors[0].device
+    own = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers()) if x.numel()}
     drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
     def from_the_start() -> None:
@@ -52,7 +53,7 @@ def capture(
 
     def run() -> list[Tensor | None]:
         from_the_start()
-        outputs, gradients = _run(forward, call, aliases, conduct)
+        outputs, gradients = _run(forward, call, aliases, own, conduct)
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
@@ -133,7 +134,7 @@ def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequenc
 
 
 def _run(
-    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], conduct: Conduct
+    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], own: set[int], conduct: Conduct
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs of an eager run, and the gradients of inputs and parameters for those of ``probe``."""
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
@@ -142,6 +143,8 @@ def _run(
         outputs = list(tensors_in(forward(*args, **kwargs)))
     wanted = [*(x for x in inputs if x.requires_grad), *parameters]
     ends = [outputs[number] for number in sorted(conduct.ends)]
+    if {y.untyped_storage().data_ptr() for y in outputs if y.numel()} & own:
+        raise RefusedError("it returns one of its parameters or buffers")
     if leaves_of(ends) - {id(x) for x in wanted}:
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
     with uncached_autocast(inputs[0].device.type, conduct.autocasts):

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_actprune.codec.private import (
     storage_uses,
@@ -162,16 +161,18 @@ class Graph:
         return tuple(y.clone() if copied else y.detach() for y, copied in zip(self._outputs, self._copied, strict=True))
 
     @torch.no_grad()
-    def leave_gradients(self) -> None:
-        """Give each ``.grad`` that is an alias memory of its own: what is next adds to it, and somebody may hold it."""
+    def leave_gradients(self, copies: bool = True) -> None:
+        """Give each ``.grad`` that is an alias memory of its own, or drop it: forward writes there."""
         for parameter, own, _ in self._gradients_of:
             if _is_alias(parameter.grad, own):
-                parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
+                if copies:
+                    parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
+                else:
+                    parameter.grad = None
 
     @torch.no_grad()
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay backward with these gradients of the outputs that need one; return those of inputs and parameters."""
-        self.leave_gradients()
         for mine, gradient in zip(self._gradients, gradients, strict=True):
             if gradient is None:
                 mine.zero_()
@@ -264,9 +265,13 @@ class _Replay(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         graph = ctx.graph
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Gradients of a module that is replayed from a CUDA graph have no derivatives. HINT: leave out "
+                "`create_graph`, or `cuda_graphs`."
+            )
         if graph._pending is None or graph._pending() is not ctx:
             raise RuntimeError(
                 "A module that is replayed from a CUDA graph keeps what backward needs for one backward. HINT: leave "

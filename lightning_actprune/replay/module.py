@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from lightning_actprune.codec.private import (
+    any_global_hook,
     are_functorch_transforms_active,
     current_graph_task_id,
     top_saved_tensors_hooks,
@@ -43,7 +45,7 @@ from lightning_actprune.replay.call import PLAIN, Call, Conduct, RefusedError, t
 from lightning_actprune.replay.capture import capture, unchanged
 from lightning_actprune.replay.graph import CudaRecorder, Graph, Recorder
 from lightning_actprune.replay.memory import free_cache
-from lightning_actprune.replay.watch import Operations, State, changes, hooks_in, python_state
+from lightning_actprune.replay.watch import Operations, State, changes, hooks_in, python_state, version
 
 WATCHED = 2
 """Calls in a row in which Python has to do the same before a call is captured."""
@@ -62,18 +64,21 @@ class ReplayedModule(Converted):
 
     _replay: ModuleReplay
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the dense module does."""
-        if "_replay" not in self.__dict__:  # let go, and this method is held by somebody
-            return type(self).forward(self, *args, **kwargs)
-        return self._replay.call(super().forward, args, kwargs)  # type: ignore[misc]
-
 
 def replayed_class(cls: type[nn.Module]) -> type[Any]:
     """Return what a module of exactly this class becomes; the same one each time."""
     if cls not in _classes:
+
+        @wraps(cls.forward)  # whose signature some look at
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            replay = vars(self).get("_replay")  # None if it was let go, and this method is held by somebody
+            if replay is None or not replay.is_of(self):
+                return cls.forward(self, *args, **kwargs)
+            return replay.call(partial(cls.forward, self), args, kwargs)
+
         text = f"``{cls.__name__}`` whose calls are replayed from CUDA graphs."
-        _classes[cls] = type(f"Replayed{cls.__name__}", (ReplayedModule, cls), {"__doc__": text, "dense_class": cls})
+        attributes = {"__doc__": text, "dense_class": cls, "forward": forward}
+        _classes[cls] = type(f"Replayed{cls.__name__}", (ReplayedModule, cls), attributes)
     return _classes[cls]
 
 
@@ -110,8 +115,8 @@ class _Signature:
         self.graph: Graph | None = None
         self.state: State | None = None
         self.calls = self.others = 0
-        self.has_several = False
-        """Whether backward has run more than once through a call."""
+        self.other_backward = ""
+        """What backward has done that a graph cannot."""
 
     def sees(self, **conduct: Any) -> None:
         """Note what an eager call has shown."""
@@ -120,7 +125,10 @@ class _Signature:
     def sees_gradient(self, number: int, tasks: set[int], gradient: Tensor) -> None:
         """Note that an output gets a gradient; ``tasks``: of autograd, that have come to outputs of the same call."""
         tasks.add(current_graph_task_id())
-        self.has_several |= len(tasks) > 1
+        if len(tasks) > 1:
+            self.other_backward = "backward runs more than once through a call"
+        if torch.is_grad_enabled():
+            self.other_backward = "its gradients are differentiated (`create_graph`)"
         autocasts = torch.is_autocast_enabled(gradient.device.type)
         self.sees(autocasts=autocasts, ends=self.conduct.ends | {number})
 
@@ -140,7 +148,8 @@ class ModuleReplay:
         self._pool: Recorder | None = None
         self._captures = 0
         self._last: Callable[[], Graph | None] = lambda: None
-        self.reason = ""
+        recurrent = any(isinstance(inner, nn.RNNBase) for inner in module.modules())
+        self.reason = "it has recurrent layers, which make lists of their weights anew" if recurrent else ""
         """Why all calls are eager, empty if they are not."""
         self.replays = 0
         """Calls that were replayed."""
@@ -155,6 +164,16 @@ class ModuleReplay:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Eager, (self.name,)
+
+    def drop_gradients(self) -> None:
+        """Let go of gradients of the step before, which would be copied before the next forward writes there."""
+        for known in self._signatures.values():
+            if known.graph is not None:
+                known.graph.leave_gradients(copies=False)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether this is of a module, and not of one that it is a shallow copy of."""
+        return self._module() in (module, None)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -173,8 +192,8 @@ class ModuleReplay:
             if signature is None:
                 return forward(*args, **kwargs)
             if signature.graph is None:
-                if signature.has_several:
-                    raise RefusedError("backward runs more than once through a call")
+                if signature.other_backward:
+                    raise RefusedError(signature.other_backward)
                 if signature.alike < WATCHED or not signature.conduct.ends:
                     return self._watch(signature, module, forward, args, kwargs)
                 if self._in_use():  # a capture overwrites what the pool of graphs has for its backward
@@ -196,9 +215,9 @@ class ModuleReplay:
             return forward(*args, **kwargs)
         if signature.calls == 2:  # gradients of eager steps have gone
             free_cache()
-        for other in self._signatures.values():
-            if other.graph is not None and other.graph is not graph:  # whose gradients may lie in this one's memory
-                other.graph.leave_gradients()
+        for known in self._signatures.values():
+            if known.graph is not None:  # all share memory
+                known.graph.leave_gradients()
         self.replays += 1
         self._last = weakref.ref(graph)
         return graph(call.tensors)
@@ -232,13 +251,17 @@ class ModuleReplay:
             RefusedError: If it never does.
         """
         before = python_state(module)
-        inputs = [x for x in tree_flatten((args, dict(kwargs)))[0] if isinstance(x, Tensor)]
-        versions = [x._version for x in inputs]
-        with Operations(module) as operations:
+        given, spec = tree_flatten((args, dict(kwargs)))
+        versions = list(map(version, given))
+        with Operations(module, given) as operations:
             outputs = forward(*args, **kwargs)
+        if not any(y.requires_grad for y in tensors_in(outputs)):  # as of a module that is frozen for now
+            return outputs
         operations.log.append([leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, PLAIN)])
         changed = changes(before, python_state(module)) or operations.reason or hooks_in(module)
-        if not changed and versions != [x._version for x in inputs]:
+        given_after, spec_after = tree_flatten((args, dict(kwargs)))
+        same = spec_after == spec and all(map(is_, given, given_after)) and versions == list(map(version, given))
+        if not changed and not same:
             changed = "it writes to its arguments"
         alike = not changed and operations.log == signature.log
         signature.log, signature.reads = None if changed else operations.log, operations.reads
@@ -267,6 +290,8 @@ class ModuleReplay:
             raise RefusedError("its parameters, flags, hooks or sparsities change too often")
         if self._pool is None:
             self._pool = self._recorder()
+        if hooked := hooks_in(module):
+            raise RefusedError(hooked)
         signature.state = State(module)
         with unchanged(module):
             try:
@@ -293,5 +318,6 @@ def _may_replay() -> bool:
         and not backward_runs()
         and not dropped_by_checkpoint(top_saved_tensors_hooks(False))
         and not are_functorch_transforms_active()
+        and not any_global_hook()
         and not torch.is_inference_mode_enabled()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import UserList, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_actprune.codec.private import (
-    tree_flatten,
-)
+from lightning_actprune.codec.private import tree_flatten
+from lightning_actprune.operators.base import OF_CONVERSION
+from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.second_run import python_generators
 from lightning_actprune.replay.call import PLAIN, RefusedError
 
@@ -45,9 +46,11 @@ class Operations(TorchFunctionMode):
     what these functions returned.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Sequence[Any]) -> None:
         super().__init__()
         self._own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        ours = [vars(inner).get(name) for inner in module.modules() for name in OF_CONVERSION]
+        self._met = {*self._own, *map(id, given), *map(id, State(module).tensors), *map(id, tensors_in(ours))}
         self._known = dict[int, tuple[Tensor, int]]()
         self.log, self.constants = list[Any](), list[tuple[str, Any]]()
         self.reason = self.reads = ""
@@ -72,6 +75,9 @@ class Operations(TorchFunctionMode):
                     self.reason = self.reads
         elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
             self.reason = f"it uses tensors on different devices ({name})"
+        if any(x.grad_fn is None and id(x) not in self._met for x in tensors):
+            self.reason = f"it computes with a tensor that is no argument, parameter or attribute ({name})"
+        self._met.update(map(id, found))
         if name in _HOOKS:
             self.reason = f"it calls {name}"
         if any(isinstance(leaf, torch.Generator) for leaf in given):
@@ -124,11 +130,23 @@ def python_state(module: nn.Module) -> tuple[bytes, dict[str, tuple[Any, ...]]]:
     for fqn, inner in module.named_modules():
         for name, value in vars(inner).items():
             items = _items(value)
-            tensors = [each for each in (value, *items) if isinstance(each, Tensor) and name != "_buffers"]
-            attributes[f"{fqn}.{name}".lstrip(".")] = value, *items, *(tensor._version for tensor in tensors)
+            versions = () if name == "_buffers" else map(version, (value, *items))
+            attributes[f"{fqn}.{name}".lstrip(".")] = value, *items, *versions, *_drawn(value)
     on_gpu = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
     generators = python_generators(), torch.get_rng_state().numpy().tobytes() if on_gpu else None
     return pickle.dumps(generators), attributes
+
+
+def version(value: Any) -> int:
+    """Return how often a tensor has been written to, as far as torch counts it."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _drawn(value: Any) -> tuple[str, ...]:
+    """Return the state of a generator of Python's or NumPy's."""
+    if isinstance(value, random.Random):
+        return (str(value.getstate()),)
+    return (str(value.bit_generator.state),) if hasattr(value, "bit_generator") else ()
 
 
 def _items(value: Any) -> tuple[Any, ...]:
@@ -148,7 +166,7 @@ def changes(before: tuple[bytes, dict[str, Any]], after: tuple[bytes, dict[str, 
 
 def _are_the_same(held: tuple[Any, ...], holds: tuple[Any, ...]) -> bool:
     return len(held) == len(holds) and all(
-        one is other or (type(one) is int and one == other) for one, other in zip(held, holds, strict=True)
+        one is other or (type(one) in (int, str) and one == other) for one, other in zip(held, holds, strict=True)
     )
 
 
@@ -156,7 +174,8 @@ def hooks_in(module: nn.Module) -> str:
     """Return which module inside has hooks, which no replay calls."""
     for name, inner in module.named_modules():
         hooks = inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks
-        foreign = (hook for each in hooks for hook in each.values() if not hook.__module__.startswith(_PACKAGE))
+        held = (getattr(hook, "__module__", None) or "" for each in hooks for hook in each.values())
+        foreign = (place for place in held if not place.startswith(_PACKAGE))
         if inner is not module and any(True for _ in foreign):
             return f"its module {name!r} has hooks, which a replay does not call"
     return ""
@@ -178,8 +197,8 @@ class State:
         self._holders: list[Iterable[Any]] = [vars(inner).values() for inner in self._modules]
         self._holders += [each.values() if isinstance(each, Mapping) else each for each in containers]
         self._held = list(chain.from_iterable(self._holders))
-        self._tensors = [each for each in self._held if isinstance(each, Tensor)]
-        self._places = list(map(_place, self._tensors))
+        self.tensors = [each for each in self._held if isinstance(each, Tensor)]
+        self._places = list(map(_place, self.tensors))
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
@@ -188,12 +207,12 @@ class State:
             len(held) == len(self._held)
             and (all(map(is_, held, self._held)) or all(map(_is_as_before, held, self._held)))
             and self._types == list(map(type, self._modules))
-            and self._places == list(map(_place, self._tensors))
+            and self._places == list(map(_place, self.tensors))
         )
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.stride(), tensor.requires_grad
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _is_as_before(one: Any, other: Any) -> bool:

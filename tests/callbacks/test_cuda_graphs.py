@@ -126,9 +126,9 @@ def test_an_error_leaves_the_model_as_it_was():
 def test_reasons_to_stay_eager(monkeypatch):
     model, one = Net(), SimpleNamespace(strategy=SingleDeviceStrategy("cpu"))
     for strategy in DDPStrategy, FSDPStrategy, ModelParallelStrategy:
-        steps, several = GraphedSteps(), SimpleNamespace(strategy=strategy())
-        assert strategy.__name__ in steps.batch_starts(several, model)
-        assert steps.batch_starts(several, model) == ""
+        steps, several = GraphedSteps(), SimpleNamespace(strategy=strategy(), accumulate_grad_batches=1)
+        assert strategy.__name__ in steps.batch_starts(several, model, 0)
+        assert steps.batch_starts(several, model, 1) == ""
     assert why_eager(one, model, needs_cuda=False) == why_module_eager(model.body) == ""
     assert "cpu" in why_eager(one, model)
     assert "ScriptModule" in why_module_eager(torch.jit.script(nn.Linear(1, 1)))

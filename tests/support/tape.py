@@ -48,7 +48,8 @@ class TapeRecorder:
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """See ``lightning_actprune.replay.graph.Recorder``."""
-        place = len(self.tapes) // 2 * 2
+        number = len(self.tapes)
+        place = number // 2 * 2
         with Tape() as tape:
             results = run()
         self.tapes.append(tape)
@@ -57,11 +58,12 @@ class TapeRecorder:
         @torch.autocast("cpu", enabled=False)
         def replay(kernels: Any = tape.kernels) -> None:
             for other in range(0, len(self.tapes), 2):
-                pair = self.tapes[other : other + 2] if other != place else []
+                # Forward writes where backward has memory for the first time.
+                pair = self.tapes[other : other + 2] if other != place else self.tapes[number + 1 : place + 2]
                 aliases = sum((each.aliases for each in pair), Counter())
                 for key, y in (item for each in pair for item in each.allocated.items()):
                     # What was captured later may lie in memory that was free when this was captured.
-                    is_free = other > place or storage_uses(y) <= aliases[key] + _WRAPPED
+                    is_free = other >= place or storage_uses(y) <= aliases[key] + _WRAPPED
                     if y.is_floating_point() and is_free:
                         y.fill_(torch.nan)
             for func, args, kwargs, outputs in kernels:
