@@ -35,6 +35,7 @@ class Net(nn.Module):
         self.p, self.q = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8))
         self.scale, self.body, self.count = nn.Buffer(torch.rand(8)), body, iter(range(999))
         self.own, self.listed, self.numbers = torch.Generator(), [self.a.weight], np.random.default_rng(0)
+        self.nested = {"a": [1]}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(self, *args, **kwargs)
@@ -170,6 +171,7 @@ EAGER: dict[str, tuple[Any, ...]] = {
     "NumPy": ("random", lambda m, x: m.b(x) * np.random.rand()),
     "attribute": ("last", lambda m, x: setattr(m, "last", m.b(x)) or m.last),
     "list": ("listed", lambda m, x: (m.listed.append(x.detach().clone()), m.b(x))[1]),
+    "nested": ("nested", lambda m, x: (m.nested["a"].append(1), m.b(x))[1]),
     "written tensor": ("table", lambda m, x: m.b(x) * m.table.mul_(0.9).clone()),
     "written parameter": ("_parameters", lambda m, x: m.b(x) + m.p.detach().mul_(0.9)),
     "written input": ("", lambda m, x: m.b(x.mul_(2)), None, lambda m, x, n: back(m(y := x.detach()) * y)),

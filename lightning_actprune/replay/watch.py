@@ -130,6 +130,7 @@ def python_state(module: nn.Module) -> tuple[bytes, dict[str, tuple[Any, ...]]]:
     for fqn, inner in module.named_modules():
         for name, value in vars(inner).items():
             items = _items(value)
+            items += tuple(chain.from_iterable(map(_items, items)))
             versions = () if name == "_buffers" else map(version, (value, *items))
             attributes[f"{fqn}.{name}".lstrip(".")] = value, *items, *versions, *_drawn(value)
     on_gpu = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
