@@ -197,7 +197,7 @@ FAULTS = [
           "compiled/test_joint.py compiled"),
     # === Replays =====================================================================================================
     Fault("moved_weights", "a graph is replayed whose weights have moved", "replay/watch.py",
-          "            and self._places == list(map(_place, self._tensors))\n",
+          "            and self._places == list(map(_place, self.tensors))\n",
           "",
           "test_replay.py callbacks/test_cuda_graphs.py"),
     Fault("same_masks", "random numbers go on from where the captures of a graph have left them", "replay/capture.py",
