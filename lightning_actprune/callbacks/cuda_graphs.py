@@ -7,6 +7,7 @@ watched, captured and replayed.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -46,6 +47,7 @@ class GraphedSteps:
         self._eager: dict[str, str] = {}
         self._shown: set[tuple[str, str]] | None = None
         self._moves = True
+        self._zeroed = frozenset[int]()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(GraphedSteps())  # a copy of the callback is in no fit
@@ -55,7 +57,7 @@ class GraphedSteps:
         self._steps += 1
         if zeroes_gradients(trainer, model, batch_idx):
             for _, replay in self._replays:
-                replay.drop_gradients()
+                replay.leave_gradients(self._zeroed)
         if self._steps == 1:
             reason = why_eager(trainer, model, needs_cuda=self.recorder is CudaRecorder)
             if reason:
@@ -89,9 +91,11 @@ class GraphedSteps:
     def end(self) -> None:
         """Make all modules what they were when the fit ends."""
         self.let_go()
-        self._shown, self._moves = None, True
+        vars(self).update(vars(GraphedSteps()))
 
     def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in model.trainer.optimizers)
+        self._zeroed = frozenset(id(parameter) for group in groups for parameter in group["params"])
         due = called | set(model.modules()) - _hooked(model) - {model}
         chosen = {name: module for name, module in model.named_modules() if module in due}
         inner = {each for module in chosen.values() for each in module.modules() if each is not module}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -161,14 +161,17 @@ class Graph:
         return tuple(y.clone() if copied else y.detach() for y, copied in zip(self._outputs, self._copied, strict=True))
 
     @torch.no_grad()
-    def leave_gradients(self, copies: bool = True) -> None:
-        """Give each ``.grad`` that is an alias memory of its own, or drop it: forward writes there."""
+    def leave_gradients(self, zeroed: Set[int] = frozenset()) -> None:
+        """Give each ``.grad`` that is an alias memory of its own, since forward writes there.
+
+        Gradients of parameters with ``zeroed`` numbers (``id``) are dropped.
+        """
         for parameter, own, _ in self._gradients_of:
             if _is_alias(parameter.grad, own):
-                if copies:
-                    parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
-                else:
+                if id(parameter) in zeroed:
                     parameter.grad = None
+                else:
+                    parameter.grad.data = parameter.grad.data.clone()  # type: ignore[union-attr]
 
     @torch.no_grad()
     def run_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

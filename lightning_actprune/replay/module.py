@@ -22,7 +22,7 @@ are accumulated over several calls.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial, wraps
 from operator import is_
 from typing import Any
@@ -165,11 +165,11 @@ class ModuleReplay:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Eager, (self.name,)
 
-    def drop_gradients(self) -> None:
-        """Let go of gradients of the step before, which would be copied before the next forward writes there."""
+    def leave_gradients(self, zeroed: Set[int] = frozenset()) -> None:
+        """Let gradients leave the memory of the graphs, which all share it; drop those of ``zeroed`` parameters."""
         for known in self._signatures.values():
             if known.graph is not None:
-                known.graph.leave_gradients(copies=False)
+                known.graph.leave_gradients(zeroed)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return whether this is of a module, and not of one that it is a shallow copy of."""
@@ -215,9 +215,7 @@ class ModuleReplay:
             return forward(*args, **kwargs)
         if signature.calls == 2:  # gradients of eager steps have gone
             free_cache()
-        for known in self._signatures.values():
-            if known.graph is not None:  # all share memory
-                known.graph.leave_gradients()
+        self.leave_gradients()
         self.replays += 1
         self._last = weakref.ref(graph)
         return graph(call.tensors)
