@@ -24,7 +24,7 @@ class HostWait:
     """
 
     def __init__(self) -> None:
-        self._steps, self._start = 0, cast(Any, None)
+        self._start, self._ended = cast(Any, None), False
         self._times = list[tuple[Any, Any]]()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -32,11 +32,10 @@ class HostWait:
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
         """Note when the GPU begins a step; there is nothing to tell the user yet."""
-        self._steps += 1
-        if self._steps == 1 and (why_eager(trainer, model) or eager_modules(model) != set(model.modules())):
-            self._steps = WAIT_STEPS
-        elif self._steps <= WAIT_STEPS:
-            if self._steps == WAIT_STEPS:
+        if not self._times:
+            self._ended |= bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
+        if not self._ended:
+            if len(self._times) == WAIT_STEPS - 1:
                 self._times[-1][1].synchronize()
                 delay(1.2 * self._shortest())
             self._start = moment()
@@ -48,9 +47,10 @@ class HostWait:
             return ""
         start, end = self._start, moment()
         self._start = None
-        if self._steps < WAIT_STEPS:
+        if len(self._times) < WAIT_STEPS - 1:
             self._times.append((start, end))
             return ""
+        self._ended = True
         end.synchronize()
         return wait_text(self._shortest(), start.elapsed_time(end))
 
@@ -58,10 +58,8 @@ class HostWait:
         """Do nothing."""
 
     def let_go(self) -> None:
-        """Begin anew with the next batch."""
-        self._start = None
-        if self._steps < WAIT_STEPS:
-            self._steps, self._times = 0, []
+        """Begin anew with the next batch, if it has not ended."""
+        self._start, self._times = None, []
 
     def end(self) -> None:
         """Begin anew with the next fit."""
