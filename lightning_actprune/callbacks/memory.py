@@ -377,7 +377,8 @@ def _log_at_once(trainer: pl.Trainer, pl_module: pl.LightningModule, report: Mem
     known = report.dense_bytes is not None
     for name, value in _totals(report, known).items():
         shown = in_bar and name == _in_bar(known)
-        pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=shown, logger=False, batch_size=_BATCH_SIZE)
+        on_host = torch.tensor(value)  # Lightning reads what the progress bar shows after each batch, and waits for it
+        pl_module.log(name, on_host, on_step=True, on_epoch=False, prog_bar=shown, logger=False, batch_size=_BATCH_SIZE)
 
 
 def _check_trainer(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -29,6 +29,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.cuda import is_current_stream_capturing
 
 from lightning_actprune.codec.blocks import MAX_BLOCK_SIZE, along_tokens
 from lightning_actprune.codec.private import (
@@ -264,7 +265,7 @@ def in_operator() -> bool:
 
 def may_keep_memory(x: Tensor) -> bool:
     """Return whether a buffer where ``x`` is may be kept for the next call on the same stream."""
-    return not in_operator() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not in_operator() and not (x.is_cuda and is_current_stream_capturing())
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

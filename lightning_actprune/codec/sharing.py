@@ -21,8 +21,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 
 from lightning_actprune.codec.private import fix_weakref, raw_stream
 
@@ -72,7 +72,7 @@ def place_of(x: Tensor) -> tuple[int, bool]:
     """Return the number of the stream on which work for ``x`` is queued now, and whether it is being recorded."""
     if not x.is_cuda:
         return _NO_STREAM
-    return raw_stream(x.device.index), torch.cuda.is_current_stream_capturing()
+    return raw_stream(x.device.index), is_current_stream_capturing()
 
 
 def live(reference: weakref.ref[Tensor]) -> Tensor | None:

@@ -59,6 +59,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import is_current_stream_capturing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
@@ -227,7 +228,7 @@ class OpenHooks:
 
 def _is_captured(tensor: Tensor) -> bool:
     """Return whether a CUDA graph of what is done with ``tensor`` is being made: then nobody may wait for values."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and is_current_stream_capturing()
 
 
 class _Scope(threading.local):

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.cuda import is_current_stream_capturing
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointError
 
@@ -411,7 +412,7 @@ _count_modes = functools.partial(len_torch_dispatch_stack)
 
 def _may_look_at_values() -> bool:
     """Return whether there are values: not in a simulation, nor where a CUDA graph is made, and nobody may wait."""
-    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    captured = torch.cuda.is_initialized() and is_current_stream_capturing()  # type: ignore[no-untyped-call]
     return not captured and _count_modes() == 0
 
 

@@ -209,7 +209,8 @@ class Graph:
 def _as_eager(constants: Sequence[tuple[str, Any]] | None) -> Iterator[None]:
     """Let a forward that is captured do what eager ones do, if it reads nothing but constants.
 
-    Some code computes something else while it is captured, in order not to read values.
+    Some code computes something else while it is captured, in order not to read values. This package has imported the
+    function that is exchanged here, and so knows better.
     """
     if constants is None:
         yield

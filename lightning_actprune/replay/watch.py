@@ -75,7 +75,8 @@ class Operations(TorchFunctionMode):
                     self.reason = self.reads
         elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
             self.reason = f"it uses tensors on different devices ({name})"
-        if any(x.grad_fn is None and id(x) not in self._met for x in tensors):
+        asks = name == "__get__" and not found  # for a shape, say
+        if not asks and any(x.grad_fn is None and id(x) not in self._met for x in tensors):
             self.reason = f"it computes with a tensor that is no argument, parameter or attribute ({name})"
         self._met.update(map(id, found))
         if name in _HOOKS:
@@ -175,11 +176,15 @@ def hooks_in(module: nn.Module) -> str:
     """Return which module inside has hooks, which no replay calls."""
     for name, inner in module.named_modules():
         hooks = inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks, inner._backward_pre_hooks
-        held = (getattr(hook, "__module__", None) or "" for each in hooks for hook in each.values())
-        foreign = (place for place in held if not place.startswith(_PACKAGE))
-        if inner is not module and any(True for _ in foreign):
+        if inner is not module and any(_is_foreign(hook) for each in hooks for hook in each.values()):
             return f"its module {name!r} has hooks, which a replay does not call"
     return ""
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Return whether a hook may have an effect in Python; one that transformers checkpoints with has none."""
+    ours = (getattr(hook, "__module__", None) or "").startswith(_PACKAGE)
+    return not ours and getattr(hook, "__name__", "") != "make_inputs_require_grads"
 
 
 class State:
