@@ -501,7 +501,7 @@ def compare(ours: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Record:
 def measure(case: Case, args: argparse.Namespace, queue: Queue | None, rank: int = 0, port: int = 0) -> Record:
     """Return the figures of one process of a case."""
     plan = QUICK if args.quick else Plan(turns=args.turns)
-    plan = plan._replace(warm_up=24) if case.mode == GRAPHS else plan
+    plan = plan._replace(warm_up=40) if case.mode == GRAPHS else plan
     figures, error = StepFigures(plan, queue), GradientError()
     try:
         training = Training(case, prepare(case, rank, port))

@@ -137,11 +137,15 @@ def steps(records: Records) -> str:
     return sourced(header, by_model(records, lambda r: r["model"], cells), records, "steps")
 
 
-def graphs() -> str:
-    """Compiled steps replayed from CUDA graphs."""
-    records = select("steps", table="compiled", mode="reduce-overhead")
-    rows = by_model(records, lambda r: r["model"],
-                    lambda r, d: [r["method"], figure(r, d, "reserved_mib"), figure(r, d, "step_ms", 1)])  # fmt: skip
+def graphs(**of: str) -> str:
+    """Steps replayed from CUDA graphs."""
+    records = select("steps", **of)
+
+    def cells(r: Record, dense: Record | None) -> list[str]:
+        replayed = ", replayed" if r["mode"] == "graphs" and r.get("graphs") != 0 else ""
+        return [r["method"] + replayed, figure(r, dense, "reserved_mib"), figure(r, dense, "step_ms", 1)]
+
+    rows = by_model(records, lambda r: r["model"], cells)
     return sourced(["method", "reserved MiB", "ms a step"], rows, records, "steps")
 
 
@@ -580,7 +584,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "brief": lambda: headline(brief=True),
     "trainer": lambda: steps(select("steps", table="trainer")),
     "compiled": lambda: steps(select("steps", table="compiled", mode="default")),
-    "graphs": graphs,
+    "graphs": lambda: graphs(table="compiled", mode="reduce-overhead"),
+    "replayed": lambda: graphs(table="graphs"),
     "gpus": several_gpus,
     "largest": largest,
     "budgets": budgets,

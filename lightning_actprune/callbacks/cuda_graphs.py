@@ -168,7 +168,7 @@ def _hooked(model: nn.Module) -> set[nn.Module]:
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
-    """Return why no module of a fit is replayed, empty if some may be."""
+    """Return why no module of a fit is replayed; an empty text if some may be."""
     if reason := refusal("A replay", FOR_REPLAYS):
         return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -179,7 +179,7 @@ def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: boo
 
 
 def why_module_eager(module: nn.Module) -> str:
-    """Return why a module is not replayed, empty if it may be."""
+    """Return why a module is not replayed; an empty text if it may be."""
     if eager_modules(module) != set(module.modules()):
         return _COMPILED
     if isinstance(module, ReplayedModule):

@@ -20,7 +20,7 @@ LONG_WAIT = 0.15
 class HostWait:
     """Measures in a few steps for how long the GPU waits for Python, and says so once if it is long.
 
-    All but the last are timed as they are, and that one behind a delay, in which Python gets ahead of the GPU.
+    The first steps are timed as they are. Before the last one the GPU gets a delay, in which Python gets ahead of it.
     """
 
     def __init__(self) -> None:

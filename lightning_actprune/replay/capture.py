@@ -15,7 +15,7 @@ from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.second_run import python_generators, set_python_generators
 from lightning_actprune.replay.call import Call, Conduct, RefusedError, uncached_autocast
 from lightning_actprune.replay.graph import Graph, Recorder, leaves_of, probe
-from lightning_actprune.replay.memory import beside, free_cache, memory
+from lightning_actprune.replay.memory import UNWRITTEN, beside, free_cache, reserved, written
 
 EAGER_RUNS = 3
 """Eager runs of a call before it is captured, which show whether they agree in each bit."""
@@ -29,11 +29,12 @@ def capture(
     forward: Callable[..., Any],
     call: Call,
     conduct: Conduct,
-    first: bool,
+    trial: Callable[[], Recorder] | None,
 ) -> Graph:
     """Return the graph of a call, of which a replay has computed what eager runs do.
 
-    ``conduct``: what eager calls have shown. ``first``: whether it is the recorder's first.
+    ``conduct``: what eager calls have shown. ``trial``: makes another recorder, if this one has no graph yet: a first
+    capture gets as much memory at once as eager runs take, and shows how much of it is enough.
 
     Raises:
         RefusedError: If it cannot be captured, or a replay computes something else.
@@ -58,14 +59,19 @@ def capture(
 
     try:
         free_cache()
-        before = memory(device)
+        before = reserved(device)
         with around(), beside(device):
             one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
-            room = min(now - then for now, then in zip(memory(device, most=True), before, strict=True)) if first else 0
+            room = 0 if trial is None else reserved(device) - before
             others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
         free_cache()  # which the pool of graphs cannot use
         from_the_start()
-        graph = Graph(recorder, forward, call, parameters, aliases, around, conduct, room)
+        of_call = forward, call, parameters, aliases, around, conduct
+        if room and trial is not None:
+            room = _enough(Graph(trial(), *of_call, room), call)
+            free_cache()
+            from_the_start()
+        graph = Graph(recorder, *of_call, room)
         from_the_start()
         replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
         found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
@@ -149,6 +155,14 @@ def _run(
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
     with uncached_autocast(inputs[0].device.type, conduct.autocasts):
         return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
+
+
+def _enough(graph: Graph, call: Call) -> int:
+    """Return how many bytes of its room a graph needs."""
+    assert graph.room is not None
+    graph.room.fill_(UNWRITTEN)
+    graph.trial(call.tensors)
+    return written(graph.room)
 
 
 def _precision(call: Call) -> float:

@@ -64,6 +64,9 @@ class Graph:
         around: Puts them there.
         conduct: What eager calls have shown.
         room: Bytes that it takes from the GPU at once; in pieces, more would be left over between them.
+
+    Attributes:
+        room: The memory of these, which it does not keep, ``None`` if there are none.
     """
 
     def __init__(
@@ -80,10 +83,11 @@ class Graph:
         self.conduct, self.device = conduct, call.tensors[0].device.type  # constants may be what kernels read
         self._inputs, self._needs = list[Tensor](), [x.requires_grad for x in call.tensors]
         wanted, live = list[Tensor](), list[Tensor]()
+        self.room: Tensor | None = None
 
         def run_forward() -> Any:
             if room:
-                torch.empty(room, dtype=torch.uint8, device=call.tensors[0].device)
+                self.room = at_its_place(torch.empty(room, dtype=torch.uint8, device=call.tensors[0].device))
             # The memory of an input that backward does not need is free once forward has ended.
             inputs = [torch.empty_like(x, requires_grad=x.requires_grad) for x in call.tensors]
             self._inputs = list(map(at_its_place, inputs))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,13 @@ from lightning_actprune.codec.private import (
     clear_workspaces,
 )
 
+UNWRITTEN = 255
+"""What is in each byte of memory that nothing was written to; as a floating-point number it is none."""
+ALIGNED = 128
+"""Values of which the places of gradients are multiples, so that kernels may read several at once."""
+PIECE = 2**21
+"""Bytes of which torch takes multiples from a GPU."""
+
 
 def move_gradients(model: nn.Module) -> None:
     """Let gradients lie side by side, and give the memory between them back.
@@ -20,13 +30,17 @@ def move_gradients(model: nn.Module) -> None:
     It belonged to activations. An optimizer that steps for the first time would allocate its state there, for good, and
     graphs could not use the rest.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None and p.grad.is_cuda and not p.grad.is_sparse]
-    copies = [gradient.to("cpu", copy=True) for gradient in gradients]
-    for gradient in gradients:
-        gradient.data = gradient.new_empty(0)
     torch.cuda.empty_cache()
-    for gradient, copy in zip(gradients, copies, strict=True):
-        gradient.data = copy.to(gradient.device)
+    owned = defaultdict[Any, list[Tensor]](list)
+    for gradient in (p.grad for p in model.parameters() if p.grad is not None and p.grad.layout == torch.strided):
+        if gradient.untyped_storage().nbytes() == gradient.nbytes:  # and it is no view
+            owned[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), gradients in owned.items():
+        sizes = [math.ceil(gradient.numel() / ALIGNED) * ALIGNED for gradient in gradients]
+        parts = torch.split(torch.empty(sum(sizes), device=device, dtype=dtype), sizes)
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.data = part.as_strided(gradient.shape, gradient.stride()).copy_(gradient)
+    torch.cuda.empty_cache()
 
 
 @cache
@@ -48,12 +62,9 @@ def beside(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def memory(device: torch.device, most: bool = False) -> tuple[int, int]:
-    """Return how many bytes are allocated, now or at ``most`` so far, and how many are reserved now."""
-    if device.type != "cuda":
-        return 0, 0
-    allocated = torch.cuda.max_memory_allocated if most else torch.cuda.memory_allocated
-    return allocated(device), torch.cuda.memory_reserved(device)
+def reserved(device: torch.device) -> int:
+    """Return how many bytes torch has taken from a GPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 def free_cache() -> None:
@@ -77,3 +88,11 @@ def at_its_place(x: Tensor) -> Tensor:
         return x.detach()
     memory: Tensor = torch.as_tensor(_Memory(x), device=x.device)
     return memory.view(x.dtype).as_strided(x.shape, x.stride())
+
+
+def written(memory: Tensor) -> int:
+    """Return up to where something has been written since ``memory`` was filled with ``UNWRITTEN``, in whole pieces."""
+    count = math.ceil(len(memory) / PIECE)
+    while count and not (memory[(count - 1) * PIECE : count * PIECE] != UNWRITTEN).any():
+        count -= 1
+    return min(count * PIECE, len(memory))

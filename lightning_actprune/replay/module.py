@@ -45,7 +45,7 @@ from lightning_actprune.replay.call import PLAIN, Call, Conduct, RefusedError, t
 from lightning_actprune.replay.capture import capture, unchanged
 from lightning_actprune.replay.graph import CudaRecorder, Graph, Recorder
 from lightning_actprune.replay.memory import free_cache
-from lightning_actprune.replay.watch import Operations, State, changes, hooks_in, python_state, version
+from lightning_actprune.replay.watch import Operations, State, changes, differing, hooks_in, python_state, version
 
 WATCHED = 2
 """Calls in a row in which Python has to do the same before a call is captured."""
@@ -262,7 +262,8 @@ class ModuleReplay:
         if not changed and not same:
             changed = "it writes to its arguments"
         alike = not changed and operations.log == signature.log
-        signature.log, signature.reads = None if changed else operations.log, operations.reads
+        log, signature.log = signature.log or [], None if changed else operations.log
+        signature.reads = operations.reads
         signature.sees(constants=None if operations.reads else operations.constants)
         tasks = set[int]()
         for number, y in enumerate(tensors_in(outputs)):
@@ -273,7 +274,8 @@ class ModuleReplay:
         signature.alike = signature.alike + 1 if alike else 0
         signature.watched += 1
         if signature.watched >= MOST_WATCHED:
-            other = "none of its outputs gets a gradient" if alike else "it does something else in each call"
+            other = f"it does something else in each call{differing(log, operations.log)}"
+            other = "none of its outputs gets a gradient" if alike else other
             self._refuse(changed or operations.reads or other)
         return outputs
 
@@ -293,7 +295,8 @@ class ModuleReplay:
         signature.state = State(module)
         with unchanged(module):
             try:
-                signature.graph = capture(self._pool, module, forward, call, signature.conduct, self._captures == 1)
+                trial = self._recorder if self._captures == 1 else None
+                signature.graph = capture(self._pool, module, forward, call, signature.conduct, trial)
             except RefusedError as reason:
                 fails = reason.__cause__ is not None  # where values are read, which is then why
                 raise RefusedError(signature.reads if fails and signature.reads else str(reason)) from reason

@@ -21,7 +21,8 @@ from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.second_run import python_generators
 from lightning_actprune.replay.call import PLAIN, RefusedError
 
-_ON_HOST = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "equal"}
+_ON_HOST = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+_ON_HOST |= {"equal", "allclose", "is_nonzero", "__contains__"}
 """Names of functions that wait for values, or take them to the host."""
 _CONSTANTS = {"arange", "zeros", "ones", "full", "eye", "linspace", "tensor"}
 """Names of functions that make the same tensor of the same numbers; so do those with ``_like`` and ``new_``."""
@@ -75,7 +76,7 @@ class Operations(TorchFunctionMode):
                     self.reason = self.reads
         elif len({leaf.device.type for leaf in tensors if leaf.dim() > 0}) > 1:
             self.reason = f"it uses tensors on different devices ({name})"
-        asks = name == "__get__" and not found  # for a shape, say
+        asks = name not in _ON_HOST and not found and result is not None  # for a shape, say
         if not asks and any(x.grad_fn is None and id(x) not in self._met for x in tensors):
             self.reason = f"it computes with a tensor that is no argument, parameter or attribute ({name})"
         self._met.update(map(id, found))
@@ -123,6 +124,12 @@ class Constants(TorchFunctionMode):
                 raise RefusedError(f"it reads values on the host ({name})")
             return result
         return func(*args, **(kwargs or {}))
+
+
+def differing(before: Sequence[Any], log: Sequence[Any]) -> str:
+    """Return in brackets the first function that is another one than in the log before, empty if there is none."""
+    found = next((call for then, call in zip(before, log, strict=False) if then != call), None)
+    return f" ({found[0]})" if isinstance(found, tuple) else ""
 
 
 def python_state(module: nn.Module) -> tuple[bytes, dict[str, tuple[Any, ...]]]:
