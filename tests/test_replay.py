@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune import Recompute, convert
 from lightning_actprune.replay import graph, memory, module
-from lightning_actprune.replay.module import let_go, replay_module
+from lightning_actprune.replay.module import replay_module, stop_replay
 from tests.support.tape import TapeRecorder
 
 Result = namedtuple("Result", "y index")
@@ -202,7 +202,7 @@ for place, error in (0, None), (1, RuntimeError()), (2, TypeError("x")):
 
 @pytest.fixture(autouse=True)
 def short_watches(monkeypatch):
-    monkeypatch.setattr(module, "MOST_WATCHED", 12)
+    monkeypatch.setattr(module, "MAX_WATCHED", 12)
 
 
 def train(replays: bool, body: Any, change: Any = None, step: Any = twice, recorder: Any = TapeRecorder) -> Any:
@@ -276,14 +276,14 @@ def test_copies_are_eager_and_letting_go_leaves_the_module(copied):
     names, replayed = set(vars(net)), replay_module(net, "net", TapeRecorder)
     for rows in (rows for rows in range(2, 12) for _ in range(5)):
         back(net(torch.randn(rows, 8)))
-    assert replayed.graphs == module.MOST_GRAPHS
+    assert replayed.graphs == module.MAX_GRAPHS
     replays, other = replayed.replays, copied(net)
     back(other(torch.randn(4, 8)))
     y = net(torch.randn(4, 8))
     assert replayed.replays == replays + 1
     assert "recurrent" in replay_module(nn.GRU(2, 2), "net").reason
     for each in net, other:
-        let_go(each)
+        stop_replay(each)
         assert (type(each), set(vars(each))) == (Net, names)
     back(y)
 
@@ -298,10 +298,10 @@ def test_moved_gradients_are_the_same_side_by_side_and_what_is_written_is_found(
         assert (torch.equal(parameter.grad, values), parameter.grad.stride()) == (True, strides)
     assert len({p.grad.untyped_storage().data_ptr() for p in net.parameters()}) == 2
     assert all(p.grad.data_ptr() % 16 == 0 for p in net.parameters())
-    room = torch.full([3 * memory.PIECE + 5], memory.UNWRITTEN, dtype=torch.uint8)
-    for place, expected in ((None, 0), (memory.PIECE, 2 * memory.PIECE), (-1, len(room))):
+    room = torch.full([3 * memory.SEGMENT + 5], memory.UNWRITTEN, dtype=torch.uint8)
+    for place, expected in ((None, 0), (memory.SEGMENT, 2 * memory.SEGMENT), (-1, len(room))):
         room[place or 0] = 7 if place else memory.UNWRITTEN
-        assert memory.written(room) == expected
+        assert memory.bytes_written(room) == expected
 
 
 def on_gpu(graphs: bool, steps: int, preset: str = "", *inner: nn.Module, width: int = 64, deep: int = 2) -> Any:

@@ -23,120 +23,119 @@ from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.hooks import add_hooks, backward_runs, eager_modules
 from lightning_actprune.replay.graph import CudaRecorder, Recorder
 from lightning_actprune.replay.memory import move_gradients
-from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, let_go, replay_module
+from lightning_actprune.replay.module import ModuleReplay, ReplayedModule, replay_module, stop_replay
 from lightning_actprune.tables import counted
 
-SEARCHED = 3
-"""Steps in which modules are looked for: some train them in turns."""
-SHOWN_AFTER = 40
-"""Steps after which it is shown what is replayed, if it is not known before."""
+SEARCH_STEPS = 3
+"""Steps in which the outermost modules are looked for: some fits train modules in turns."""
+MAX_SILENT_STEPS = 40
+"""Steps after which a message says which modules are replayed, also if some are still watched."""
 _STEP = "training_step"
 _COMPILED = 'compiled modules are left to the compiler; torch.compile(mode="reduce-overhead") replays them'
 
 
 class GraphedSteps:
-    """Lets the modules that ``training_step`` calls be replayed, and says which are and why others are not."""
+    """Replays the modules that ``training_step`` calls, and says which are replayed and why others are not."""
 
     recorder: ClassVar[type[Recorder]] = CudaRecorder
     """Makes what captures the graphs of a module."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._calls: OutermostCalls | None = None
+        self._search: OutermostCalls | None = None
         self._replays: list[tuple[nn.Module, ModuleReplay]] = []
         self._eager: dict[str, str] = {}
-        self._shown: set[tuple[str, str]] | None = None
-        self._moves = True
-        self._zeroed = frozenset[int]()
+        self._messages: set[tuple[str, str]] | None = None
+        self._has_moved_gradients = False
+        self._optimized = frozenset[int]()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(GraphedSteps())  # a copy of the callback is in no fit
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
-        """Look for modules, or begin to replay them; return what to tell the user, empty for nothing."""
+        """Search modules, or start to replay them; return a message for the user, or ""."""
         self._steps += 1
         if zeroes_gradients(trainer, model, batch_idx):
             for _, replay in self._replays:
-                replay.leave_gradients(self._zeroed)
+                replay.release_gradients(self._optimized)
         if self._steps == 1:
-            reason = why_eager(trainer, model, needs_cuda=self.recorder is CudaRecorder)
-            if reason:
+            if reason := why_eager(trainer, model, needs_cuda=self.recorder is CudaRecorder):
                 self._eager[_STEP] = reason
             else:
-                self._calls = OutermostCalls(model)
-        elif self._calls is not None and self._steps > SEARCHED and (self._calls.modules or self._steps > SHOWN_AFTER):
-            self._calls.close()
-            self._replay(model, self._calls.modules)
-            self._calls = None
-        return self._news()
+                self._search = OutermostCalls(model)
+        elif self._search is not None and self._steps > (SEARCH_STEPS if self._search.modules else MAX_SILENT_STEPS):
+            self._search.close()
+            self._replay(model, self._search.modules)
+            self._search = None
+        return self._message()
 
     def batch_ends(self) -> str:
-        """Return nothing to tell the user: that is said when a batch starts."""
+        """Return "": messages come when a batch starts."""
         return ""
 
-    def let_go(self) -> None:
-        """Make all modules what they were, and begin anew with the next batch."""
-        if self._calls is not None:
-            self._calls.close()
+    def restart(self) -> None:
+        """Make all modules eager again, and search anew with the next batch."""
+        if self._search is not None:
+            self._search.close()
         for module, _ in self._replays:
-            let_go(module)
-        self._steps, self._calls, self._replays, self._eager = 0, None, [], {}
+            stop_replay(module)
+        self._steps, self._search, self._replays, self._eager = 0, None, [], {}
 
     def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
-        """Let what optimizers allocate in their first step not lie in memory that graphs will take."""
-        if self._moves and not why_eager(trainer, model, needs_cuda=True):
-            self._moves = False
+        """Move gradients together before the first optimizer step, which allocates its state between them."""
+        if not self._has_moved_gradients and not why_eager(trainer, model, needs_cuda=True):
+            self._has_moved_gradients = True
             move_gradients(model)
 
     def end(self) -> None:
-        """Make all modules what they were when the fit ends."""
-        self.let_go()
+        """Make all modules eager again when the fit ends."""
+        self.restart()
         vars(self).update(vars(GraphedSteps()))
 
     def _replay(self, model: pl.LightningModule, called: set[nn.Module]) -> None:
         groups = chain.from_iterable(optimizer.param_groups for optimizer in model.trainer.optimizers)
-        self._zeroed = frozenset(id(parameter) for group in groups for parameter in group["params"])
-        due = called | set(model.modules()) - _hooked(model) - {model}
-        chosen = {name: module for name, module in model.named_modules() if module in due}
-        inner = {each for module in chosen.values() for each in module.modules() if each is not module}
-        for name, module in chosen.items():
+        self._optimized = frozenset(id(parameter) for group in groups for parameter in group["params"])
+        candidates = called | set(model.modules()) - _hookable(model) - {model}  # the latter to say why they are eager
+        outermost = {name: module for name, module in model.named_modules() if module in candidates}
+        inner = {each for module in outermost.values() for each in module.modules() if each is not module}
+        for name, module in outermost.items():
             if module in inner:
                 continue
             if reason := why_module_eager(module):
                 self._eager[name] = reason
             else:
                 self._replays.append((module, replay_module(module, name, self.recorder)))
-        if not chosen:
+        if not outermost:
             self._eager[_STEP] = "it calls no module with parameters"
 
-    def _news(self) -> str:
+    def _message(self) -> str:
         replays = [replay for _, replay in self._replays]
-        known = _STEP in self._eager or (replays and all(replay.replays or replay.reason for replay in replays))
-        if not known and self._steps <= SHOWN_AFTER:
+        is_decided = _STEP in self._eager or (replays and all(replay.replays or replay.reason for replay in replays))
+        if not is_decided and self._steps <= MAX_SILENT_STEPS:
             return ""
-        eager = self._eager | {replay.name: replay.reason for replay in replays if replay.reason}
+        reasons = self._eager | {replay.name: replay.reason for replay in replays if replay.reason}
         replayed = []
-        if self._shown is None:
-            self._shown = set()
+        if self._messages is None:
+            self._messages = set()
             replayed = [replay for replay in replays if replay.graphs]
-            never = [replay.name for replay in replays if not replay.graphs and not replay.reason]
-            eager |= dict.fromkeys(never, "none of its calls could be replayed so far")
-        news = [(name, reason) for name, reason in eager.items() if (name, reason) not in self._shown]
-        self._shown.update(news)
-        return graphs_text(replayed, dict(news))
+            waiting = [replay.name for replay in replays if not replay.graphs and not replay.reason]
+            reasons |= dict.fromkeys(waiting, "none of its calls could be replayed so far")
+        news = {name: reason for name, reason in reasons.items() if (name, reason) not in self._messages}
+        self._messages.update(news.items())
+        return graphs_text(replayed, news)
 
 
 class OutermostCalls:
-    """Finds the modules with parameters that a training step calls, but not those that they call.
+    """Find the modules with parameters that a training step calls, but not those that these call.
 
     Args:
-        model: Holds them, and is none of them.
+        model: The model; it is not one of them.
     """
 
     def __init__(self, model: pl.LightningModule) -> None:
         self.modules = set[nn.Module]()
         self._running: list[nn.Module] = []
-        hooks = [add_hooks(module, self._enter, self._leave) for module in _hooked(model)]
+        hooks = [add_hooks(module, self._enter, self._leave) for module in _hookable(model)]
         self._handles = [handle for handles in hooks for handle in handles]
 
     def close(self) -> None:
@@ -157,29 +156,29 @@ class OutermostCalls:
 
 
 def zeroes_gradients(trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> bool:
-    """Return whether Lightning sets gradients to ``None`` in this batch; it does so after forward."""
+    """Return whether Lightning sets gradients to ``None`` in this batch, which it does after forward."""
     first = batch_idx % trainer.accumulate_grad_batches == 0
     return first and model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
 
 
-def _hooked(model: nn.Module) -> set[nn.Module]:
-    """Return the modules in a model whose calls hooks can see."""
+def _hookable(model: nn.Module) -> set[nn.Module]:
+    """Return the inner modules whose calls hooks can see."""
     return {each for each in eager_modules(model) - {model} if not isinstance(each, torch.jit.ScriptModule)}
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
-    """Return why no module of a fit is replayed; an empty text if some may be."""
+    """Return why no module of a fit can be replayed, or ""."""
     if reason := refusal("A replay", FOR_REPLAYS):
         return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        return f"{type(trainer.strategy).__name__} is not one device, on which alone graphs are replayed"
+        return f"graphs need one device, and the strategy is {type(trainer.strategy).__name__}"
     if needs_cuda and model.device.type != "cuda":
-        return f"it runs on {model.device.type}, where there are no CUDA graphs"
+        return f"it runs on {model.device.type}, which has no CUDA graphs"
     return "" if model in eager_modules(model) else _COMPILED
 
 
 def why_module_eager(module: nn.Module) -> str:
-    """Return why a module is not replayed; an empty text if it may be."""
+    """Return why a module cannot be replayed, or ""."""
     if eager_modules(module) != set(module.modules()):
         return _COMPILED
     if isinstance(module, ReplayedModule):
@@ -194,7 +193,7 @@ def why_module_eager(module: nn.Module) -> str:
 
 
 def graphs_text(replayed: list[ModuleReplay], eager: dict[str, str]) -> str:
-    """Return which modules are replayed, and which are eager for each reason; empty if there are none of both."""
+    """Return which modules are replayed, and which are eager for which reason; "" for no modules."""
     parts = []
     if replayed:
         graphs, calls = sum(replay.graphs for replay in replayed), sum(replay.replays for replay in replayed)

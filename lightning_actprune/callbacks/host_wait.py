@@ -1,4 +1,4 @@
-"""Without ``cuda_graphs``: finds out whether a step would gain from it, since the GPU waits for Python."""
+"""Without ``cuda_graphs``: measure for how long the GPU waits for Python, and recommend graphs if that is long."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_actprune.operators.hooks import eager_modules
 WAIT_STEPS = 4
 """Steps in which it is measured how long the GPU waits."""
 LONG_WAIT = 0.15
-"""Share of a step that is worth a word."""
+"""Share of a step from which on graphs are recommended."""
 
 
 class HostWait:
-    """Measures in a few steps for how long the GPU waits for Python, and says so once if it is long.
+    """Measure in a few steps for how long the GPU waits for Python; say so once if that is long.
 
-    The first steps are timed as they are. Before the last one the GPU gets a delay, in which Python gets ahead of it.
+    All but the last are plain steps. Before the last one the GPU gets a delay, in which Python gets ahead of it.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class HostWait:
         return vars(HostWait())  # a copy of the callback is in no fit
 
     def batch_starts(self, trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> str:
-        """Note when the GPU begins a step; there is nothing to tell the user yet."""
-        if not self._times:
-            self._ended |= bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
+        """Note when the GPU starts a step; return ""."""
+        if not self._ended and not self._times:
+            self._ended = bool(why_eager(trainer, model)) or eager_modules(model) != set(model.modules())
         if not self._ended:
             if len(self._times) == WAIT_STEPS - 1:
                 self._times[-1][1].synchronize()
@@ -42,7 +42,7 @@ class HostWait:
         return ""
 
     def batch_ends(self) -> str:
-        """Return what to tell the user after the last of these steps, empty for nothing."""
+        """Return a message for the user after the last of these steps, or ""."""
         if self._start is None:
             return ""
         start, end = self._start, moment()
@@ -57,12 +57,12 @@ class HostWait:
     def before_optimizer(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         """Do nothing."""
 
-    def let_go(self) -> None:
-        """Begin anew with the next batch, if it has not ended."""
+    def restart(self) -> None:
+        """Start again with the next batch, unless the measurement is complete."""
         self._start, self._times = None, []
 
     def end(self) -> None:
-        """Begin anew with the next fit."""
+        """Start again with the next fit."""
         vars(self).update(vars(HostWait()))
 
     def _shortest(self) -> float:
@@ -70,14 +70,14 @@ class HostWait:
 
 
 def moment() -> Any:
-    """Return the present moment of the GPU's work."""
+    """Return an event at the present end of the GPU's queue."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
 def wait_text(step_ms: float, busy_ms: float) -> str:
-    """Return what to do about a GPU that is busy for so long in a step, empty if it hardly waits."""
+    """Return a recommendation for a GPU that is busy for ``busy_ms`` of a step, or "" if it hardly waits."""
     waits = step_ms - busy_ms
     if waits < LONG_WAIT * step_ms:
         return ""

@@ -377,7 +377,7 @@ class ActivationPruning(TrainerCallback):
             show(trainer, text)
 
     def _convert(self, pl_module: pl.LightningModule) -> None:
-        self._graphs.let_go()
+        self._graphs.restart()
         config = self._config if self._budget is None else self._budget.config(pl_module)
         if config is None:  # the dense model fits
             revert(pl_module, self._owner)

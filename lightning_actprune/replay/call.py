@@ -1,4 +1,4 @@
-"""A call of a module, taken apart: its tensors, what else it is given, and in which settings it is made."""
+"""A call of a module: its tensors, its other arguments, its signature, and what eager calls have shown of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lightning_actprune.codec.private import (
     tree_unflatten,
 )
 
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""Types of arguments that are a part of the signature."""
 
 
 class RefusedError(Exception):
@@ -21,13 +22,13 @@ class RefusedError(Exception):
 
 
 class Call(NamedTuple):
-    """A call of a module, taken apart.
+    """The arguments of a call.
 
     Args:
-        tensors: Among its arguments.
-        places: Of these among ``leaves``.
-        leaves: All that is in the arguments, without the tensors.
-        spec: How the arguments are put together.
+        tensors: All tensors, each once.
+        places: For each tensor, its indices in ``leaves``.
+        leaves: The flat arguments, with ``None`` in place of tensors.
+        spec: The containers that hold the leaves.
     """
 
     tensors: list[Tensor]
@@ -36,7 +37,7 @@ class Call(NamedTuple):
     spec: Any
 
     def arguments(self, tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in place of its own."""
+        """Return ``args`` and ``kwargs`` with other tensors in place of those of the call."""
         leaves = list(self.leaves)
         for places, tensor in zip(self.places, tensors, strict=True):
             for place in places:
@@ -45,14 +46,14 @@ class Call(NamedTuple):
         return args, kwargs
 
 
-def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
-    """Return a call and its signature.
+def parse_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any]:
+    """Return a call and its signature: shapes, strides, types, constants, containers and autocast.
 
     Raises:
-        RefusedError: If something among the arguments is no tensor and no constant.
+        RefusedError: If an argument is neither a tensor nor a constant, or tensors are on several devices.
     """
     leaves, spec = tree_flatten((args, dict(kwargs)))
-    tensors, places, described = list[Tensor](), list[list[int]](), list[Any]()
+    tensors, places, signature = list[Tensor](), list[list[int]](), list[Any]()
     for place, leaf in enumerate(leaves):
         if type(leaf) is Tensor and leaf.layout == torch.strided:
             number = next((number for number, x in enumerate(tensors) if x is leaf), len(tensors))
@@ -60,17 +61,16 @@ def take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, 
                 tensors.append(leaf)
                 places.append([])
             places[number].append(place)
-            described.append(number)
-            described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+            signature.append((number, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
             leaves[place] = None
-        elif isinstance(leaf, PLAIN):
-            described.append((type(leaf), leaf))
+        elif isinstance(leaf, CONSTANTS):
+            signature.append((type(leaf), leaf))
         else:
             raise RefusedError(f"an argument of type {type(leaf).__name__} is neither a tensor nor a constant")
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
         raise RefusedError(f"its arguments are on {len(devices)} devices")
-    return Call(tensors, places, leaves, spec), (spec, tuple(described), _autocast(devices.pop().type))
+    return Call(tensors, places, leaves, spec), (spec, tuple(signature), _autocast(devices.pop().type))
 
 
 def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
@@ -78,23 +78,24 @@ def _autocast(device: str) -> tuple[str, bool, torch.dtype]:
 
 
 def uncached_autocast(device: str, enabled: bool | None = None) -> torch.autocast:
-    """Return autocast, as it is or ``enabled`` or not.
+    """Return autocast in its present state, or switched on or off, without its cache of weights.
 
-    It has no cache: casts of weights from before would be those of today for good.
+    A graph would use the weights that were in the cache at its capture for good.
     """
     _, now, dtype = _autocast(device)
     return torch.autocast(device, dtype, now if enabled is None else enabled, cache_enabled=False)
 
 
-class Conduct(NamedTuple):
+class Observations(NamedTuple):
     """What eager calls of a signature have shown.
 
     Args:
-        constants: What functions return that read values on the host, ``None`` if not all of these are constant.
-        autocasts: Whether backward runs within autocast, where sums and products are others than outside.
-        ends: Numbers of the outputs that get gradients.
+        constants: Names and results of the functions that read constants on the host; ``None`` if other values are
+            read, too.
+        backward_autocasts: Whether backward runs under autocast, which computes sums and products in other types.
+        graded: Indices of the outputs that get a gradient.
     """
 
     constants: list[tuple[str, Any]] | None = None
-    autocasts: bool = False
-    ends: frozenset[int] = frozenset()
+    backward_autocasts: bool = False
+    graded: frozenset[int] = frozenset()

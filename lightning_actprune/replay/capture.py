@@ -1,4 +1,4 @@
-"""Captures a call, and compares a replay with eager runs."""
+"""Capture a call of a module, and compare a replay with eager runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.second_run import python_generators, set_python_generators
-from lightning_actprune.replay.call import Call, Conduct, RefusedError, uncached_autocast
-from lightning_actprune.replay.graph import Graph, Recorder, leaves_of, probe
-from lightning_actprune.replay.memory import UNWRITTEN, beside, free_cache, reserved, written
+from lightning_actprune.replay.call import Call, Observations, RefusedError, uncached_autocast
+from lightning_actprune.replay.graph import Graph, Recorder, leaves_of, probe_gradient
+from lightning_actprune.replay.memory import UNWRITTEN, bytes_written, free_cache, on_capture_stream, reserved_bytes
 
 EAGER_RUNS = 3
-"""Eager runs of a call before it is captured, which show whether they agree in each bit."""
+"""Eager runs of a call before its capture: they show whether they agree in each bit."""
 NOISE = 3.0
-"""Differences between eager runs that a replay may differ from them by."""
+"""A replay may differ from an eager run by so many times the difference between eager runs."""
 
 
 def capture(
@@ -28,82 +28,93 @@ def capture(
     module: nn.Module,
     forward: Callable[..., Any],
     call: Call,
-    conduct: Conduct,
-    trial: Callable[[], Recorder] | None,
+    observations: Observations,
+    make_trial: Callable[[], Recorder] | None,
 ) -> Graph:
-    """Return the graph of a call, of which a replay has computed what eager runs do.
+    """Return the graph of a call, after a replay has computed what eager runs compute.
 
-    ``conduct``: what eager calls have shown. ``trial``: makes another recorder, if this one has no graph yet: a first
-    capture gets as much memory at once as eager runs take, and shows how much of it is enough.
+    Args:
+        recorder: Captures the graph.
+        module: The module.
+        forward: Its own forward.
+        call: The call, as an example of its signature.
+        observations: What eager calls have shown.
+        make_trial: Makes another recorder, if this one has no graph yet. A first graph then gets as much memory in one
+            piece as an eager run reserves, and shows how much of it is enough for the second one.
 
     Raises:
-        RefusedError: If it cannot be captured, or a replay computes something else.
+        RefusedError: If the call cannot be captured, or a replay computes something else.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     aliases = [nn.Parameter(parameter.detach()) for parameter in parameters]
-    around = partial(_exchanged, module, parameters, aliases)
+    with_aliases = partial(_exchange, module, parameters, aliases)
     device = call.tensors[0].device
-    own = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers()) if x.numel()}
-    drawn, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    weights = {x.untyped_storage().data_ptr() for x in (*module.parameters(), *module.buffers()) if x.numel()}
+    generators, buffers = _generators(), [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
 
-    def from_the_start() -> None:
-        _set_generators(drawn)
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.data.copy_(values)  # which autograd does not take for a change
+    def reset() -> None:
+        _set_generators(generators)
+        _set_buffers(buffers)
 
     def run() -> list[Tensor | None]:
-        from_the_start()
-        outputs, gradients = _run(forward, call, aliases, own, conduct)
+        reset()
+        outputs, gradients = _run_eagerly(forward, call, aliases, weights, observations)
         return [*(y.detach() for y in outputs), *gradients, *(buffer for buffer, _ in buffers)]
 
     try:
+        # === Eager runs: what is right, how exactly, and in how much memory ===
         free_cache()
-        before = reserved(device)
-        with around(), beside(device):
-            one = [None if tensor is None else tensor.to("cpu", copy=True) for tensor in run()]  # to hold them once
-            room = 0 if trial is None else reserved(device) - before
-            others = [[_difference(*pair) for pair in zip(one, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
-        free_cache()  # which the pool of graphs cannot use
-        from_the_start()
-        of_call = forward, call, parameters, aliases, around, conduct
-        if room and trial is not None:
-            room = _enough(Graph(trial(), *of_call, room), call)
+        before = reserved_bytes(device)
+        with with_aliases(), on_capture_stream(device):
+            expected = [None if x is None else x.to("cpu", copy=True) for x in run()]  # to hold the results once
+            room = 0 if make_trial is None else reserved_bytes(device) - before
+            noises = [[_difference(*pair) for pair in zip(expected, run(), strict=True)] for _ in range(EAGER_RUNS - 1)]
+        free_cache()  # the pool of graphs cannot use what eager runs leave
+        # === Captures ===
+        reset()
+        arguments = forward, call, parameters, aliases, with_aliases, observations
+        if room and make_trial is not None:
+            room = _measure_room(Graph(make_trial(), *arguments, room), call)
             free_cache()
-            from_the_start()
-        graph = Graph(recorder, *of_call, room)
-        from_the_start()
-        replayed = [*graph.trial(call.tensors), *(buffer for buffer, _ in buffers)]
-        found = [_difference(*pair) for pair in zip(one, replayed, strict=True)]
+            reset()
+        graph = Graph(recorder, *arguments, room)
+        # === Comparison ===
+        reset()
+        results = [*graph.try_replay(call.tensors), *(buffer for buffer, _ in buffers)]
+        differences = [_difference(*pair) for pair in zip(expected, results, strict=True)]
         free_cache()
     except RefusedError:
         raise
     except torch.OutOfMemoryError:
         raise RefusedError("there is not enough memory for its graph") from None
     except Exception as error:
-        while isinstance(error.__context__, RuntimeError):  # of which the others only tell that it failed
+        while isinstance(error.__context__, RuntimeError):  # later errors only say that the capture has failed
             error = error.__context__
         raise RefusedError(f"it cannot be captured: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
-    noise = list(map(max, *others))
-    least = _precision(call) if any(noise) else 0.0  # then some agree by chance
-    if any(mine > max(NOISE * each, least) for mine, each in zip(found, noise, strict=True)):
+    noise = list(map(max, *noises))
+    rounding = _rounding(call) if any(noise) else 0.0  # if anything differs, the rest may agree by chance
+    if any(mine > max(NOISE * each, rounding) for mine, each in zip(differences, noise, strict=True)):
         raise RefusedError("a replay of its graph computes something else than an eager run")
     return graph
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Leave buffers and all random generators as they were."""
+def preserve_state(module: nn.Module) -> Iterator[None]:
+    """Set buffers and all random generators back at the end."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    python, drawn = python_generators(), _generators()
+    python, generators = python_generators(), _generators()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, values in buffers:
-                buffer.data.copy_(values)  # which autograd does not take for a change
+        _set_buffers(buffers)
         set_python_generators(python)
-        _set_generators(drawn)
+        _set_generators(generators)
+
+
+@torch.no_grad()
+def _set_buffers(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, values in buffers:
+        buffer.data.copy_(values)  # does not count as a write for autograd
 
 
 def _generators() -> tuple[Tensor, Tensor | None]:
@@ -117,11 +128,11 @@ def _set_generators(states: tuple[Tensor, Tensor | None]) -> None:
 
 
 @contextmanager
-def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> Iterator[None]:
+def _exchange(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequence[Tensor]) -> Iterator[None]:
     """Let ``module`` compute with aliases of its parameters.
 
-    What accumulates the gradient of a tensor stays with the stream that has met it first, on which a capture may not
-    wait.
+    Autograd accumulates the gradient of a parameter on the stream that has used the parameter first. A capture must not
+    wait for that stream.
     """
     alias_of = {id(parameter): alias for parameter, alias in zip(parameters, aliases, strict=True)}
     places = [
@@ -139,47 +150,47 @@ def _exchanged(module: nn.Module, parameters: Sequence[Tensor], aliases: Sequenc
             holder[name] = parameter
 
 
-def _run(
-    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], own: set[int], conduct: Conduct
+def _run_eagerly(
+    forward: Callable[..., Any], call: Call, parameters: Sequence[Tensor], weights: set[int], observations: Observations
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return the outputs of an eager run, and the gradients of inputs and parameters for those of ``probe``."""
+    """Return the outputs, and the gradients of inputs and parameters for ``probe_gradient`` of the outputs."""
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in call.tensors]
     args, kwargs = call.arguments(inputs)
     with uncached_autocast(inputs[0].device.type):
         outputs = list(tensors_in(forward(*args, **kwargs)))
-    wanted = [*(x for x in inputs if x.requires_grad), *parameters]
-    ends = [outputs[number] for number in sorted(conduct.ends)]
-    if {y.untyped_storage().data_ptr() for y in outputs if y.numel()} & own:
+    sources = [*(x for x in inputs if x.requires_grad), *parameters]
+    graded = [outputs[number] for number in sorted(observations.graded)]
+    if {y.untyped_storage().data_ptr() for y in outputs if y.numel()} & weights:
         raise RefusedError("it returns one of its parameters or buffers")
-    if leaves_of(ends) - {id(x) for x in wanted}:
+    if leaves_of(graded) - {id(x) for x in sources}:
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
-    with uncached_autocast(inputs[0].device.type, conduct.autocasts):
-        return outputs, list(torch.autograd.grad(ends, wanted, list(map(probe, ends)), allow_unused=True))
+    with uncached_autocast(inputs[0].device.type, observations.backward_autocasts):
+        return outputs, list(torch.autograd.grad(graded, sources, list(map(probe_gradient, graded)), allow_unused=True))
 
 
-def _enough(graph: Graph, call: Call) -> int:
-    """Return how many bytes of its room a graph needs."""
+def _measure_room(graph: Graph, call: Call) -> int:
+    """Return how many bytes of its first piece of memory a graph uses."""
     assert graph.room is not None
     graph.room.fill_(UNWRITTEN)
-    graph.trial(call.tensors)
-    return written(graph.room)
+    graph.try_replay(call.tensors)
+    return bytes_written(graph.room)
 
 
-def _precision(call: Call) -> float:
-    """Return the relative error of one rounding in the types that a call computes with."""
+def _rounding(call: Call) -> float:
+    """Return the relative error of one rounding in the coarsest type that a call computes in."""
     device = call.tensors[0].device.type
     types = [x.dtype for x in call.tensors if x.is_floating_point()] or [torch.float32]
     types += [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
     return max(torch.finfo(dtype).eps for dtype in types)
 
 
-def _difference(right: Tensor | None, found: Tensor | None) -> float:
-    """Return ``|found - right| / |right|``, 0 for the same bits, infinity where only one has a value."""
-    if right is None or found is None:
-        return 0.0 if right is found else inf
-    right = right.to(found.device)
-    differs = (right != found) & ~(right.isnan() & found.isnan())
+def _difference(expected: Tensor | None, result: Tensor | None) -> float:
+    """Return ``|result - expected| / |expected|``: 0 for the same bits, infinity if only one of them is a tensor."""
+    if expected is None or result is None:
+        return 0.0 if expected is result else inf
+    expected = expected.to(result.device)
+    differs = (expected != result) & ~(expected.isnan() & result.isnan())
     if not differs.any():
         return 0.0
-    one, other = right.double(), found.double()
+    one, other = expected.double(), result.double()
     return float((((other - one)[differs]).norm() / one.norm()).nan_to_num(inf, inf))

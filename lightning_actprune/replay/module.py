@@ -1,22 +1,22 @@
 r"""Modules whose forward and backward are replayed from CUDA graphs.
 
-An eager training step whose GPU has little to do waits for Python. A CUDA graph is a list of kernels with all their
-arguments, which the GPU runs without it. It has to be right to run the same kernels on the same addresses again, so a
-call of a module goes through four states, for each signature (shapes, strides, types, autocast) by itself:
+In an eager step the GPU waits for Python. A CUDA graph is a list of kernels with all their arguments, which the GPU
+runs without Python. A replay is right only if the call would launch the same kernels on the same addresses. So each
+signature of calls (shapes, strides, types, autocast, gradients) goes through four states:
 
-1. *watched*: it runs eagerly while what Python does is noted. Whoever reads values on the host, draws from Python's
-   random generators, writes to attributes, or does something else in each call, stays eager.
-2. *captured*: from the same parameters, buffers and random numbers, it runs eagerly three times, and is captured.
-   Nothing of this changes parameters, gradients, buffers or generators.
-3. *compared*: outputs and gradients of a replay are those of the eager runs, bit for bit where these agree, and else
-   within three times their difference.
-4. *replayed*: as long as storages of parameters and buffers, flags, hooks and sparsities are those of the capture.
+1. *watched*: the call runs eagerly, and what Python does is logged. A module that reads values on the host, draws from
+   Python's random generators, writes to attributes, or does something else in each call, stays eager.
+2. *captured*: the call runs eagerly three times, from the same parameters, buffers and random numbers, and is captured.
+   Parameters, gradients, buffers and generators are the same afterwards.
+3. *compared*: outputs and gradients of a replay equal those of the eager runs, bit for bit if these agree, else within
+   three times their difference.
+4. *replayed*: as long as storages of parameters and buffers, flags, hooks and sparsities do not change.
 
-A graph has one set of addresses for what it keeps for backward. So a call is eager while backward of the one before has
-not run, or while somebody holds its outputs.
+A graph has one set of addresses for what it keeps for backward. So a call is eager while backward of the call before is
+still to come, or while somebody holds outputs of that call.
 
-Gradients of parameters are the graph's own tensors, of which ``.grad`` becomes an alias: they exist once, unless they
-are accumulated over several calls.
+Gradients of parameters are tensors of the graph, and ``.grad`` is an alias of them: they exist once, unless they are
+accumulated over several calls.
 """
 
 from __future__ import annotations
@@ -41,22 +41,30 @@ from lightning_actprune.codec.private import (
 from lightning_actprune.operators.base import Converted
 from lightning_actprune.operators.containers import tensors_in
 from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
-from lightning_actprune.replay.call import PLAIN, Call, Conduct, RefusedError, take_apart
-from lightning_actprune.replay.capture import capture, unchanged
+from lightning_actprune.replay.call import CONSTANTS, Call, Observations, RefusedError, parse_call
+from lightning_actprune.replay.capture import capture, preserve_state
 from lightning_actprune.replay.graph import CudaRecorder, Graph, Recorder
 from lightning_actprune.replay.memory import free_cache
-from lightning_actprune.replay.watch import Operations, State, changes, differing, hooks_in, python_state, version
+from lightning_actprune.replay.watch import (
+    Dependencies,
+    OperationLog,
+    describe_change,
+    find_hooks,
+    first_difference,
+    snapshot,
+    version_of,
+)
 
-WATCHED = 2
-"""Calls in a row in which Python has to do the same before a call is captured."""
-MOST_WATCHED = 32
-"""Calls of one signature that are watched at most; in the first ones, blocks that run again are compared one by one."""
-MOST_GRAPHS = 8
-"""Signatures of a module that are captured at most; calls of others are eager."""
-MOST_CAPTURES = 24
-"""Captures of a module at most, of the same signature again after something has changed."""
-MOST_OTHERS = 4
-"""Calls in a row after which a graph is captured anew that something else has changed for, such as a hook."""
+ALIKE_CALLS = 2
+"""Calls in a row in which Python must do the same as in the call before."""
+MAX_WATCHED = 32
+"""Watched calls of one signature. Blocks that recompute are checked one by one in the first steps, which differ."""
+MAX_GRAPHS = 8
+"""Signatures of a module that are captured; calls of others are eager."""
+MAX_CAPTURES = 24
+"""Captures of a module, of the same signature again included."""
+MAX_MISMATCHES = 4
+"""Calls in a row with other dependencies, such as a hook, after which a signature is captured anew."""
 
 
 class ReplayedModule(Converted):
@@ -66,12 +74,12 @@ class ReplayedModule(Converted):
 
 
 def replayed_class(cls: type[nn.Module]) -> type[Any]:
-    """Return what a module of exactly this class becomes; the same one each time."""
+    """Return the replayed class of a module class, the same one each time."""
     if cls not in _classes:
 
-        @wraps(cls.forward)  # whose signature some look at
+        @wraps(cls.forward)  # some libraries read its signature
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            replay = vars(self).get("_replay")  # None if it was let go, and this method is held by somebody
+            replay = vars(self).get("_replay")  # None if somebody calls this method after `stop_replay`
             if replay is None or not replay.is_of(self):
                 return cls.forward(self, *args, **kwargs)
             return replay.call(partial(cls.forward, self), args, kwargs)
@@ -85,74 +93,81 @@ def replayed_class(cls: type[nn.Module]) -> type[Any]:
 _classes: dict[type[nn.Module], type[Any]] = {}
 
 
-def replay_module(module: nn.Module, name: str, recorder: Callable[[], Recorder] = CudaRecorder) -> ModuleReplay:
-    """Let the calls of ``module`` be replayed once it is known how; ``let_go`` undoes it.
+def replay_module(module: nn.Module, name: str, make_recorder: Callable[[], Recorder] = CudaRecorder) -> ModuleReplay:
+    """Replay the calls of ``module`` as soon as that is safe; ``stop_replay`` undoes it.
 
     Args:
         module: Any module. Its parameters and buffers stay the same objects.
-        name: Of it, for reasons.
-        recorder: Makes what captures.
+        name: Its name, for reasons.
+        make_recorder: Makes what captures.
     """
-    replay = module._replay = ModuleReplay(module, name, recorder)  # type: ignore[assignment]
+    replay = module._replay = ModuleReplay(module, name, make_recorder)  # type: ignore[assignment]
     module.__class__ = replayed_class(type(module))
     return replay
 
 
-def let_go(module: nn.Module) -> None:
-    """Make ``module`` what it was, and free its graphs."""
+def stop_replay(module: nn.Module) -> None:
+    """Make ``module`` eager again, and free its graphs."""
     if isinstance(module, ReplayedModule):
         module.__dict__.pop("_replay").close()
         module.__class__ = type(module).dense_class  # type: ignore[assignment]
 
 
 class _Signature:
-    """What is known of the calls of one signature."""
+    """The state of all calls of one signature."""
 
     def __init__(self) -> None:
-        self.watched, self.alike, self.reads = 0, 0, ""
-        self.conduct = Conduct()
+        self.watched = self.alike = self.mismatches = self.replays = 0
+        self.host_read = ""
+        self.observations = Observations()
         self.log: list[Any] | None = None
         self.graph: Graph | None = None
-        self.state: State | None = None
-        self.calls = self.others = 0
-        self.other_backward = ""
-        """What backward has done that a graph cannot."""
+        self.dependencies: Dependencies | None = None
+        self.backward_refusal = ""
+        """Why backward cannot be captured, or ""."""
 
-    def sees(self, **conduct: Any) -> None:
+    def observe(self, **observations: Any) -> None:
         """Note what an eager call has shown."""
-        self.conduct = self.conduct._replace(**conduct)
+        self.observations = self.observations._replace(**observations)
 
-    def sees_gradient(self, number: int, tasks: set[int], gradient: Tensor) -> None:
-        """Note that an output gets a gradient; ``tasks``: of autograd, that have come to outputs of the same call."""
+    def observe_gradient(self, number: int, tasks: set[int], gradient: Tensor) -> None:
+        """Note that an output gets a gradient.
+
+        Args:
+            number: Index of the output.
+            tasks: Numbers of the backward passes that have reached outputs of the same call.
+            gradient: Its gradient.
+        """
         tasks.add(current_graph_task_id())
         if len(tasks) > 1:
-            self.other_backward = "backward runs more than once through a call"
+            self.backward_refusal = "backward runs more than once through a call"
         if torch.is_grad_enabled():
-            self.other_backward = "its gradients are differentiated (`create_graph`)"
+            self.backward_refusal = "its gradients are differentiated (`create_graph`)"
         autocasts = torch.is_autocast_enabled(gradient.device.type)
-        self.sees(autocasts=autocasts, ends=self.conduct.ends | {number})
+        self.observe(backward_autocasts=autocasts, graded=self.observations.graded | {number})
 
 
 class ModuleReplay:
     """The calls of one module: watched, captured by signature, and replayed.
 
     Args:
-        module: The module, which this does not keep.
-        name: Of it, for reasons.
-        recorder: Makes what captures.
+        module: The module, which is not kept alive.
+        name: Its name, for reasons.
+        make_recorder: Makes what captures.
+
+    Attributes:
+        reason: Why all calls are eager, or "".
+        replays: Calls that were replayed.
     """
 
-    def __init__(self, module: nn.Module, name: str, recorder: Callable[[], Recorder]) -> None:
+    def __init__(self, module: nn.Module, name: str, make_recorder: Callable[[], Recorder]) -> None:
         self._module, self.name = weakref.ref(module), name
-        self._recorder, self._signatures = recorder, dict[Any, _Signature]()
-        self._pool: Recorder | None = None
-        self._captures = 0
+        self._make_recorder, self._signatures = make_recorder, dict[Any, _Signature]()
+        self._recorder: Recorder | None = None
+        self._captures = self.replays = 0
         self._last: Callable[[], Graph | None] = lambda: None
         recurrent = any(isinstance(inner, nn.RNNBase) for inner in module.modules())
         self.reason = "it has recurrent layers, which make lists of their weights anew" if recurrent else ""
-        """Why all calls are eager, empty if they are not."""
-        self.replays = 0
-        """Calls that were replayed."""
 
     @property
     def graphs(self) -> int:
@@ -165,57 +180,58 @@ class ModuleReplay:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Eager, (self.name,)
 
-    def leave_gradients(self, zeroed: Set[int] = frozenset()) -> None:
-        """Let gradients leave the memory of the graphs, which all share it; drop those of ``zeroed`` parameters."""
-        for known in self._signatures.values():
-            if known.graph is not None:
-                known.graph.leave_gradients(zeroed)
+    def release_gradients(self, zeroed: Set[int] = frozenset()) -> None:
+        """Copy each ``.grad`` out of the memory that all graphs share; drop it for ``zeroed`` parameters."""
+        for signature in self._signatures.values():
+            if signature.graph is not None:
+                signature.graph.release_gradients(zeroed)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return whether this is of a module, and not of one that it is a shallow copy of."""
+        """Return whether this replays ``module``, and not one that ``module`` is a shallow copy of."""
         return self._module() in (module, None)
 
     def close(self) -> None:
         """Free the graphs."""
         self._signatures.clear()
-        self._pool = None
+        self._recorder = None
         free_cache()
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``forward(*args, **kwargs)``, eagerly or from a graph."""
         module = self._module()
-        if self.reason or module is None or not module.training or not _may_replay():
+        if self.reason or module is None or not module.training or not _can_replay():
             return forward(*args, **kwargs)
         try:
-            call, key = take_apart(args, kwargs)
-            signature = self._signature(key)
-            if signature is None:
+            call, key = parse_call(args, kwargs)
+            if key not in self._signatures and len(self._signatures) == MAX_GRAPHS:
                 return forward(*args, **kwargs)
+            signature = self._signatures.setdefault(key, _Signature())
             if signature.graph is None:
-                if signature.other_backward:
-                    raise RefusedError(signature.other_backward)
-                if signature.alike < WATCHED or not signature.conduct.ends:
+                if signature.backward_refusal:
+                    raise RefusedError(signature.backward_refusal)
+                if signature.alike < ALIKE_CALLS or not signature.observations.graded:
                     return self._watch(signature, module, forward, args, kwargs)
-                if self._in_use():  # a capture overwrites what the pool of graphs has for its backward
+                if self._is_in_use():  # a capture would overwrite the pool of all graphs
                     return forward(*args, **kwargs)
                 self._capture(signature, module, forward, call)
-            if signature.state is None or not signature.state.holds():
-                signature.others += 1
-                if signature.others >= MOST_OTHERS:
-                    del self._signatures[key]  # and watched and captured anew
-                return forward(*args, **kwargs)
-            signature.others = 0
         except RefusedError as reason:
             self._refuse(str(reason))
             return forward(*args, **kwargs)
-        signature.calls += 1
-        graph = signature.graph
+        graph, dependencies = signature.graph, signature.dependencies
         assert graph is not None
-        if self._in_use():
+        assert dependencies is not None
+        if not dependencies.unchanged():
+            signature.mismatches += 1
+            if signature.mismatches >= MAX_MISMATCHES:
+                del self._signatures[key]  # to watch and capture it anew
             return forward(*args, **kwargs)
-        if signature.calls == 2:  # gradients of eager steps have gone
+        signature.mismatches = 0
+        signature.replays += 1
+        if self._is_in_use():
+            return forward(*args, **kwargs)
+        if signature.replays == 2:  # gradients of eager steps are gone
             free_cache()
-        self.leave_gradients()
+        self.release_gradients()
         self.replays += 1
         self._last = weakref.ref(graph)
         return graph(call.tensors)
@@ -224,16 +240,10 @@ class ModuleReplay:
         self.close()
         self.reason = reason
 
-    def _signature(self, key: Any) -> _Signature | None:
-        found = self._signatures.get(key)
-        if found is None and len(self._signatures) < MOST_GRAPHS:
-            found = self._signatures[key] = _Signature()
-        return found
-
-    def _in_use(self) -> bool:
+    def _is_in_use(self) -> bool:
         """Return whether somebody still needs what the last replay of any graph has written."""
-        graphs = [self._last(), *(known.graph for known in self._signatures.values())]
-        return any(graph is not None and graph.in_use() for graph in graphs)
+        graphs = [self._last(), *(signature.graph for signature in self._signatures.values())]
+        return any(graph is not None and graph.is_in_use() for graph in graphs)
 
     def _watch(
         self,
@@ -243,76 +253,78 @@ class ModuleReplay:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a call eagerly, and note whether Python does what it did in the one before.
+        """Run a call eagerly, and compare what Python does with the call before.
 
         Raises:
-            RefusedError: If it never does.
+            RefusedError: After ``MAX_WATCHED`` calls.
         """
-        before = python_state(module)
-        given, spec = tree_flatten((args, dict(kwargs)))
-        versions = list(map(version, given))
-        with Operations(module, given) as operations:
+        # === The call ===
+        before = snapshot(module)
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        versions = list(map(version_of, leaves))
+        with OperationLog(module, leaves) as operations:
             outputs = forward(*args, **kwargs)
-        if not any(y.requires_grad for y in tensors_in(outputs)):  # as of a module that is frozen for now
+        if not any(y.requires_grad for y in tensors_in(outputs)):  # a module that is frozen for now
             return outputs
-        operations.log.append([leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, PLAIN)])
-        changed = changes(before, python_state(module)) or operations.reason or hooks_in(module)
-        given_after, spec_after = tree_flatten((args, dict(kwargs)))
-        same = spec_after == spec and all(map(is_, given, given_after)) and versions == list(map(version, given))
-        if not changed and not same:
-            changed = "it writes to its arguments"
-        alike = not changed and operations.log == signature.log
-        log, signature.log = signature.log or [], None if changed else operations.log
-        signature.reads = operations.reads
-        signature.sees(constants=None if operations.reads else operations.constants)
+        operations.log.append([leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, CONSTANTS)])
+        # === Why it cannot be replayed ===
+        refusal = describe_change(before, snapshot(module)) or operations.refusal or find_hooks(module)
+        leaves_now, spec_now = tree_flatten((args, dict(kwargs)))
+        same = spec_now == spec and all(map(is_, leaves, leaves_now)) and versions == list(map(version_of, leaves))
+        refusal = refusal or ("" if same else "it writes to its arguments")
+        # === Whether it is as the call before ===
+        log, signature.log = signature.log or [], None if refusal else operations.log
+        signature.alike = signature.alike + 1 if log == signature.log else 0
+        signature.watched += 1
+        signature.host_read = operations.host_read
+        if signature.watched >= MAX_WATCHED:
+            other = f"it does something else in each call{first_difference(log, operations.log)}"
+            other = "none of its outputs gets a gradient" if signature.alike else other
+            self._refuse(refusal or operations.host_read or other)
+        # === What a capture has to know ===
+        signature.observe(constants=None if operations.host_read else operations.constants)
         tasks = set[int]()
         for number, y in enumerate(tensors_in(outputs)):
             if y.grad_fn is not None:
-                y.register_hook(partial(signature.sees_gradient, number, tasks))  # type: ignore[no-untyped-call]
+                y.register_hook(partial(signature.observe_gradient, number, tasks))  # type: ignore[no-untyped-call]
             elif y.requires_grad:
-                signature.sees(ends=signature.conduct.ends | {number})
-        signature.alike = signature.alike + 1 if alike else 0
-        signature.watched += 1
-        if signature.watched >= MOST_WATCHED:
-            other = f"it does something else in each call{differing(log, operations.log)}"
-            other = "none of its outputs gets a gradient" if alike else other
-            self._refuse(changed or operations.reads or other)
+                signature.observe(graded=signature.observations.graded | {number})
         return outputs
 
     def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: Call) -> None:
         """Capture a call, and compare a replay with eager runs.
 
         Raises:
-            RefusedError: If it cannot be captured, or computes something else.
+            RefusedError: If it cannot be captured, or a replay computes something else.
         """
         self._captures += 1
-        if self._captures > MOST_CAPTURES:
+        if self._captures > MAX_CAPTURES:
             raise RefusedError("its parameters, flags, hooks or sparsities change too often")
-        if self._pool is None:
-            self._pool = self._recorder()
-        if hooked := hooks_in(module):
-            raise RefusedError(hooked)
-        signature.state = State(module)
-        with unchanged(module):
-            try:
-                trial = self._recorder if self._captures == 1 else None
-                signature.graph = capture(self._pool, module, forward, call, signature.conduct, trial)
-            except RefusedError as reason:
-                fails = reason.__cause__ is not None  # where values are read, which is then why
-                raise RefusedError(signature.reads if fails and signature.reads else str(reason)) from reason
+        if self._recorder is None:
+            self._recorder = self._make_recorder()
+        if hooks := find_hooks(module):
+            raise RefusedError(hooks)
+        signature.dependencies = Dependencies(module)
+        make_trial = self._make_recorder if self._captures == 1 else None
+        try:
+            with preserve_state(module):
+                signature.graph = capture(self._recorder, module, forward, call, signature.observations, make_trial)
+        except RefusedError as reason:
+            has_failed = reason.__cause__ is not None  # a capture fails where values are read on the host
+            raise RefusedError((has_failed and signature.host_read) or str(reason)) from reason
         signature.log = None
 
 
 class _Eager(ModuleReplay):
-    """That of a copied or pickled module, whose calls are eager."""
+    """That of a copied or unpickled module, whose calls are eager."""
 
     def __init__(self, name: str) -> None:
         super().__init__(nn.Identity(), name, CudaRecorder)
         self.reason = "it is a copy"
 
 
-def _may_replay() -> bool:
-    """Return whether a call keeps something for a backward that is its own, and no compiler or transform looks on."""
+def _can_replay() -> bool:
+    """Return whether a call is followed by one backward, and no compiler, transform or global hook looks on."""
     return (
         torch.is_grad_enabled()
         and not is_compiling()

@@ -201,7 +201,7 @@ FAULTS = [
           "",
           "test_replay.py callbacks/test_cuda_graphs.py"),
     Fault("same_masks", "random numbers go on from where the captures of a graph have left them", "replay/capture.py",
-          "        set_python_generators(python)\n        _set_generators(drawn)\n",
+          "        set_python_generators(python)\n        _set_generators(generators)\n",
           "        set_python_generators(python)\n",
           "test_replay.py callbacks/test_cuda_graphs.py"),
     Fault("overwritten", "what backward needs is overwritten by the next call", "replay/graph.py",
