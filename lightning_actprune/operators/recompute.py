@@ -367,12 +367,14 @@ def find_blocks(model: nn.Module) -> list[str]:
     Counted are modules with children that stand in a ``ModuleList`` or ``Sequential`` with others of their class. Of
     the classes with six blocks or more, so not of the four stages of a hierarchical model, they are those with most
     parameters that are not inside each other, as encoder and decoder, if together they hold half of all parameters;
-    otherwise the class with most blocks of those that do so alone.
+    otherwise the class with most blocks of those that do so alone. Tables of a vocabulary do not count, since they are
+    most of a small language model: embeddings, and linear layers with as many outputs as the largest one.
     """
     found: dict[type[nn.Module], dict[str, nn.Module]] = {}
     for name, module in _repeated(model):
         found.setdefault(torch_class(type(module)), {}).setdefault(name, module)
-    total, sizes = _values(model), {cls: sum(map(_values, blocks.values())) for cls, blocks in found.items()}
+    total = _values(model) - _values_of_tables(model)
+    sizes = {cls: sum(map(_values, blocks.values())) for cls, blocks in found.items()}
     many = [cls for cls, blocks in found.items() if len(blocks) >= MOST_COARSE and LEAST_SHARE * sizes[cls] >= total]
     chosen: dict[str, nn.Module] = {}
     for cls in sorted(many, key=lambda cls: -sizes[cls]):
@@ -400,6 +402,14 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for key, module in container.named_children():
                 if times[torch_class(type(module))] > 1 and next(module.children(), None) is not None:
                     yield f"{prefix}.{key}" if prefix else key, module
+
+
+def _values_of_tables(model: nn.Module) -> int:
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = max((embedding.num_embeddings for embedding in embeddings), default=0)
+    heads = (m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary)
+    tables: set[Tensor] = {module.weight for module in (*embeddings, *heads)}
+    return sum(table.numel() for table in tables)
 
 
 def _values(module: nn.Module) -> int:

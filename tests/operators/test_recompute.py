@@ -351,6 +351,8 @@ def test_blocks_are_the_largest_repeated_classes():
     assert find_blocks(both) == [f"{kind}.{n}" for kind in both for n in range(6)]
     both["encoder"] = both["encoder"][:5]  # too few to count beside others
     assert find_blocks(both) == [f"decoder.{n}" for n in range(6)]
+    text = nn.ModuleDict({"words": nn.Embedding(99999, 8), "body": repeated(6), "head": nn.Linear(8, 99999)})
+    assert find_blocks(text) == [f"body.{n}" for n in range(6)]
     assert find_blocks(repeated(2, lambda: nn.Linear(8, 8))) == []
     with pytest.raises(ValueError, match="blocks"):
         convert(nn.Sequential(nn.Linear(64, 64), nn.GELU()), "recompute")
