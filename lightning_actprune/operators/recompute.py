@@ -408,7 +408,7 @@ def _values_of_tables(model: nn.Module) -> int:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = max((embedding.num_embeddings for embedding in embeddings), default=0)
     heads = (m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == vocabulary)
-    tables: set[Tensor] = {module.weight for module in (*embeddings, *heads)}
+    tables = {embedding.weight for embedding in embeddings} | {head.weight for head in heads}
     return sum(table.numel() for table in tables)
 
 
