@@ -75,11 +75,11 @@ def back(*outputs: Tensor) -> Tensor:
     return loss.detach()
 
 
-def asking(*call: Any) -> None:
+def make_inputs_require_grads(*call: Any) -> None:
     call[-1].requires_grad_(True)
 
 
-asking.__name__ = "make_inputs_require_grads"  # as that of transformers
+harmless = make_inputs_require_grads  # has the name of a hook of transformers
 
 
 def twice(net: Net, x: Tensor, n: int) -> Any:
@@ -137,7 +137,7 @@ REPLAYED: dict[str, tuple[Any, ...]] = {
     "unused": (plain, lambda m, n: n or m.p.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
     "after": (whole, lambda m, n: n or m.b.bias.register_post_accumulate_grad_hook(lambda p: noted.append(p.grad + 0))),
     "fewer gradients": (lambda m, x: (m.a(x), m.b(x)), None, lambda m, x, n: back(*m(x)[: 2 if n < 7 else 1])),
-    "stranger": (lambda m, x: m.a(x) * FOREIGN.size(0), lambda m, n: n or m.a.register_forward_hook(asking)),
+    "stranger": (lambda m, x: m.a(x) * FOREIGN.size(0), lambda m, n: n or m.a.register_forward_hook(harmless)),
     "own backward": (
         *(lambda m, x: m.b(Product.apply(x, m.a.weight)), None),
         lambda m, x, n: back(autocast("cpu", torch.bfloat16)(m.__call__)(x)),

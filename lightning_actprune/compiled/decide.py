@@ -42,6 +42,7 @@ from lightning_actprune.compiled.readers import (
     is_softmax,
     most_careful,
     only_weighs,
+    scales_mask,
     way_of,
 )
 
@@ -227,6 +228,8 @@ def _check(joint: Joint, model: Model, source: Source) -> None:
     if is_softmax(of):
         if not only_weighs(joint, of):
             raise Refused("it is a softmax that does more than weigh values")
+        if scales_mask(joint, of):
+            raise Refused("it is a softmax of masked scores times another tensor")
     elif name_of(of) == "aten.div" and any(name_of(source) == "aten.sum" for source in of.all_input_nodes[1:]):
         raise Refused("it is a quotient by a sum, in which its gradient is not linear")
 

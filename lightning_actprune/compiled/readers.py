@@ -38,11 +38,13 @@ from lightning_actprune.compiled.graphs import (
     VIEWS,
     Joint,
     Read,
+    count_of,
     first_input,
     mask_of,
     name_of,
     passes_on,
     source_of,
+    tensor_of,
     value_of,
 )
 from lightning_actprune.compiled.marks import HALF, Model
@@ -82,7 +84,12 @@ _ATTENDED = {
 _MASKS = frozenset({"aten.where", "aten.masked_fill", "aten.masked_scatter", "aten.index_fill"})
 _KEEP_MASKS = frozenset({"aten.add", "aten.div", "aten.mul", "aten.neg", "aten.sub"})
 _MOST_NODES = 16
-"""Nodes among which a mask is looked for."""
+"""Nodes among which a mask or a quotient is looked for."""
+_QUOTIENTS = frozenset({"aten.div", "aten.reciprocal", "aten.rsqrt"})
+_SAVE_NOTHING = _COMPARISONS | {f"aten.{name}" for name in ("add", "sub", "neg", "sum", "mean", "sign")}
+"""Operations whose gradient needs none of their inputs."""
+_FEWER_VALUES = 8
+"""A factor with more than one eighth of the values of the other one is no step of a quantization."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +168,8 @@ def _unmarked_bits(joint: Joint, model: Model, name: str, given: Node, reader: N
     if _is_product(joint, given, reader):
         if is_softmax(source_of(given)):
             return model.query
+        if _has_step_as_factor(joint, source_of(given)):
+            raise Refused("its other factor has a gradient that is a difference of sums")
         return model.parameter or model.saved if _is_for_a_parameter(reader) else model.saved
     if model.weight_gradients and _is_only(reader, given, _WEIGHT_GRADIENTS.get(name)):
         return model.saved
@@ -180,6 +189,70 @@ def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
         return False
     others = [node for node in factors if node is not given]
     return len(others) == 1 and others[0] in joint.tangent
+
+
+def _has_step_as_factor(joint: Joint, source: Node) -> bool:
+    """Return whether forward multiplies a value by what may be the step of a quantization.
+
+    Another operation than a product saves the step, too, or it is the inverse of parameters. The gradient of a step is
+    a small difference of two large sums, with an error of only one of them.
+    """
+    most = count_of(value_of(source)) // _FEWER_VALUES
+    products = (user for user in _forward_users(joint, source) if name_of(user) in _PRODUCTS | _OF_MATRICES)
+    factors = {source_of(factor) for product in products for factor in product.all_input_nodes} - joint.given
+    return any(
+        (tensor := tensor_of(factor)) is not None and count_of(tensor) <= most and _may_be_step(joint, factor)
+        for factor in factors
+    )
+
+
+def _may_be_step(joint: Joint, factor: Node) -> bool:
+    users = map(name_of, _forward_users(joint, factor))
+    return any(name not in _PRODUCTS | _OF_MATRICES | _SAVE_NOTHING for name in users) or _is_inverse(joint, factor)
+
+
+def _forward_users(joint: Joint, node: Node) -> list[Node]:
+    """Return what reads a value in forward, behind views and casts."""
+    users, waiting = list[Node](), [node]
+    while waiting:
+        for user in waiting.pop().users:
+            if user in joint.forward and user.op != "output":
+                (waiting if passes_on(user) else users).append(user)
+    return users
+
+
+def _is_inverse(joint: Joint, node: Node) -> bool:
+    """Return whether a value is computed from parameters alone, and by a quotient."""
+    waiting, seen, inverse = [node], 0, False
+    while waiting and seen < _MOST_NODES:
+        node, seen = waiting.pop(), seen + 1
+        if node in joint.marked or node in joint.given:
+            return False
+        if is_softmax(node):
+            continue
+        negative = name_of(node) == "aten.pow" and isinstance(node.args[1], int | float) and node.args[1] < 0
+        inverse |= name_of(node) in _QUOTIENTS or negative
+        waiting += node.all_input_nodes
+    return inverse and not waiting
+
+
+def scales_mask(joint: Joint, softmax: Node) -> bool:
+    """Return whether another tensor scales masked scores before a softmax.
+
+    The gradient of that tensor multiplies the large values of a mask by weights, which have to be exactly 0 there.
+    """
+    waiting, seen = list(softmax.all_input_nodes), 0
+    while waiting and seen < _MOST_NODES:
+        node, seen = waiting.pop(0), seen + 1
+        if name_of(node) in ("aten.mul", "aten.div") and any(map(is_masked, node.all_input_nodes)):
+            factors = {source for source in map(source_of, node.all_input_nodes) if tensor_of(source) is not None}
+            if len(factors - joint.given) > 1:
+                return True
+        if passes_on(node) or name_of(node) == "aten.exp":
+            waiting.append(first_input(node))
+        elif name_of(node) in _KEEP_MASKS | _MASKS:
+            waiting += node.all_input_nodes
+    return False
 
 
 def is_softmax(node: Node) -> bool:

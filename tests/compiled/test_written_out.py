@@ -43,12 +43,14 @@ def stepped(attend: Attend, query: int = 8, **options: object) -> Result:
     return step(model, x, **options)
 
 
+def masked(scores: Tensor, value: float = -1e4) -> Tensor:
+    return scores.masked_fill(torch.ones(48, 48, dtype=torch.bool).triu(1), value)
+
+
 def written_out(read: Callable[[Tensor], Tensor] = lambda p: p, mask: bool = False) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT * 0.2
-        if mask:
-            scores = scores.masked_fill(torch.ones(48, 48, dtype=torch.bool).triu(1), -torch.inf)
-        return read(scores.softmax(-1)).to(v.dtype) @ v
+        return read((masked(scores, -torch.inf) if mask else scores).softmax(-1)).to(v.dtype) @ v
 
     return attend
 
@@ -127,6 +129,8 @@ READS = [
     [
         (written_out(), 0, "the rule for what operations save keeps it as it is"),
         (quotient, 8, "it is a quotient by a sum"),
+        (lambda q, k, v: ((q @ k.mT).tril(9) / (s := q.mean().exp())).relu() * s @ v, 8, "its other factor has"),
+        (lambda q, k, v: (masked(q @ k.mT) * q.mean()).softmax(-1) @ v, 8, "it is a softmax of masked scores"),
         *(pytest.param(written_out(read), 8, WEIGHS_NO_VALUES, marks=pytest.mark.integration) for read in READS),
     ],
 )
