@@ -56,8 +56,6 @@ def parts(net: Net, x: Tensor, pair: Any, deep: bool) -> dict[str, Any]:
 
 
 class Product(autograd.Function):
-    """One whose backward has products, too."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
