@@ -35,6 +35,8 @@ from lightning_actprune.compiled.graphs import (
     CASTS,
     FILLS,
     GETITEM,
+    PARTS,
+    SPLITS,
     VIEWS,
     Joint,
     Read,
@@ -349,7 +351,7 @@ def _is_only(reader: Node, given: Node, place: int | None) -> bool:
 
 
 def is_masked(node: Node) -> bool:
-    """Return whether values were put where a mask says, and nothing but views, sums and products came after that."""
+    """Return whether values were put where a mask says, and nothing but views, parts, sums and products came after."""
     waiting, seen = [node], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1
@@ -359,7 +361,7 @@ def is_masked(node: Node) -> bool:
             return True
         if passes_on(node):
             waiting.append(first_input(node))
-        elif name_of(node) in _KEEP_MASKS:
+        elif name_of(node) in _KEEP_MASKS | PARTS | SPLITS | {"aten.cat"}:
             waiting += node.all_input_nodes
     return False
 
