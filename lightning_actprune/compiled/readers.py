@@ -194,7 +194,7 @@ def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
 
 
 def _has_step_as_factor(joint: Joint, source: Node) -> bool:
-    """Return whether forward multiplies a value by what may be the step of a quantization.
+    """Return whether forward multiplies a value by a factor that may be a quantization step.
 
     Another operation than a product saves the step, too, or it is the inverse of parameters. The gradient of a step is
     a small difference of two large sums, with an error of only one of them.
@@ -214,7 +214,7 @@ def _may_be_step(joint: Joint, factor: Node) -> bool:
 
 
 def _forward_users(joint: Joint, node: Node) -> list[Node]:
-    """Return what reads a value in forward, behind views and casts."""
+    """Return the nodes that read a value in forward, behind views and casts."""
     users, waiting = list[Node](), [node]
     while waiting:
         for user in waiting.pop().users:
