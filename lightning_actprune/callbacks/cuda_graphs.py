@@ -156,7 +156,7 @@ class OutermostCalls:
 
 
 def zeroes_gradients(trainer: pl.Trainer, model: pl.LightningModule, batch_idx: int) -> bool:
-    """Return whether Lightning sets gradients to ``None`` in this batch, which it does after forward."""
+    """Return whether Lightning drops gradients in this batch; it does so after forward."""
     first = batch_idx % trainer.accumulate_grad_batches == 0
     return first and model.automatic_optimization and not is_overridden("optimizer_zero_grad", model)
 
@@ -167,7 +167,7 @@ def _hookable(model: nn.Module) -> set[nn.Module]:
 
 
 def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: bool = True) -> str:
-    """Return why no module of a fit can be replayed, or ""."""
+    """Return the reason to replay no module of a fit, or ""."""
     if reason := refusal("A replay", FOR_REPLAYS):
         return reason
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -178,7 +178,7 @@ def why_eager(trainer: pl.Trainer, model: pl.LightningModule, *, needs_cuda: boo
 
 
 def why_module_eager(module: nn.Module) -> str:
-    """Return why a module cannot be replayed, or ""."""
+    """Return the reason not to replay a module, or ""."""
     if eager_modules(module) != set(module.modules()):
         return _COMPILED
     if isinstance(module, ReplayedModule):

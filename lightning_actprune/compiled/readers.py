@@ -224,7 +224,7 @@ def _forward_users(joint: Joint, node: Node) -> list[Node]:
 
 
 def _is_inverse(joint: Joint, node: Node) -> bool:
-    """Return whether a value is computed from parameters alone, and by a quotient."""
+    """Return whether a value depends only on parameters and is their inverse or a quotient of them."""
     waiting, seen, inverse = [node], 0, False
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(), seen + 1
@@ -351,7 +351,7 @@ def _is_only(reader: Node, given: Node, place: int | None) -> bool:
 
 
 def is_masked(node: Node) -> bool:
-    """Return whether values were put where a mask says, and nothing but views, parts, sums and products came after."""
+    """Return whether a mask has put values into a node, perhaps before views, parts, sums and products."""
     waiting, seen = [node], 0
     while waiting and seen < _MOST_NODES:
         node, seen = waiting.pop(0), seen + 1

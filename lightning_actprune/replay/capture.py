@@ -20,7 +20,7 @@ from lightning_actprune.replay.memory import UNWRITTEN, bytes_written, free_cach
 EAGER_RUNS = 3
 """Eager runs of a call before its capture: they show whether they agree in each bit."""
 NOISE = 3.0
-"""A replay may differ from an eager run by so many times the difference between eager runs."""
+"""A replay may differ from an eager run by this multiple of the difference between eager runs."""
 
 
 def capture(
@@ -169,7 +169,7 @@ def _run_eagerly(
 
 
 def _measure_room(graph: Graph, call: Call) -> int:
-    """Return how many bytes of its first piece of memory a graph uses."""
+    """Return the bytes that a graph uses of its first piece of memory."""
     assert graph.room is not None
     graph.room.fill_(UNWRITTEN)
     graph.try_replay(call.tensors)

@@ -144,7 +144,7 @@ class Graph:
         ]
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """Return what the module returns for other tensors."""
+        """Return the outputs of the module for other tensors."""
         results = _Replay.apply(self, len(tensors), *tensors, *self.parameters)
         return map_tensors(lambda y: results[self._index_of[id(y)]], self._template)
 

@@ -203,9 +203,11 @@ class ModuleReplay:
             return forward(*args, **kwargs)
         try:
             call, key = parse_call(args, kwargs)
-            if key not in self._signatures and len(self._signatures) == MAX_GRAPHS:
-                return forward(*args, **kwargs)
-            signature = self._signatures.setdefault(key, _Signature())
+            signature = self._signatures.get(key)
+            if signature is None:
+                if len(self._signatures) == MAX_GRAPHS:
+                    return forward(*args, **kwargs)
+                signature = self._signatures[key] = _Signature()
             if signature.graph is None:
                 if signature.backward_refusal:
                     raise RefusedError(signature.backward_refusal)
@@ -300,12 +302,13 @@ class ModuleReplay:
         self._captures += 1
         if self._captures > MAX_CAPTURES:
             raise RefusedError("its parameters, flags, hooks or sparsities change too often")
-        if self._recorder is None:
-            self._recorder = self._make_recorder()
         if hooks := find_hooks(module):
             raise RefusedError(hooks)
         signature.dependencies = Dependencies(module)
-        make_trial = self._make_recorder if self._captures == 1 else None
+        is_first = not self.graphs
+        if self._recorder is None or is_first:  # with its graphs, the old pool may be gone, too
+            self._recorder = self._make_recorder()
+        make_trial = self._make_recorder if is_first else None
         try:
             with preserve_state(module):
                 signature.graph = capture(self._recorder, module, forward, call, signature.observations, make_trial)
