@@ -18,9 +18,9 @@ comes out that is ``measured``.
 - Dropout keeps a mask of one byte a value.
 - The kernels of this package are launched, and do nothing. Where Triton is not installed its layers run in plain torch,
   whose temporary tensors are larger: peaks then are upper bounds.
+- Backward of attention and of biases takes memory for partial sums.
 
-Not seen are temporary tensors *inside* an operation of torch's or of a library's: sums of flash attention's backward,
-workspaces of convolutions.
+Not seen are other temporary tensors *inside* an operation of torch's or of a library's: workspaces of convolutions.
 
 **Values.** What is computed from shapes alone (positions, masks, rates of dropout) has values, up to ``MOST_VALUES`` of
 them, so control flow may depend on it. What depends on parameters, on the batch or on random numbers has none, and
@@ -40,6 +40,7 @@ import functools
 import importlib.util
 import inspect
 import linecache
+import math
 import pkgutil
 import random
 import sys
@@ -321,7 +322,10 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
             self.allocator.without_values.add(tensor.untyped_storage()._cdata)
         if len(written) == len(func._schema.returns) > 0:
             return written[0] if len(written) == 1 else tuple(written)
-        return self._without_values(func, args, kwargs, known and not given)
+        sums = self.allocator.empty(_bytes_of_sums(func, args))
+        found = self._without_values(func, args, kwargs, known and not given)
+        del sums
+        return found
 
     def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], factory: bool) -> Any:
         """Return results by their shapes; those of a ``factory`` that are not large get their values after all."""
@@ -408,6 +412,35 @@ def _is_view(func: Any) -> bool:
 def _computes(func: Any) -> bool:
     """Return whether results follow from arguments: they are neither random nor memory as it was found."""
     return torch.Tag.nondeterministic_seeded not in func.tags and "empty" not in func.overloadpacket.__name__
+
+
+def _bytes_of_sums(func: Any, args: tuple[Any, ...]) -> int:
+    """Return what the partial sums of an operation take while it runs, as measured on an H200 with torch 2.11."""
+    if func.overloadpacket.__name__ in _ATTENTION_BACKWARDS:  # gradients of queries in fp32, and a sum for each query
+        query: Tensor = args[1]
+        return 4 * (query.numel() + query.shape[:-1].numel()) if query.itemsize == 2 else 0
+    if func is torch.ops.aten.sum.dim_IntList:
+        x: Tensor = args[0]
+        if x.dim() > 1 and {dim % x.dim() for dim in args[1] or ()} == {*range(x.dim() - 1)}:
+            return _bytes_of_column_sums(x.shape[:-1].numel(), x.shape[-1])
+    return 0
+
+
+def _bytes_of_column_sums(rows: int, columns: int) -> int:
+    """Return what the sums of columns take, such as gradients of biases (torch's ``setReduceConfig``).
+
+    Each of 32 x 4 threads of a block sums a part of four columns, and there are as many blocks as fill the GPU.
+    """
+    values = math.ceil(rows / 4)  # of a thread, in one block for 128 columns
+    if columns < 128 or columns % 4 or values < 256:
+        return 0
+    blocks = min(math.ceil(MULTIPROCESSORS * 16 / math.ceil(columns / 128)), math.ceil(values / 16))
+    return 4 * 128 * columns * max(blocks, math.ceil(values / 256))
+
+
+_ATTENTION_BACKWARDS = {f"_scaled_dot_product_{kind}_attention_backward" for kind in ("flash", "efficient")}
+MULTIPROCESSORS = 132
+"""Those of an H100 and an H200, each with room for 16 blocks of 128 threads."""
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

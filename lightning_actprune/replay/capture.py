@@ -93,8 +93,12 @@ def capture(
         raise RefusedError(f"it cannot be captured: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
     noise = list(map(max, *noises))
     rounding = _rounding(call) if any(noise) else 0.0  # if anything differs, the rest may agree by chance
-    if any(mine > max(NOISE * each, rounding) for mine, each in zip(differences, noise, strict=True)):
-        raise RefusedError("a replay of its graph computes something else than an eager run")
+    for name, mine, each in zip(_names(module, call, len(noise)), differences, noise, strict=True):
+        if mine > max(NOISE * each, rounding):
+            raise RefusedError(
+                f"a replay of its graph computes something else than an eager run: {name} differs by {mine:.1e} of its "
+                f"norm, and in eager runs by {each:.1e}"
+            )
     return graph
 
 
@@ -166,6 +170,14 @@ def _run_eagerly(
         raise RefusedError("it computes with tensors that need a gradient and are not among its parameters and inputs")
     with uncached_autocast(inputs[0].device.type, observations.backward_autocasts):
         return outputs, list(torch.autograd.grad(graded, sources, list(map(probe_gradient, graded)), allow_unused=True))
+
+
+def _names(module: nn.Module, call: Call, count: int) -> list[str]:
+    """Return the names of ``count`` results: outputs, gradients of inputs and parameters, and buffers."""
+    names = [f"the gradient of input {number}" for number, x in enumerate(call.tensors) if x.requires_grad]
+    names += [f"the gradient of {name}" for name, parameter in module.named_parameters() if parameter.requires_grad]
+    names += [f"buffer {name}" for name, _ in module.named_buffers()]
+    return [*(f"output {number}" for number in range(count - len(names))), *names]
 
 
 def _measure_room(graph: Graph, call: Call) -> int:

@@ -39,7 +39,7 @@ from lightning_actprune.codec.private import (
     tree_flatten,
 )
 from lightning_actprune.operators.base import Converted
-from lightning_actprune.operators.containers import tensors_in
+from lightning_actprune.operators.containers import map_tensors, tensors_in
 from lightning_actprune.operators.hooks import backward_runs, dropped_by_checkpoint
 from lightning_actprune.replay.call import CONSTANTS, Call, Observations, RefusedError, parse_call
 from lightning_actprune.replay.capture import capture, preserve_state
@@ -285,13 +285,15 @@ class ModuleReplay:
             self._refuse(refusal or operations.host_read or other)
         # === What a capture has to know ===
         signature.observe(constants=None if operations.host_read else operations.constants)
-        tasks = set[int]()
+        tasks, aliases = set[int](), dict[int, Tensor]()
         for number, y in enumerate(tensors_in(outputs)):
             if y.grad_fn is not None:
-                y.register_hook(partial(signature.observe_gradient, number, tasks))  # type: ignore[no-untyped-call]
+                # An alias gets no gradient from other outputs, such as logits get from a loss in the module.
+                alias = aliases[id(y)] = y.view_as(y) if y.layout == torch.strided else y
+                alias.register_hook(partial(signature.observe_gradient, number, tasks))  # type: ignore[no-untyped-call]
             elif y.requires_grad:
                 signature.observe(graded=signature.observations.graded | {number})
-        return outputs
+        return map_tensors(lambda y: aliases.get(id(y), y), outputs)
 
     def _capture(self, signature: _Signature, module: nn.Module, forward: Callable[..., Any], call: Call) -> None:
         """Capture a call, and compare a replay with eager runs.
