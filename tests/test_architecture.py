@@ -9,13 +9,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import lightning_actprune
 from lightning_actprune import functional
 from lightning_actprune.codec import private
+from tests.support.walk import walk
 
 NAME = "lightning_actprune"
 ROOT = Path(__file__).parents[1]
@@ -193,6 +197,22 @@ def test_the_surface_is_small():
     assert len(lightning_actprune.__all__) <= 10
     for module in (lightning_actprune, functional):
         assert all(getattr(module, name).__doc__ for name in module.__all__)
+
+
+WALKS = {
+    "linear": (lambda: (nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU()), 2, (2, 16, 32), (6, 11)),
+    "gelu": (lambda: (nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), 1, (2, 16, 32), (4, 8)),
+    "batch norm": (lambda: (nn.Conv2d(4, 32, 3), nn.BatchNorm2d(32), nn.Sigmoid()), 1, (2, 4, 8, 8), (5, 9)),
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="counts on the kernels' path")
+@pytest.mark.parametrize("name", WALKS)
+def test_an_input_crosses_few_files(name):
+    layers, at, shape, (files, switches) = WALKS[name]
+    walked = walk(*layers(), at=at, x=torch.randn(shape))
+    assert walked[0] <= files
+    assert walked[1] <= switches
 
 
 @pytest.mark.integration
