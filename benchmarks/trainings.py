@@ -72,7 +72,7 @@ from examples.models import LANGUAGE_MODELS, MODELS, build_model
 from lightning_actprune import Keep, config, convert, revert
 from lightning_actprune.analysis.first_batch import EnergyProbe, RetentionProbe
 from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport, SavedTensorMeter
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Rule
 from lightning_actprune.convert import is_converted, mark_layers
 from lightning_actprune.operators import recompute

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from lightning_actprune.codec.dispatch import force_backend
-from lightning_actprune.compiled import told
+from lightning_actprune.compiled import decision_log
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     from tests.support.interpreter import make_faster
@@ -66,9 +66,9 @@ def _as_it_was() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
-    if told._listening:  # by a callback that nobody told of the end of its fit, which is in a cycle
+    if decision_log._open_logs:  # by a callback that nobody told of the end of its fit, which is in a cycle
         gc.collect()
-    assert told._listening == ()
+    assert decision_log._open_logs == ()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from lightning_actprune.compiled.report import Row
+from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Keep
 from lightning_actprune.tables import corresponding, kept_text, mib, percent, shortened, table
 

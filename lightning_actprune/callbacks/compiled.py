@@ -5,8 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_actprune.compiled.report import Row
-from lightning_actprune.compiled.scope import CompiledPacking, why_not
+from lightning_actprune.compiled.decision_log import Row
+from lightning_actprune.compiled.install import CompiledPacking, why_not
 from lightning_actprune.convert import mark_layers, unmark_layers
 from lightning_actprune.operators.hooks import eager_modules
 

@@ -29,7 +29,7 @@ from lightning_actprune.callbacks.display import (
 )
 from lightning_actprune.callbacks.fits import CurrentFit, TrainerCallback
 from lightning_actprune.callbacks.pruning import ActivationPruning
-from lightning_actprune.compiled.report import Row
+from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import check_count, check_flag
 from lightning_actprune.operators.hooks import explain
 from lightning_actprune.tables import MIB

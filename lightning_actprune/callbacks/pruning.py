@@ -38,7 +38,7 @@ from lightning_actprune.callbacks.host_wait import HostWait
 from lightning_actprune.callbacks.progress import SparsityProgress
 from lightning_actprune.callbacks.tuning import TrialProbe
 from lightning_actprune.codec.dispatch import compilation
-from lightning_actprune.compiled.report import Row
+from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.config import Config, Keep, KeepArguments, PresetName, Recompute, check_flag
 from lightning_actprune.convert import (
     DenseView,

@@ -64,7 +64,7 @@ most: where one is missing, importing the package is an error. Others, ``OPTIONA
   converted, and compared with the original: where it does not do the same, attention stays dense, with that reason.
 - ``operators.saved`` and ``operators.hooks`` tell operations and callers by names of torch's nodes and modules. What is
   not known by its name is not packed.
-- ``compiled.once`` reads, through ``torch._dynamo.comptime``, the graph that a compiler traces, and the bodies of
+- ``compiled.recompute`` reads, through ``torch._dynamo.comptime``, the graph that a compiler traces, and the bodies of
   checkpoints in it. Without, compiling a module that runs again is an error.
 - ``kernels.launch`` passes arguments to Triton's native launcher itself, in the order that was recorded from Triton's
   own in Python. One that takes other parameters than those known is left to Triton, at several times the cost.

@@ -1,6 +1,6 @@
 """How each value that backward reads is kept: which reads belong together, and what is decided about them.
 
-What it comes to is in ``compiled.joint``; what a single read needs, in ``compiled.readers``.
+What it comes to is in ``compiled.joint_pass``; what a single read needs, in ``compiled.readers``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Source:
     Args:
         node: The value.
         reads: All reads of it.
-        how: See ``compiled.joint``; ``"as it is"`` until something else is decided.
+        how: See ``compiled.joint_pass``; ``"as it is"`` until something else is decided.
         way: How its values are packed.
         layout: How they are read for that.
         base: The packed value that it is computed again from, or an input that backward reads as it is.

@@ -6,8 +6,8 @@ puts a *mark* while it is traced::
     y = F.linear(marked(x, keep), weight, bias)
 
 ``torch.ops.actprune.mark`` is the identity, and so is its gradient. Its text says how the layer is kept, and what goes
-for the whole model (``Mark``). The pass over the joint graph (``compiled.joint``) reads the marks and takes every one
-of them out: compiled code has none. Where nobody runs the pass, a mark is a copy.
+for the whole model (``Mark``). The pass over the joint graph (``compiled.joint_pass``) reads the marks and takes every
+one of them out: compiled code has none. Where nobody runs the pass, a mark is a copy.
 
 The text is a constant to the compiler, so it is part of what compilations are known by, in memory and in the caches on
 disk. It should be the same for layers that are the same: blocks that are compiled one by one share a compilation only

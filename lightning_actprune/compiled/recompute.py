@@ -1,28 +1,37 @@
-r"""Modules that run again in backward, in a joint graph, from inputs that are packed.
+r"""Let modules of ``Recompute`` run again in backward of a joint graph, from packed inputs.
 
-While a compiler traces a module of ``Recompute``, it sees torch's activation checkpoint around the dense module, whose
-inputs are marked outside of it. In the joint graph, what the module computes then carries the checkpoint's tag, and the
-partitioner would compute it again, from the inputs as they are::
+While a compiler traces such a module, it sees torch's activation checkpoint around the dense module, whose inputs are
+marked outside of it. In the joint graph, the module's nodes then carry the checkpoint's tag, with which the partitioner
+would compute them again from the unpacked inputs::
 
     x -> mark -> [ h = f(mark) ] -> y = g(h)            backward reads h
 
-Here the copies are made before the partitioner comes, and in backward each begins with a second mark of its own::
+Here the copies are made before the partitioner runs. In backward, each begins with a second mark::
 
     x -> mark' -> [ h' = f(mark') ]                     backward reads h'
 
-So an input is a value that backward reads, like any other, and the marks say how it is packed. What leaves the module
-is no longer computed again: it is kept as those say who read it. Where all of these have marks, the module's own reads
-of it are known to be without, and read the copy.
+So a module's input is a value that backward reads, like any other, and its mark says how it is packed. The module's
+outputs are not computed again: their readers decide how they are kept. Where all readers are marked, the module's own
+reads of an output use the copy.
 
-Random numbers of the second run are those of the first: inductor's come from seeds, which are kept. What draws in
-another way, attention with dropout for example, is kept as it is.
+Random numbers of the second run are those of the first: inductor draws from seeds, which are saved. Other random
+operations, such as attention with dropout, are saved unpacked.
+
+A module that reads a buffer and writes to it runs once in compiled code (``run_once_if_written``). In eager code its
+second run starts with the buffers of the first (``operators.second_run``), but a compiler reads them in backward as
+they are by then.
 """
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
+from lightning_actprune.codec.private import bodies_of
 from lightning_actprune.compiled.graphs import (
     FORWARD,
     MARK,
@@ -46,13 +55,53 @@ _SEEDS = "prims.inductor_seeds"
 """Inductor's seeds of all random numbers of a graph."""
 _alias = torch.ops.aten.alias.default
 
+# === While a compiler traces ==========================================================================
+
+
+def run_once_if_written(state: Any) -> None:
+    """Let the module that was traced last run once if it reads a buffer that it writes to, and warn.
+
+    Args:
+        state: State of the compiler; the caller has the module's name in its local variable ``name``.
+    """
+    ops = torch.ops.higher_order
+    checkpoints = [node for node in state.graph().nodes if node.target is ops.tag_activation_checkpoint]
+    if not checkpoints:
+        return
+    body, *arguments = checkpoints[-1].args
+    inner_inputs = [node for node in bodies_of(state)[body.target].graph.nodes if node.op == "placeholder"]
+    if any(_is_written(outer) and _is_read(inner) for outer, inner in zip(arguments, inner_inputs, strict=True)):
+        checkpoints[-1].target, checkpoints[-1].kwargs = ops.wrap, {}
+        name = state.get_local("name", stacklevel=1).as_python_constant()
+        warnings.warn(
+            f"Module {name!r} reads a buffer that it writes to: in compiled code it runs once, and keeps what a dense "
+            "one does. HINT: do not compile it, or give it a rule of `None` and its layers rules of their own.",
+            stacklevel=2,
+        )
+
+
+def _is_written(node: Any) -> bool:
+    """Return True for a graph input that was written to."""
+    is_input = isinstance(node, Node) and node.op == "placeholder"
+    return is_input and getattr(node.meta["example_value"], "_version", 0) > 0
+
+
+def _is_read(node: Node) -> bool:
+    """Return True if a result depends on a tensor; writes to it do not count, nor those of a batch norm."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is F.batch_norm:
+            continue
+        writes = user.op == "call_method" and str(user.target).endswith("_") and user.args[:1] == (node,)
+        if not writes or node in (*user.args[1:], *user.kwargs.values()) or _is_read(user):
+            return True
+    return False
+
+
+# === In the joint graph ===============================================================================
+
 
 def run_again(joint: Joint) -> bool:
-    """Let backward read copies of what recomputed modules compute, from inputs that it reads itself.
-
-    Returns:
-        Whether the graph has changed, so that it has to be looked at anew.
-    """
+    """Let backward read copies of what recomputed modules compute, and return True if the graph has changed."""
     inputs = {node for node in joint.forward if name_of(node) == MARK and _text(node).operator == RECOMPUTE}
     if not inputs:
         return False
@@ -67,10 +116,10 @@ def run_again(joint: Joint) -> bool:
 
 
 def take_out(joint: Joint) -> None:
-    """Take all marks out of a graph.
+    """Remove all marks from a graph.
 
-    Where an input is kept as it is, copies begin with another node in place of the mark: else they would be what
-    forward computes, and be taken for it.
+    Copies from an unpacked input begin with an alias in place of the mark. Else they would equal nodes of forward, and
+    the compiler would merge them.
     """
     writer = Writer(joint.graph)
     for mark in [node for node in joint.graph.nodes if name_of(node) == MARK]:
@@ -87,37 +136,37 @@ def _text(mark: Node) -> Mark:
 
 
 def _repeatable(joint: Joint, inputs: set[Node], seeds: set[Node]) -> set[Node]:
-    """Return what is to be computed again from ``inputs`` and ``seeds``, and take the tags off their checkpoints.
+    """Return the nodes to compute again from ``inputs`` and ``seeds``, and remove the tags of their checkpoints.
 
-    The partitioner would keep what goes into those, whether or not backward reads anything of it.
+    With the tags, the partitioner would save all inputs of a checkpoint, even those that backward does not read.
     """
     tagged = [node for node in joint.graph.nodes if node in joint.forward and runs_again(node)]
-    given, drawn = (closure(joint.graph.nodes, of.__contains__) for of in (inputs, seeds))
-    numbers = {node.meta["ac_graph_id"] for node in tagged if node in given}
+    from_inputs, from_seeds = (closure(joint.graph.nodes, of.__contains__) for of in (inputs, seeds))
+    numbers = {node.meta["ac_graph_id"] for node in tagged if node in from_inputs}
     region = {node: number for node in tagged if (number := node.meta["ac_graph_id"]) in numbers}
     repeatable = set[Node]()
     for node, number in region.items():
         users = (user for user in node.users if user.op == "output" or user in joint.forward)
         outside = [user for user in users if region.get(user) != number]
-        known = (node in given or node in drawn) and all("val" in of.meta for of in node.all_input_nodes)
+        can_copy = (node in from_inputs or node in from_seeds) and all("val" in of.meta for of in node.all_input_nodes)
         if name_of(node) == MARK and first_input(node) not in repeatable and first_input(node) not in inputs:
-            continue  # of what is kept, such as a result of dropout: the layer packs it as elsewhere
-        if known and not _draws(node) and all(name_of(user) == MARK for user in outside):
+            continue  # of a saved value, such as a result of dropout, which the layer packs as elsewhere
+        if can_copy and not _draws(node) and all(name_of(user) == MARK for user in outside):
             repeatable.add(node)
-    # What goes into a module may come out of one that keeps its tags, since nothing that is given to it has a gradient.
-    kept = {on for mark in inputs for on in path(mark, source_of(mark))}
+    # The input of a module may be the output of one that keeps its tags because none of its inputs has a gradient.
+    untagged = {on for mark in inputs for on in path(mark, source_of(mark))}
     for node in joint.graph.nodes:
-        if node.meta.get("ac_graph_id") in numbers or node in kept:
+        if node.meta.get("ac_graph_id") in numbers or node in untagged:
             node.meta.pop("recompute", None)
     return repeatable
 
 
 def _draws(node: Node) -> bool:
-    """Return whether a node draws random numbers, or is a result of one that does."""
+    """Return True if a node draws random numbers, or is a result of a node that does."""
     target = node.target
     if name_of(node) == "getitem":
         return _draws(first_input(node))
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "marks", ()):
         return False
     names = [argument.name for argument in target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names:
@@ -132,48 +181,49 @@ class _Copies:
 
     Args:
         joint: The graph.
-        inputs: What they begin with: the marks of what modules are given, and seeds.
-        repeatable: What may be copied besides.
+        inputs: The first nodes of the copies: marks of modules' inputs, and seeds.
+        repeatable: The other nodes that may be copied.
     """
 
     def __init__(self, joint: Joint, inputs: set[Node], repeatable: set[Node]) -> None:
         self._joint, self._inputs, self._repeatable = joint, inputs, repeatable
         self._writer = Writer(joint.graph)
-        self._made: dict[Node, Node] = {}
+        self._copy_of: dict[Node, Node] = {}
 
     def has(self, node: Node) -> bool:
-        """Return whether there is a copy of a node."""
+        """Return True if a node has a copy."""
         return node in self._repeatable or (node in self._inputs and name_of(node) == MARK)
 
     def of(self, node: Node, reader: Node) -> Node:
-        """Return the copy of a node, made with all that it is computed from before ``reader`` unless it is there.
+        """Return the copy of a node; new copies, of it and of all that it depends on, are inserted before ``reader``.
 
-        Readers are to come in the order of the graph.
+        Readers must come in the order of the graph.
         """
-        missing, waiting = set[Node](), [node]
-        while waiting:
-            wanted = waiting.pop()
-            if wanted not in self._made and wanted not in missing:
-                if wanted in self._repeatable:
-                    waiting += wanted.all_input_nodes
-                elif wanted not in self._inputs:
+        missing, stack = set[Node](), [node]
+        while stack:
+            original = stack.pop()
+            if original not in self._copy_of and original not in missing:
+                if original in self._repeatable:
+                    stack += original.all_input_nodes
+                elif original not in self._inputs:
                     continue
-                missing.add(wanted)
-        for wanted in sorted(missing, key=self._joint.order.__getitem__):
-            half = self._half(wanted)
+                missing.add(original)
+        for original in sorted(missing, key=self._joint.order.__getitem__):
+            half = self._half(original)
             with self._writer.before(reader, NOT_IN_FORWARD):
-                self._made[wanted] = self._copy(wanted) if half is None else self._writer.cast(half, torch.float32)
-        return self._made[node]
+                cast = None if half is None else self._writer.cast(half, torch.float32)
+                self._copy_of[original] = self._copy(original) if cast is None else cast
+        return self._copy_of[node]
 
     def _copy(self, node: Node) -> Node:
         if name_of(node) == _SEEDS:
             return self._writer.call(_alias, node)
-        if name_of(node) == MARK and node not in self._inputs:  # of a layer in the module, which keeps nothing
-            return self._made[first_input(node)]
-        return self._writer.copy(node, self._made)
+        if name_of(node) == MARK and node not in self._inputs:  # of a layer in the module, which saves nothing
+            return self._copy_of[first_input(node)]
+        return self._writer.copy(node, self._copy_of)
 
     def _half(self, mark: Node) -> Node | None:
-        """Return what is kept of an input that is rounded to bfloat16 alone, ``None`` of any other."""
+        """Return an input in bfloat16 if that is how it is kept, else ``None``."""
         if mark not in self._inputs or name_of(mark) != MARK or _text(mark).bits != HALF:
             return None
         node = first_input(mark)

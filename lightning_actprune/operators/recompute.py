@@ -33,7 +33,7 @@ are computed from ``x``, as those of experts on a router, may not: that is such 
 A compiler that traces a module sees torch's checkpoint around the dense one, and its inputs marked: these are packed by
 the pass over the compiler's graph (``compiled.recompute``). Where no pass runs, they are kept as they are. A module
 that no graph holds, since it writes to attributes for example, runs without the compiler. One that reads a buffer that
-it writes to, which a compiler gets wrong, runs once (``compiled.once``).
+it writes to, which a compiler gets wrong, runs once (``compiled.recompute``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from lightning_actprune.codec.private import (
 )
 from lightning_actprune.codec.sharing import Shared, find, key_of, remember
 from lightning_actprune.compiled.marks import HALF, marked
-from lightning_actprune.compiled.once import run_once_if_written
+from lightning_actprune.compiled.recompute import run_once_if_written
 from lightning_actprune.config import Recompute
 from lightning_actprune.operators.base import Converted, torch_class
 from lightning_actprune.operators.containers import tensors_in

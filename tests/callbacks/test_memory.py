@@ -27,7 +27,7 @@ from lightning_actprune.analysis.memory import LayerFootprint, MemoryReport
 from lightning_actprune.analysis.memory_table import headline, memory_table
 from lightning_actprune.analysis.step_memory import MemoryMoment, Retained, Retainer, StepMemory
 from lightning_actprune.callbacks import display, memory
-from lightning_actprune.compiled.report import Row
+from lightning_actprune.compiled.decision_log import Row
 from lightning_actprune.schedules import LinearSchedule
 from lightning_actprune.tables import as_text
 from tests.support.helpers import BATCHES, ByHand, Net, assert_plain, fit, loader, warnings_of

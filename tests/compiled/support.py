@@ -15,9 +15,9 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
+from lightning_actprune.compiled.decision_log import Row
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Mark, Model, ended, marked
-from lightning_actprune.compiled.report import Row
-from lightning_actprune.compiled.scope import CompiledPacking
 
 MODEL = Model(saved=8, query=8, key=8, value=4, attended=8, min_values=1024)
 

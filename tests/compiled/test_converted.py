@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.analysis.memory import SavedTensorMeter
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Config, Keep, Recompute
 from lightning_actprune.convert import attached_saved, convert_layers, mark_layers, new_owner, revert, unmark_layers
 from tests.compiled.support import Result, planned, run, step

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from lightning_actprune.codec import packed, private
-from lightning_actprune.compiled import calls, fused
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled import fused, inductor_lowering
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.signs import signs
 from tests.compiled.support import Marked, mark, uncached
 from tests.support.marks import only
@@ -29,7 +29,7 @@ SHAPES = [(32, 24, 96), (64, 9, 64), (8, 7, 64), (96, 5, 192)]
 def result_and_code(function: Callable[..., Any], *inputs: Tensor, **options: bool) -> tuple[Any, str]:
     """Compile a function, run it, and return its result and the code that inductor has written for it."""
     torch._dynamo.reset()
-    calls.let_inductor_call()
+    inductor_lowering.register_lowerings()
     with uncached():
         result, code = run_and_get_code(torch.compile(function, fullgraph=True, **options), *inputs)
     return result, "\n".join(code)
@@ -124,7 +124,7 @@ def test_values_that_kernels_take_apart_are_those_that_are_unpacked(bits, device
             for of, (block, rows, length) in zip(stored, SHAPES, strict=True)
         ]
 
-    monkeypatch.setattr(calls, "is_read_by_pointwise", lambda node: True)
+    monkeypatch.setattr(inductor_lowering, "is_read_by_pointwise", lambda node: True)
     found, code = result_and_code(doubled, *stored)
     apart = sum(fused.may_be_fused(length, block, bits) for block, _, length in SHAPES)
     assert len(re.findall(UNPACKS, code)) == len(SHAPES) - apart

@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS, sparsity_parts
 from lightning_actprune.codec.packed import pack, unpack
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.operators.scale import Affine
 from tests.compiled.support import (
     MODEL,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.distributed import DDPOptimizer
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.install import CompiledPacking
 from tests.compiled.support import Block, Marked, Result, Scheduled, mark, nbytes, step, uncached, worst_cosine
 from tests.support.conversion_models import Calls
 from tests.support.marks import only

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_actprune.codec.blocks import sparsity_parts
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.install import CompiledPacking
 from tests.compiled.support import MODEL, Marked, Result, mark, nbytes, planned, step, uncached, worst_cosine
 from tests.support.conversion_models import Calls
 from tests.support.marks import only

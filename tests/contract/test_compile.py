@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.compiled.scope import CompiledPacking
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, is_converted, mark_layers
 from lightning_actprune.operators.registry import layers

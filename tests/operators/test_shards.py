@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_actprune import Keep, Recompute, convert
-from lightning_actprune.compiled.scope import CompiledPacking
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.config import Config
 from lightning_actprune.convert import convert_layers, mark_layers, new_owner
 from tests.callbacks.test_ranks import RANKS, Seen, fit_all

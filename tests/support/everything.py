@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.analysis import first_batch, recorder
-from lightning_actprune.compiled.told import listening
+from lightning_actprune.compiled.decision_log import open_logs
 from lightning_actprune.operators.attention import watchers
 
 BATCHES = 4
@@ -104,5 +104,5 @@ def assert_nothing_open() -> None:
     assert [context._users for context in shared] == [0, 0, 0]
     assert recorder._open.recorders == recorder.unpack_listeners == watchers == []
     assert not first_batch._dense_for_now
-    assert listening() == ()
+    assert open_logs() == ()
     assert torch.is_grad_enabled()

@@ -1,13 +1,15 @@
-"""Installing the pass over joint graphs, and taking it out again.
+"""Install the pass over joint graphs in the compiler's configuration, and remove it.
 
-Inductor runs ``torch._inductor.config.joint_custom_post_pass`` on the joint graph of every region that it compiles,
-behind its own patterns, which may make fused attention of several operations. For other backends of AOTAutograd there
-is ``torch._functorch.config.joint_custom_pass``. That one is run before inductor's, too: there
-it does nothing. A pass that somebody has installed before runs first, and is put back.
+- Inductor runs ``torch._inductor.config.joint_custom_post_pass`` on the joint graph of each compiled region, after its
+  own patterns, which may turn several operations into fused attention.
+- Other backends of AOTAutograd run ``torch._functorch.config.joint_custom_pass``. Inductor runs it, too, before its
+  patterns; there the pass does nothing.
 
-A graph without marks is left as it is, so whatever else is compiled meanwhile is not concerned. Inductor's caches know
-a compilation by its graph, marks included, and by the pass's ``uuid``, the version and the source of this package. What
-comes out of a cache is packed like when it went in, and says itself what was decided then (``compiled.told``).
+A pass of the user's that is installed already runs first, and is put back at the end.
+
+A graph without marks stays as it is, so other code that is compiled meanwhile is not affected. The keys of inductor's
+caches contain the graph with its marks, and the pass's ``uuid``: version and source of this package. Cached code packs
+as it did when it was compiled, and logs its decisions itself (``compiled.decision_log``).
 """
 
 from __future__ import annotations
@@ -24,26 +26,32 @@ from torch.fx import Graph, GraphModule
 from typing_extensions import Self
 
 from lightning_actprune.codec.private import FOR_JOINT_PASSES, inductor_runs, joint_passes, refusal
-from lightning_actprune.compiled.calls import let_inductor_call
-from lightning_actprune.compiled.joint import pack_joint_graph
+from lightning_actprune.compiled.decision_log import (
+    DecisionLog,
+    PackedGraph,
+    close_log,
+    open_log,
+    open_logs,
+    pop_pending_text,
+    settle_logs,
+)
+from lightning_actprune.compiled.inductor_lowering import register_lowerings
+from lightning_actprune.compiled.joint_pass import pack_joint_graph
 from lightning_actprune.compiled.marks import left_marks
-from lightning_actprune.compiled.report import Packed
-from lightning_actprune.compiled.told import Rows, leave, listen, listening, settle, take_settled
 
 _FEATURE = "Packing what compiled layers keep"
 
 
 def why_not() -> str | None:
-    """Return why this torch cannot pack what compiled layers keep, ``None`` if it can."""
+    """Return the reason if this torch cannot pack what compiled layers keep, else ``None``."""
     joint_passes()
     return refusal(_FEATURE, FOR_JOINT_PASSES)
 
 
 class CompiledPacking:
-    """Packs what marked layers keep in the graphs that are compiled while it is open.
+    """Pack what marked layers keep for backward, in all graphs that are compiled while this is open.
 
-    As a context manager it is open inside. Several may be open, in whatever order they are closed. One that nobody
-    holds any more is closed.
+    It is a context manager. Several may be open and close in any order. One without references is closed.
 
     Raises:
         RuntimeError: If this torch has no passes over joint graphs; ``why_not`` says so before.
@@ -55,8 +63,8 @@ class CompiledPacking:
     """
 
     def __init__(self) -> None:
-        self.rows = Rows()
-        """What was decided of every value of the graphs that were compiled, or came out of a cache and have run."""
+        self.rows = DecisionLog()
+        """The decisions on all graphs that were compiled, or that ran from a cache, while it was open."""
         self._left = 0
         self._closing: weakref.finalize[..., CompiledPacking] | None = None
 
@@ -73,112 +81,112 @@ class CompiledPacking:
 
     @property
     def was_missed(self) -> bool:
-        """Whether marks were left in code that ran since it was opened, and no graph was packed.
+        """Whether compiled code with marks ran since it was opened, and no graph was packed.
 
-        So it is with compilers that run no pass over the joint graph of forward and backward. With others than inductor
-        marks stay in graphs that have no backward, where they cost a copy.
+        Compilers without a pass over joint graphs leave the marks in. All but inductor leave them in graphs without
+        backward, too, where a mark costs a copy.
         """
-        return left_marks() > self._left and not self.rows.passed
+        return left_marks() > self._left and not self.rows.has_packed
 
     def open(self) -> Self:
         """Pack from now on. Does nothing if it is open."""
         reason = why_not()
         if reason is not None:
             raise RuntimeError(reason)
-        if not listening():
+        if not open_logs():
             _installed.append(_Installed())
         if not self.is_open:
             self._left = left_marks()
-            listen(self.rows)
+            open_log(self.rows)
             self._closing = weakref.finalize(self, _close, self.rows)
         return self
 
     def close(self) -> None:
-        """Pack no longer, and put back what was there before the first was opened. Does nothing if it is closed."""
+        """Pack no longer; the last one to close puts the user's passes back. Does nothing if it is closed."""
         if self._closing is not None:
             self._closing()
 
 
-def _close(rows: Rows) -> None:
-    leave(rows)
-    if not listening():
+def _close(log: DecisionLog) -> None:
+    close_log(log)
+    if not open_logs():
         _installed.pop().remove()
 
 
 _installed: list[_Installed] = []
-"""The passes, while any is open."""
+"""The installed passes, while any ``CompiledPacking`` is open."""
 
 
 class _Installed:
-    """The passes, and those that were there before."""
+    """Our passes in the configuration, and the user's that they replace."""
 
     def __init__(self) -> None:
         self.removed = False
-        self._last: Packed | None = None
-        places, made = joint_passes(), _inductor_pass()
+        self._last: PackedGraph | None = None
+        places, inductor_pass = joint_passes(), _inductor_pass()
         self._passes: list[tuple[Any, str, Any]] = []
         for config, name, kind, run in (
-            (places.inductor, "joint_custom_post_pass", made, self._pack),
-            (places.inductor, "post_grad_custom_pre_pass", made, self._settle),
+            (places.inductor, "joint_custom_post_pass", inductor_pass, self._pack),
+            (places.inductor, "post_grad_custom_pre_pass", inductor_pass, self._settle),
             (places.functorch, "joint_custom_pass", _FunctorchPass, self._pack),
         ):
             self._passes.append((config, name, kind(self, run, getattr(config, name))))
             setattr(config, *self._passes[-1][1:])
 
     def remove(self) -> None:
-        """Put back those that were there before, unless others have been installed meanwhile."""
+        """Put the user's passes back, unless others have been installed meanwhile."""
         self.removed = True
         for config, name, own in self._passes:
             if getattr(config, name) is own:
-                setattr(config, name, _remaining(own))
+                setattr(config, name, _installed_before(own))
 
     def _pack(self, graph: Graph) -> None:
-        """Pack what a joint graph keeps, and say so to all that are open."""
+        """Pack the values of a joint graph, and log the decisions."""
         self._last = None
-        take_settled()  # of an earlier graph, whose code has no call that could say it
-        if not listening():  # somebody has wrapped the pass, and keeps it
+        pop_pending_text()  # of an earlier graph whose code calls nothing that could carry it
+        if not open_logs():  # the user has wrapped the pass, and still runs it
             return
         try:
             packed = pack_joint_graph(graph)
         except Exception as error:
             raise RuntimeError(
                 f"{_FEATURE} failed for one of the compiler's graphs, with the error above. HINT: this is a bug in "
-                "lightning_actprune, please report it; until it is mended, leave the module out of what is compiled "
-                "(`torch.compiler.disable`), or leave it dense by a rule of `None`."
+                "lightning_actprune, please report it. As a workaround, exclude the module with "
+                "`torch.compiler.disable`, or keep it dense by a rule of `None`."
             ) from error
         if packed is not None:
             if inductor_runs():
-                let_inductor_call()
+                register_lowerings()
             self._last = packed
-            for rows in listening():
-                rows.packed(packed.rows)
+            for log in open_logs():
+                log.add_graph(packed.rows)
 
     def _settle(self, graph: Graph) -> None:
-        """Correct what was said of the last joint graph by what its forward saves, if this is that."""
+        """Settle the decisions on the last joint graph, if ``graph`` is its forward."""
         if self._last is None:
             return
-        rows = self._last.settled(graph)
+        rows = self._last.settle(graph)
         if rows is not None:
             self._last = None
-            settle(rows)
+            settle_logs(rows)
 
 
-def _remaining(installed: Any) -> Any:
-    """Return a pass, or what was there before it if it is removed."""
-    while isinstance(getattr(installed, "owner", None), _Installed) and installed.owner.removed:
-        installed = installed.before
-    return installed
+def _installed_before(graph_pass: Any) -> Any:
+    """Return the first pass that is not removed, from ``graph_pass`` back to those that were installed before it."""
+    while isinstance(getattr(graph_pass, "owner", None), _Installed) and graph_pass.owner.removed:
+        graph_pass = graph_pass.before
+    return graph_pass
 
 
 @functools.cache
 def _inductor_pass() -> Any:
-    """Return the class of inductor's pass, whose base is there once inductor is imported."""
+    """Return the class of inductor's passes; its base class exists only after inductor is imported."""
     base: Any = joint_passes().base
 
     class InductorPass(base):  # type: ignore[misc]
         def __init__(self, owner: _Installed, run: Callable[[Graph], None], before: Any) -> None:
             self.owner, self.before, self._run = owner, before, run
-            # Newer versions of torch take several.
+            # The newest versions of torch accept a list of passes.
             self._others = before if isinstance(before, list | tuple) else [] if before is None else [before]
 
         def __deepcopy__(self, memo: Any) -> Any:
@@ -214,14 +222,14 @@ class _FunctorchPass:
 
 @functools.cache
 def source_hash() -> bytes:
-    """Return a number of what the pass does: of the package's version, the files here and what compiled code calls.
+    """Return a hash of the versions and of the source that compiled code depends on.
 
-    Code that comes out of a cache on disk calls what there was when it went in.
+    Code from a cache on disk calls functions as they were when it was compiled.
     """
     from lightning_actprune import __version__
 
-    digest, here = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
-    codec = here.parent / "codec"
-    for path in (*sorted(here.glob("*.py")), codec / "packed.py", codec / "formats.py"):
+    digest, folder = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
+    codec = folder.parent / "codec"
+    for path in (*sorted(folder.glob("*.py")), codec / "packed.py", codec / "formats.py"):
         digest.update(path.read_bytes())
     return digest.digest()

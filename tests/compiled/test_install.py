@@ -1,4 +1,4 @@
-"""Installing the pass: what was there before runs too, and is put back. Marks are the identity. Who is told what."""
+"""The user's passes run too, and are put back. Marks are the identity. Each log gets each decision once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from lightning_actprune.codec import private
 from lightning_actprune.codec.blocks import SPARSITY_PARTS
-from lightning_actprune.compiled import scope, told
+from lightning_actprune.compiled import install
+from lightning_actprune.compiled.decision_log import (
+    CachedDecisions,
+    DecisionLog,
+    Row,
+    close_log,
+    open_log,
+    open_logs,
+    pop_pending_text,
+    settle_logs,
+)
+from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Mark, Model, general_name, marked
-from lightning_actprune.compiled.report import Row
-from lightning_actprune.compiled.scope import CompiledPacking
-from lightning_actprune.compiled.told import Report, Rows, listen, listening
 from tests.compiled.support import Block, Marked, mark, planned, run, step, uncached
 from tests.support.marks import only
 
@@ -81,8 +89,8 @@ def test_the_caches_know_all_passes():
             return inductor.joint_custom_post_pass.uuid()
 
     alone = uuid()
-    assert alone == uuid() == (scope.source_hash(),)
-    for own, expected in ((Own("own"), (scope.source_hash(), "own")), (Own(None), None), (print, None)):
+    assert alone == uuid() == (install.source_hash(),)
+    for own, expected in ((Own("own"), (install.source_hash(), "own")), (Own(None), None), (print, None)):
         with inductor.patch(joint_custom_post_pass=own):
             assert uuid() == expected
 
@@ -121,16 +129,16 @@ def test_an_error_says_whose_it_is_and_what_to_do(monkeypatch):
     def fails(graph: torch.fx.Graph) -> None:
         raise KeyError("a node")
 
-    monkeypatch.setattr(scope, "pack_joint_graph", fails)
+    monkeypatch.setattr(install, "pack_joint_graph", fails)
     with pytest.raises(Exception, match=r"(?s)lightning_actprune, please report it.*torch\.compiler\.disable"):
         step(net(), torch.randn(32, 64))
     assert installed() == (None, None, None)
 
 
 def test_a_torch_without_passes_says_so(monkeypatch):
-    assert scope.why_not() is None
+    assert install.why_not() is None
     monkeypatch.setattr(private, "MISSING", [private.FOR_JOINT_PASSES[1]])
-    assert "joint_custom_pass, which torch" in scope.why_not()
+    assert "joint_custom_pass, which torch" in install.why_not()
     with pytest.raises(RuntimeError, match="HINT"):
         CompiledPacking().open()
 
@@ -157,8 +165,6 @@ def test_a_mark_says_what_it_was_told():
     torch.library.opcheck(torch.ops.actprune.mark.default, (torch.randn(24), TEXT))
 
 
-# What was decided is told to all who listen when code runs, wherever it comes from.
-
 ROWS = [
     Row("blocks.*.fc1", ("aten.mm", "aten.add"), (4, 8, 64), torch.bfloat16, 4096, 1100, "packed", 4),
     Row("aten.mul", (), (), torch.float32, 4, 4, "as it is", 0, 'a "reason" of its own'),
@@ -167,50 +173,49 @@ ROWS = [
 
 @pytest.fixture
 def text():
-    told.settle(ROWS)
-    text = told.take_settled()
-    assert told.take_settled() is None
+    settle_logs(ROWS)
+    text = pop_pending_text()
+    assert pop_pending_text() is None
     return text
 
 
-def test_a_listener_is_told_once_and_by_the_code_alone_who_was_not_by_the_pass(text):
-    report, first, second = Report(text), Rows(), Rows()
+def test_a_log_gets_the_decisions_once_from_the_pass_or_from_code(text):
+    report, first, second = CachedDecisions(text), DecisionLog(), DecisionLog()
     report()
     try:
-        listen(first)
-        first.packed(ROWS)
-        told.settle(ROWS)  # of whom the pass has told
+        open_log(first)
+        first.add_graph(ROWS)
+        settle_logs(ROWS)
         report()
-        listen(second)
+        open_log(second)
         report()
         report()
         assert first == second == ROWS
-        told.leave(first)
+        close_log(first)
         report()
         assert second == ROWS
-        assert listening() == (second,)
+        assert open_logs() == (second,)
     finally:
-        told.leave(first)
-        told.leave(second)
+        close_log(first)
+        close_log(second)
 
 
-def test_what_the_code_says_stands_in_place_of_what_the_pass_has_told(text):
-    """As where the joint graph is made anew and its code comes out of a cache."""
+def test_settled_rows_of_cached_code_replace_those_of_a_new_joint_graph(text):
     other = [Row("other", (), (2,), torch.float32, 8, 8, "as it is")]
-    saved, rows = ROWS[0]._replace(stored_bytes=1000), Rows()
-    told.settle([saved, *ROWS[1:], *other])
-    text = told.take_settled()
-    listen(rows)
+    saved, rows = ROWS[0]._replace(stored_bytes=1000), DecisionLog()
+    settle_logs([saved, *ROWS[1:], *other])
+    text = pop_pending_text()
+    open_log(rows)
     try:
-        rows.packed(ROWS)
-        rows.packed(other)
-        Report(text)()
+        rows.add_graph(ROWS)
+        rows.add_graph(other)
+        CachedDecisions(text)()
         assert rows == [saved, *ROWS[1:], *other, *other]
-        told.settle(other)
+        settle_logs(other)
         assert rows == [saved, *ROWS[1:], *other, *other]
-        assert rows.open == []
+        assert rows.unsettled == []
     finally:
-        told.leave(rows)
+        close_log(rows)
 
 
 def dropping() -> nn.Module:
@@ -220,7 +225,7 @@ def dropping() -> nn.Module:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("build", only([Block, dropping], dropping))
-def test_code_that_is_there_tells_the_next_training(build):
+def test_code_of_an_earlier_training_logs_its_decisions(build):
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, x = build(), torch.randn(4, 32, 64)

@@ -1,0 +1,133 @@
+"""Let inductor's code call packing directly, without the dispatcher.
+
+To a compiler, packing is an operator, whose results the partitioner saves. In inductor's code, a call through the
+dispatcher and back to Python takes the host as long as a kernel launch, and a step of a small model waits for that. So
+inductor lowers our operators as follows:
+
+- ``quantize`` and ``dequantize`` call ``codec.packed.Quantize`` and ``Dequantize``, objects that the code creates once
+  and that know their launches. Where only pointwise kernels read the unpacked values, inductor unpacks inside of these
+  (``compiled.fused``).
+- The first packing of a forward also logs the decisions on its graph (``compiled.decision_log``), for code from a
+  cache.
+
+If this torch lacks one of the names used here, and in code that is not Python, the operators run as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from lightning_actprune.codec.blocks import ceil_div
+from lightning_actprune.codec.formats import row_bytes
+from lightning_actprune.codec.private import FOR_CALLS, refusal, virtualized
+from lightning_actprune.codec.private import lowering as inductor
+from lightning_actprune.compiled.decision_log import pop_pending_text
+from lightning_actprune.compiled.fused import is_read_by_pointwise, may_be_fused, unpacked
+from lightning_actprune.compiled.signs import lower_signs
+
+_own = torch.ops.actprune
+
+
+@functools.cache
+def register_lowerings() -> None:
+    """Register the lowerings of our operators for good, if this torch has all names that they use."""
+    lowerings = inductor().lowerings  # first: this looks the names up
+    if refusal("Calling without the dispatcher", FOR_CALLS) is None:
+        lowerings[_own.quantize.default] = _quantize
+        lowerings[_own.dequantize.default] = _dequantize
+        lowerings[_own.pack.default] = _pack
+        lowerings[_own.signs.default] = lower_signs
+
+
+def _quantize(x: Any, block_size: int, bits: int) -> Any:
+    samples, rows, length = x.get_size()
+    size = samples * rows * ceil_div(length, block_size), row_bytes(block_size, bits, 0)
+    if not _in_python():
+        return inductor().fallback_handler(_own.quantize.default)(x, block_size, bits)
+    return _call(f"Quantize({block_size}, {bits})", x, (), size, torch.uint8)
+
+
+def _pack(*args: Any) -> Any:
+    """Call the operator that drops blocks, after code that logs the decisions."""
+    results = inductor().fallback_handler(_own.pack.default)(*args)
+    text = pop_pending_text() if _in_python() and not virtualized().graph.is_backward else None
+    if text is not None:
+        (call,) = results[0].data.data.inputs
+        write_call = call.codegen
+
+        def codegen(wrapper: Any) -> None:
+            _write_decisions(wrapper, text)
+            write_call(wrapper)
+
+        call.codegen = codegen
+    return results
+
+
+def _dequantize(values: Any, rows: Any, length: Any, block_size: int, bits: int, dtype: torch.dtype) -> Any:
+    if not _in_python():
+        handler = inductor().fallback_handler(_own.dequantize.default)
+        return handler(values, rows, length, block_size, bits, dtype)
+    if may_be_fused(length, block_size, bits) and is_read_by_pointwise(virtualized().graph.current_node):
+        return unpacked(values, rows, length, block_size, bits, dtype)
+    return _call(f"Dequantize({block_size}, {bits}, {dtype})", values, (rows, length), (rows, length), dtype)
+
+
+def _in_python() -> bool:
+    """Return True if inductor writes Python code."""
+    graph = virtualized().graph
+    return not (graph.cpp_wrapper or getattr(graph, "fx_wrapper", False))
+
+
+def _call(constructor: str, x: Any, numbers: tuple[Any, ...], size: tuple[Any, ...], dtype: torch.dtype) -> Any:
+    """Return the result of calling an object with a tensor and numbers.
+
+    Args:
+        constructor: Source code that creates the object.
+        x: The tensor, with the strides that the operator needs.
+        numbers: The other arguments.
+        size: Size of the result.
+        dtype: Type of the result.
+    """
+    ir = inductor().ir
+    layout = ir.FixedLayout(x.get_device(), dtype, list(size), None)
+    name = _name(constructor)
+    call = _call_class()(layout, [ir.ExternKernel.realize_input(x)], numbers, python_kernel_name=name)
+    call.constructor = constructor
+    if not virtualized().graph.is_backward:
+        call.decisions = pop_pending_text()
+    return ir.TensorBox.create(call)
+
+
+def _write_decisions(wrapper: Any, text: str) -> None:
+    """Write code that logs the decisions on its graph."""
+    wrapper.add_import_once("from lightning_actprune.compiled.decision_log import CachedDecisions")
+    wrapper.add_import_once(f"actprune_decisions = CachedDecisions({text!r})")
+    wrapper.writeline("actprune_decisions()")
+
+
+def _name(constructor: str) -> str:
+    """Return the name of an object in the code, such as ``actprune_Quantize_32_4``."""
+    return "actprune_" + "_".join(constructor.replace("(", ", ").rstrip(")").replace("torch.", "").split(", "))
+
+
+@functools.cache
+def _call_class() -> Any:
+    """Return the class of calls; its base class exists only after inductor is imported."""
+    base: Any = inductor().ir.ExternKernelAlloc
+
+    class Call(base):  # type: ignore[misc]
+        constructor = ""
+        decisions: str | None = None
+
+        def codegen(self, wrapper: Any) -> None:
+            """Write the call, and the constructor of its object at the top of the code."""
+            if self.decisions is not None:
+                _write_decisions(wrapper, self.decisions)
+            wrapper.add_import_once("from lightning_actprune.codec.packed import Dequantize, Quantize")
+            wrapper.add_import_once(f"{_name(self.constructor)} = {self.constructor}")
+            super().codegen(wrapper)
+
+    return Call
