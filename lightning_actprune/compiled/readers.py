@@ -1,7 +1,7 @@
 r"""How a tensor may be kept for what reads it in backward.
 
 A reader behind a mark belongs to the layer that has put it there, and gets what the layer's rule says. All others are
-judged by themselves, as ``operators.readers`` judges what eager operations save: a gradient may be computed from values
+judged by themselves, as ``codec.saved_ops`` judges what eager operations save: a gradient may be computed from values
 in few bits where it is *linear* in them, or off by a bound that is known. In a joint graph such readers are
 
     product          ``g * x`` and ``bmm`` with a factor that depends on the gradient; where its sum over many values is
@@ -31,6 +31,7 @@ from typing import Literal, TypeAlias
 
 from torch.fx import Node
 
+from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, ops_of
 from lightning_actprune.compiled.graphs import (
     CASTS,
     FILLS,
@@ -52,12 +53,9 @@ from lightning_actprune.compiled.graphs import (
 from lightning_actprune.compiled.marks import HALF, Model
 
 _PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
-_COMPARISONS = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
-_RANDOM = frozenset(
-    {"prims.inductor_random", *(f"aten.{name}" for name in ("bernoulli", "native_dropout", "rand", "rand_like"))}
-)
+_COMPARISONS, _RANDOM = ops_of(Kind.COMPARISON), ops_of(Kind.RANDOM)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
-_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
+_SOFTMAX = ops_of(Kind.SOFTMAX)
 """A softmax that is not decomposed."""
 _WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
 """Operations that compute a weight gradient, and the place of what it is a product with."""
@@ -83,13 +81,12 @@ _ATTENDED = {
     )
 }
 """Backward of fused attention, and the place of the result; query, key and value are at 1, 2 and 3."""
-_MASKS = frozenset({"aten.where", "aten.masked_fill", "aten.masked_scatter", "aten.index_fill"})
-_KEEP_MASKS = frozenset({"aten.add", "aten.div", "aten.mul", "aten.neg", "aten.sub"})
+_MASKS, _KEEP_MASKS = ops_of(Kind.SETS_VALUES), ops_of(Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
 """Nodes among which a mask or a quotient is looked for."""
-_QUOTIENTS = frozenset({"aten.div", "aten.reciprocal", "aten.rsqrt"})
-_SAVE_NOTHING = _COMPARISONS | {f"aten.{name}" for name in ("add", "sub", "neg", "sum", "mean", "sign")}
-"""Operations whose gradient needs none of their inputs."""
+_QUOTIENTS = ops_of(Kind.QUOTIENT)
+_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.saves_nothing) - ops_of(Kind.HOLDS_VALUES)
+"""Operations that save nothing; but of a part of a step somebody else may save something."""
 _FEWER_VALUES = 8
 """A factor with more than one eighth of the values of the other one is no step of a quantization."""
 

@@ -222,6 +222,6 @@ def source_hash() -> bytes:
 
     digest, here = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
     codec = here.parent / "codec"
-    for path in (*sorted(here.glob("*.py")), codec / "packed.py", codec / "formats.py"):
+    for path in (*sorted(here.glob("*.py")), *(codec / f"{name}.py" for name in ("packed", "formats", "saved_ops"))):
         digest.update(path.read_bytes())
     return digest.digest()

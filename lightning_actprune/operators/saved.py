@@ -3,7 +3,7 @@
 While a module in scope runs, a pair of saved-tensor hooks packs each tensor that qualifies in one launch
 (``codec.formats``, all blocks), and unpacks it for the moment when backward asks for it. Forward stays as it is. A
 gradient is computed from values that are off by up to half a step of their block, so only operations may read them of
-which it is known what that does (``operators.readers``); what all others save stays as it is. Fused attention computes
+which it is known what that does (``codec.saved_ops``); what all others save stays as it is. Fused attention computes
 exponentials of its logits again, with the exact sums, so that errors grow with the logits: for models with attention,
 take eight bits.
 
@@ -73,6 +73,7 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
     unseen_by_compilers,
 )
+from lightning_actprune.codec.saved_ops import Use
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
@@ -94,8 +95,8 @@ from lightning_actprune.operators.readers import (
     VIEWS_AND_CASTS,
     is_masked,
     loses_values,
-    may_read,
     operator_name,
+    use_of,
 )
 from lightning_actprune.operators.regions import (
     Hooks,
@@ -270,7 +271,7 @@ class SavedTensorCompression:
             ``module``, ``"(root)"``, whether what it saves itself is.
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
         operations: Bits by the name of an operation (``"grid_sampler2_d"``, as tables show it), ``None`` to leave what
-            it saves as it is: in place of what is known of it (``operators.readers``).
+            it saves as it is: in place of what is known of it (``codec.saved_ops``).
         attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 to
             leave it as it is; by default those of ``keep``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
@@ -522,7 +523,7 @@ class SavedTensorCompression:
         if name in self._operations:
             bits = self._operations[name]
             return Decision(bits or 0, name, "" if bits else "a rule leaves it as it is")
-        if not may_read(node):
+        if use_of(node) in (Use.EXACT, Use.NOTHING):
             return Decision(0, name, "its gradient is not known to be right for values in few bits")
         if name in POOLING:
             return Decision(min(BITS), name)

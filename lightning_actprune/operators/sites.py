@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec.private import get_sequence_nr, raw_stream
+from lightning_actprune.codec.saved_ops import Kind, nodes_of
 from lightning_actprune.operators.readers import PRODUCTS, nodes_since
 from lightning_actprune.operators.regions import Hooks, Layout, QuantizedView, Unchanged
 
@@ -40,7 +41,7 @@ _FEWER_VALUES = 8
 """A tensor that has so many times as many values is multiplied with few factors."""
 _QUOTIENT = -1
 """Stands for the number of the operation that has inverted a parameter."""
-_QUOTIENTS = frozenset({"DivBackward0", "ReciprocalBackward0", "RsqrtBackward0"})
+_QUOTIENTS = nodes_of(Kind.QUOTIENT)
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
