@@ -31,6 +31,10 @@ errors (``var`` of values far from zero).
 compiled graph that is ``aten.gelu``, and ``aten.gelu_backward`` reads what it saved (``backward``). In eager mode
 autograd makes a node of it, ``GeluBackward0``: the name in camel case, unless ``nodes`` says otherwise.
 
+**How a tensor is stored** that has passed what either of them asks first (is it large, an activation, and not left out
+by a rule?) is decided in one place, ``storage_for``, by its use, by what is known of it (``Facts``) and by the model's
+rules (``Policy``).
+
 **To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
 gradient: which line above does it use ``x`` by? Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or ``SHAPE_ALONE``
 of ``tests/operators/test_sites.py``, which disturbs what is saved and compares the gradient's error with the bound.
@@ -40,10 +44,10 @@ Rows without uses are there for who walks a graph, by their ``kind``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 
 class Use(Enum):
@@ -124,12 +128,12 @@ class SavedOp:
         return self.inputs is self.result is Use.NOTHING
 
     def use_of(self, place: int, is_result: bool) -> Use:
-        """Return how backward uses the result, or the input that the operation saves behind ``place`` others."""
+        """Return how backward uses a tensor that the operation saves behind ``place`` others."""
+        if isinstance(self.inputs, tuple) and place < len(self.inputs):
+            return self.inputs[place]
         if is_result:
             return self.result
-        if isinstance(self.inputs, Use):
-            return self.inputs
-        return self.inputs[place] if place < len(self.inputs) else Use.BIAS
+        return self.inputs if isinstance(self.inputs, Use) else Use.BIAS
 
     @property
     def op_name(self) -> str:
@@ -235,12 +239,18 @@ SAVED_OPS: tuple[SavedOp, ...] = (
     *_rows("cat", "stack", inputs=_U.NOTHING, kind=_K.JOIN),
 )
 _BY_NODE = {node: row for row in SAVED_OPS for node in row.node_names}
+_BY_OP = {row.op_name: row for row in SAVED_OPS}
 _BY_BACKWARD = {_op_name(name): places for row in SAVED_OPS for name, places in row.backward.items()}
 
 
 def of_node(name: str) -> SavedOp | None:
     """Return the row of an autograd node, ``"GeluBackward0"``, ``None`` if its operation is not known."""
     return _BY_NODE.get(name)
+
+
+def of_op(name: str) -> SavedOp | None:
+    """Return the row of an operation of a compiled graph, ``"aten.gelu"``, ``None`` if it is not known."""
+    return _BY_OP.get(name)
 
 
 def of_backward(name: str) -> Mapping[int, Use]:
@@ -261,3 +271,139 @@ def ops_of(kind: Kind) -> frozenset[str]:
 def backward_of(kind: Kind) -> frozenset[str]:
     """Return the names of the operations that read in compiled graphs what operations of a kind saved."""
     return frozenset(_op_name(name) for row in SAVED_OPS if row.kind & kind for name in row.backward)
+
+
+# === How a tensor is stored ==========================================================================================
+
+_FEWER_VALUES = 8
+"""A tensor that has so many times as many values is multiplied with few factors."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Bits of what operations save, as a model's rules say.
+
+    Args:
+        saved: Of what operations save, 0 for values as they are.
+        query: Of the query of fused attention.
+        key: Of its key.
+        value: Of its value.
+        attended: Of its result.
+        parameter: Of what is multiplied by a parameter, as a layer scale, whose gradient alone needs it; 0 for
+            ``saved``.
+        operations: Of what operations save that rules name, in place of all these.
+    """
+
+    saved: int = 0
+    query: int = 0
+    key: int = 0
+    value: int = 0
+    attended: int = 0
+    parameter: int = 0
+    operations: tuple[tuple[str, int], ...] = ()
+
+
+class Facts(NamedTuple):
+    """What is known of a saved tensor. Eager hooks and compiled code find it out each in their own way.
+
+    Args:
+        is_for_parameter: Whether only the gradient of a parameter needs it.
+        has_step_as_factor: Whether it is multiplied by what may be a learned step (``is_step``).
+        may_stay_dense: Whether it may be the input of a layer that a rule leaves dense.
+        is_masked: Whether a mask has put values into it.
+        has_outliers: Whether outliers take all steps of their blocks; ``None`` if they could not be looked for.
+    """
+
+    is_for_parameter: bool = False
+    has_step_as_factor: bool = False
+    may_stay_dense: bool = False
+    is_masked: bool = False
+    has_outliers: bool | None = False
+
+
+class Storage(NamedTuple):
+    """How a saved tensor is stored.
+
+    Args:
+        how: In ``bits``, as one bit that says whether a value is above 0, as a shape alone, or exactly.
+        bits: Bits of a value.
+        reason: Why it is stored exactly.
+    """
+
+    how: Literal["bits", "signs", "shape", "exact"]
+    bits: int = 0
+    reason: str = ""
+
+
+def is_exact(use: Use) -> bool:
+    """Return whether backward needs exact values, whatever is known of them."""
+    return use in (Use.NOTHING, Use.EXACT, Use.BIAS)
+
+
+def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Storage:
+    """Return how a saved tensor is stored.
+
+    Args:
+        operation: Name of the operation whose backward reads it, as rules know it.
+        use: How that uses it.
+        facts: What is known of the tensor, of use for products and what has a bounded error.
+        policy: The model's rules.
+
+    Example:
+        >>> policy = Policy(saved=8, parameter=2)
+        >>> storage_for("mul", Use.LINEAR, Facts(is_for_parameter=True), policy)
+        Storage(how='bits', bits=2, reason='')
+        >>> storage_for("mul", Use.LINEAR, Facts(is_masked=True), policy).how
+        'exact'
+    """
+    by_rule = dict(policy.operations).get(operation)
+    if by_rule is not None:
+        return Storage("bits", by_rule) if by_rule else Storage("exact", reason=_BY_RULE)
+    if use is Use.SHAPE:
+        return Storage("shape")
+    if use is Use.SIGN:
+        return Storage("signs")
+    if is_exact(use):
+        return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
+    bits = {
+        Use.QUERY: policy.query,
+        Use.WEIGHTS: policy.query,  # which fused attention computes them from
+        Use.KEY: policy.key,
+        Use.VALUE: policy.value,
+        Use.ATTENDED: policy.attended,
+    }.get(use, policy.parameter if facts.is_for_parameter and policy.parameter else policy.saved)
+    if not bits:
+        return Storage("exact", reason=_BY_RULE)
+    if use in (Use.LINEAR, Use.BOUNDED):
+        for holds, reason in (
+            (facts.may_stay_dense, "a rule may leave the layer dense that reads it"),
+            (facts.has_step_as_factor, "its other factor has a gradient that is a difference of sums"),
+            (facts.is_masked, "a mask has put values into it, which may be as large as it likes"),
+            (facts.has_outliers, OUTLIER),
+            (facts.has_outliers is None, "outliers cannot be looked for while a CUDA graph is captured"),
+        ):
+            if holds:
+                return Storage("exact", reason=reason)
+    return Storage("bits", bits)
+
+
+_BY_RULE = "a rule leaves it as it is"
+_BIAS = "it is a bias, which may mask, or a statistic of attention"
+_NOT_KNOWN = "its gradient is not known to be right for values in few bits"
+OUTLIER = "an outlier takes all steps of its block for itself"
+
+
+def is_step(values: int, factor_values: int, savers: Iterable[SavedOp | None], is_inverse: bool) -> bool:
+    """Return whether a factor may be the learned step of a quantization.
+
+    Values are divided by such a step and multiplied by it again, so its gradient is a difference of two sums, far
+    smaller than either: an error of one of them would be most of it.
+
+    Args:
+        values: How many values are multiplied by the factor; a step has far fewer.
+        factor_values: How many the factor has.
+        savers: The operations that save the factor: a step is saved by another one than a product, or
+        is_inverse: it is the inverse of parameters, or such a parameter.
+    """
+    others = is_inverse or any(row is None or not row.kind & Kind.PRODUCT for row in savers)
+    return factor_values * _FEWER_VALUES <= values and others

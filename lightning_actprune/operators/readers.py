@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.packed import pack, unpack
-from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, nodes_of, of_node
+from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, is_exact, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
@@ -38,10 +38,10 @@ ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
 VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
 """Nodes of what holds the values of its input."""
-READERS = frozenset(node for row in SAVED_OPS if row.inputs not in (Use.EXACT, Use.NOTHING) for node in row.node_names)
+READERS = frozenset(
+    node for row in SAVED_OPS if isinstance(row.inputs, tuple) or not is_exact(row.inputs) for node in row.node_names
+)
 """Nodes that may read what they saved in few bits, at least for some values of their arguments."""
-POOLING = frozenset(operator_name(node) for row in SAVED_OPS if row.inputs is Use.SHAPE for node in row.node_names)
-"""Operations that read no more of their input than its shape."""
 _MASKS = nodes_of(Kind.SETS_VALUES)
 _KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16

@@ -191,9 +191,9 @@ FAULTS = [
           "most = min(ways, key=lambda way: way.bits)",
           "compiled/test_joint.py compiled/test_pieces.py compiled test_compile.py"),
     Fault("key_as_value", "compiled: keys are kept in the bits of values, and values in those of keys",
-          "compiled/readers.py",
-          "places = {1: model.query, 2: model.key, 3: model.value,",
-          "places = {1: model.query, 2: model.value, 3: model.key,",
+          "codec/saved_ops.py",
+          "        Use.KEY: policy.key,\n        Use.VALUE: policy.value,\n",
+          "        Use.KEY: policy.value,\n        Use.VALUE: policy.key,\n",
           "compiled/test_joint.py compiled"),
     # === Replays =====================================================================================================
     Fault("moved_weights", "a graph is replayed whose weights have moved", "replay/watch.py",

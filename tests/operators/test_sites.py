@@ -60,8 +60,7 @@ def test_what_an_operation_saves_that_is_not_known_stays_as_it_is_and_is_listed(
             gradients_of.append(net.weights[0].grad.clone())
     if name != "div":  # which squares a value, too
         assert all(torch.equal(gradients_of[0], other) for other in gradients_of[1:])
-    found = {row.operation: row for row in saving.left}
-    row = found[name.split(" ")[0]]
+    row = {row.operation: row for row in saving.left}[name.split(" ")[0]]
     assert row.count >= 2
     assert row.nbytes >= 2 * 4 * 32 * 64
     assert row.reason
