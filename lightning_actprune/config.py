@@ -36,7 +36,7 @@ says by default.
 A pattern is a glob on fully qualified names (``"blocks.*.fc1"``; the model itself is ``"(root)"``), or ``"type:"`` and
 an operator (``"type:norm"``). ``"operation:"`` and the name of an operation, as the monitor's tables show it
 (``"operation:sin"``), is about what that saves where no layer is known: it adds one that is not known to be right with
-few bits (``operators.readers``), or with ``None`` leaves what it saves as it is.
+few bits (``codec.saved_ops``), or with ``None`` leaves what it saves as it is.
 """
 
 from __future__ import annotations

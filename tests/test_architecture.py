@@ -187,7 +187,7 @@ def test_private_attributes_of_others_are_listed():
     listed = {name for names in private.ATTRIBUTES.values() for name in names} | set(private.OPTIONAL)
     assert {(module, name) for module, name in found if name not in listed} == ELSEWHERE
     read = {name for tree in files.values() for name in private_attributes(tree)}
-    put_together = {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+    put_together = {"_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_saved_ord"}
     assert listed - read == put_together
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from lightning_actprune.codec.dispatch import KERNEL_DTYPES
+from lightning_actprune.codec.saved_ops import Kind, ops_of
 from lightning_actprune.compiled.graphs import (
     CASTS,
     FILLS,
@@ -46,17 +47,9 @@ from lightning_actprune.compiled.readers import (
     way_of,
 )
 
-_STATISTICS = frozenset(
-    f"aten.{name}" for name in ("mean", "sum", "amax", "amin", "var", "var_mean", "std", "logsumexp", "rsqrt", "max")
-)
-_STEADY = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("add", "addcmul", "sub", "mul", "neg", "erf", "tanh", "sigmoid", "gelu", "silu", "mish", "softplus"),
-        "relu",  # whose gradient asks for signs, which are stored
-    )
-)
-"""Operations that are computed again, each value from values at the same place, without a jump and of bounded slope."""
+_STATISTICS = ops_of(Kind.STATISTIC)
+_STEADY = ops_of(Kind.STEADY)
+"""Operations that are computed again from quantized values; of relu the gradient asks for signs, which are stored."""
 _FEWER = 16
 """A tensor that has so many times fewer values than a packed one is kept to compute something again from both."""
 NORM = "aten.native_layer_norm"

@@ -22,7 +22,8 @@ from torch.fx import Node
 from lightning_actprune.codec import formats
 from lightning_actprune.codec.private import lowering as inductor
 from lightning_actprune.codec.private import operations
-from lightning_actprune.compiled.graphs import CASTS, VIEWS, multiplies, name_of
+from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
+from lightning_actprune.compiled.graphs import VIEWS, multiplies, name_of
 
 _WORD_BITS = 32
 _MOST_WORDS = 8
@@ -31,14 +32,7 @@ _AFTER_DITHER = 4
 """Places of an fp32 number behind those of code and dither, of which the first is the half."""
 _GROUP_BITS = 16
 """Codes are moved to their place in two steps: groups of so many bits, the same for all values of a thread, and one."""
-_POINTWISE = CASTS | frozenset(
-    f"aten.{name}"
-    for name in (
-        *("gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "sigmoid_backward", "tanh", "tanh_backward"),
-        *("mish", "mish_backward", "softplus", "softplus_backward", "add", "sub", "mul", "div", "neg", "exp", "erf"),
-        *("relu", "threshold_backward", "where", "le", "pow", "reciprocal"),
-    )
-)
+_POINTWISE = ops_of(Kind.POINTWISE | Kind.CAST) | backward_of(Kind.POINTWISE)
 
 
 def is_read_by_pointwise(node: Node) -> bool:

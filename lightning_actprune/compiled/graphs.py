@@ -22,30 +22,23 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_actprune.codec.saved_ops import Kind, backward_of, ops_of
 from lightning_actprune.compiled.marks import RECOMPUTE, Mark
 
 Size: TypeAlias = "int | torch.SymInt"
 
 GETITEM = "getitem"
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("alias", "detach", "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t"),
-        *("unsqueeze", "squeeze", "expand"),
-    )
-)
+VIEWS = ops_of(Kind.VIEW)
 """Operations that hold all values of their input, in its memory."""
-CASTS = frozenset({"aten._to_copy", "prims.convert_element_type"})
-COPIES = CASTS | {"aten.clone", "aten.contiguous"}
+CASTS = ops_of(Kind.CAST)
+COPIES = ops_of(Kind.CAST | Kind.COPY)
 """Operations that hold all values of their input in memory of their own."""
-PARTS = frozenset({"aten.slice", "aten.select", "aten.narrow", "aten.as_strided", GETITEM})
+PARTS = ops_of(Kind.PART) | {GETITEM}
 """Operations that hold some values of their input, in its memory; ``getitem`` those of a split."""
 _PAD = "aten.constant_pad_nd"
 """With which inductor pads the factors of a product of matrices, where that is faster."""
-SPLITS = frozenset({"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"})
-_MULTIPLY = frozenset(
-    f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-)
+SPLITS = ops_of(Kind.SPLIT)
+_MULTIPLY = ops_of(Kind.GEMM) | backward_of(Kind.GEMM)
 FILLS = {"aten.full": 1, "aten.full_like": 1, "aten.scalar_tensor": 0}
 """Operations that make tensors of one number, and the place of that."""
 WEIGHTS = {"aten.mm": 1, "aten.addmm": 2, "aten.convolution": 1}

@@ -230,6 +230,7 @@ def source_hash() -> bytes:
 
     digest, folder = hashlib.sha256(f"{__version__} {torch.__version__}".encode()), Path(__file__).parent
     codec = folder.parent / "codec"
-    for path in (*sorted(folder.glob("*.py")), codec / "packed.py", codec / "formats.py"):
+    files = [*sorted(folder.glob("*.py")), *(codec / f"{name}.py" for name in ("packed", "formats", "saved_ops"))]
+    for path in files:
         digest.update(path.read_bytes())
     return digest.digest()

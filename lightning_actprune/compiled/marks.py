@@ -38,6 +38,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 from lightning_actprune.codec.packed import LIBRARY, TAGS
+from lightning_actprune.codec.saved_ops import Policy
 
 RECOMPUTE = "recompute"
 HALF = 16
@@ -45,31 +46,18 @@ HALF = 16
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Policy):
     """How what no layer is known for is kept, the same for all marks of a model.
 
     Args:
-        saved: Bits of what operations save, 0 for values as they are.
-        query: Bits of the query of fused attention.
-        key: Bits of its key.
-        value: Bits of its value.
-        attended: Bits of its result.
         block_size: Values per block of all these.
         min_values: Tensors of fewer values are left alone, whoever reads them.
         weight_gradients: Whether ``saved`` goes for what the weight gradients of layers without a mark read, too.
-        parameter: Bits of what is multiplied by a parameter, as a layer scale, whose gradient alone needs it; 0 for
-            ``saved``.
     """
 
-    saved: int = 0
-    query: int = 0
-    key: int = 0
-    value: int = 0
-    attended: int = 0
     block_size: int = 32
     min_values: int = 2**16
     weight_gradients: bool = False
-    parameter: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +97,9 @@ class Mark:
     def read(text: str) -> Mark:
         """Return the mark with that text."""
         operator, name, bits, block_size, scope, selection, model = json.loads(text)
-        return Mark(operator, name, bits, block_size, scope, selection, Model(*model))
+        model = dict(zip(Model.__dataclass_fields__, model, strict=True))
+        model["operations"] = tuple(map(tuple, model["operations"]))
+        return Mark(operator, name, bits, block_size, scope, selection, Model(**model))
 
 
 def general_name(fqn: str) -> str:

@@ -1,27 +1,19 @@
 r"""How a tensor may be kept for what reads it in backward.
 
 A reader behind a mark belongs to the layer that has put it there, and gets what the layer's rule says. All others are
-judged by themselves, as ``operators.readers`` judges what eager operations save: a gradient may be computed from values
-in few bits where it is *linear* in them, or off by a bound that is known. In a joint graph such readers are
+judged by how they use the value, as in eager mode (``codec.saved_ops``). In a joint graph these are
 
-    product          ``g * x`` and ``bmm`` with a factor that depends on the gradient; where its sum over many values is
-                     the gradient of a parameter, as of a layer scale ``x * gamma``, it may have bits of its own
-    attention        ``_scaled_dot_product_..._backward``, of query, key, value and result; what it saves of its sums
-                     stays as it is
-    softmax          of attention that is written out: ``g p`` and ``p sum(g p)``, if products of matrices alone read
-                     the weights ``p`` in forward, behind dropout. Errors of weights between 0 and 1 are bounded, and
-                     ``g`` has no pole where they are small, as that of ``log(p)``. They get the bits of the query,
-                     which fused attention computes them from. Not in eager mode, which does not see all who read them
+- operations of backward that the table lists, such as those of fused attention and of pooling;
+- products ``g * x`` and ``bmm`` with a factor ``g`` that depends on the gradient. Where the sum of a product over many
+  values is the gradient of a parameter, as of a layer scale ``x * gamma``, ``x`` may have bits of its own;
+- products and ``softmax``'s own backward with the weights of attention that is written out, if products of matrices
+  alone read these in forward, behind dropout. Eager mode does not see all who read them: there they stay.
 
-Not so the backward of activation functions and norms: without a mark they are those of a layer that a rule leaves
-dense, or may be. So are the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
-
-Two kinds of readers need less than values, whoever they belong to. ``relu`` asks for *signs*, exactly one bit, and
-pooling for the *shape* of its input.
+The backward of activation functions and norms gets exact values: without a mark they are those of a layer that a rule
+leaves dense, or may be. So do the products of weight gradients, unless no rule does so (``Model.weight_gradients``).
 
 Values that no layer has marked are only taken if they depend on a mark: weights and what is computed from them do not,
-so that gradients of inputs stay exact. And they are not taken if a mask has put values into them, which may be as large
-as it likes, other than into what a softmax reads.
+so that gradients of inputs stay exact.
 """
 
 from __future__ import annotations
@@ -31,6 +23,17 @@ from typing import Literal, TypeAlias
 
 from torch.fx import Node
 
+from lightning_actprune.codec.saved_ops import (
+    SAVED_OPS,
+    Facts,
+    Kind,
+    Use,
+    is_step,
+    of_backward,
+    of_op,
+    ops_of,
+    storage_for,
+)
 from lightning_actprune.compiled.graphs import (
     CASTS,
     FILLS,
@@ -51,47 +54,20 @@ from lightning_actprune.compiled.graphs import (
 )
 from lightning_actprune.compiled.marks import HALF, Model
 
-_PRODUCTS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
-_COMPARISONS = frozenset(f"aten.{name}" for name in ("ge", "gt", "le", "lt"))
-_RANDOM = frozenset(
-    {"prims.inductor_random", *(f"aten.{name}" for name in ("bernoulli", "native_dropout", "rand", "rand_like"))}
-)
+_PRODUCTS = ops_of(Kind.PRODUCT)
+_OF_TWO_FACTORS = frozenset({"aten.mul", "aten.bmm", "aten.dot", "aten.mv"})
+"""Operations by which backward multiplies what it reads; by ``mm`` it computes weight gradients."""
+_COMPARISONS, _RANDOM = ops_of(Kind.COMPARISON), ops_of(Kind.RANDOM)
 _OF_MATRICES = frozenset({"aten.bmm", "aten.mm", "aten.baddbmm"})
-_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax"})
+"""Operations that may weigh values by a softmax."""
+_SOFTMAX = ops_of(Kind.SOFTMAX)
 """A softmax that is not decomposed."""
-_WEIGHT_GRADIENTS = {"aten.mm": 1, "aten.convolution_backward": 1}
-"""Operations that compute a weight gradient, and the place of what it is a product with."""
-_SHAPE_OF = {
-    f"aten.{name}_backward": 1
-    for name in (
-        "max_pool2d_with_indices",
-        "max_pool3d_with_indices",
-        "avg_pool2d",
-        "avg_pool3d",
-        "_adaptive_avg_pool2d",
-    )
-}
-"""Backward operations with an input of which they read the shape, and its place."""
-_ATTENDED = {
-    f"aten._scaled_dot_product_{kind}_backward": place
-    for kind, place in (
-        ("flash_attention", 4),
-        ("flash_attention_for_cpu", 4),
-        ("cudnn_attention", 4),
-        ("efficient_attention", 5),
-        ("fused_attention_overrideable", 6),
-    )
-}
-"""Backward of fused attention, and the place of the result; query, key and value are at 1, 2 and 3."""
-_MASKS = frozenset({"aten.where", "aten.masked_fill", "aten.masked_scatter", "aten.index_fill"})
-_KEEP_MASKS = frozenset({"aten.add", "aten.div", "aten.mul", "aten.neg", "aten.sub"})
+_MASKS, _KEEP_MASKS = ops_of(Kind.SETS_VALUES), ops_of(Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
 """Nodes among which a mask or a quotient is looked for."""
-_QUOTIENTS = frozenset({"aten.div", "aten.reciprocal", "aten.rsqrt"})
-_SAVE_NOTHING = _COMPARISONS | {f"aten.{name}" for name in ("add", "sub", "neg", "sum", "mean", "sign")}
-"""Operations whose gradient needs none of their inputs."""
-_FEWER_VALUES = 8
-"""A factor with more than one eighth of the values of the other one is no step of a quantization."""
+_QUOTIENTS = ops_of(Kind.QUOTIENT)
+_SAVE_NOTHING = frozenset(row.op_name for row in SAVED_OPS if row.saves_nothing) - ops_of(Kind.HOLDS_VALUES)
+"""Operations that save nothing; but of a part of a step somebody else may save something."""
 
 
 @dataclass(frozen=True)
@@ -133,49 +109,46 @@ def way_of(joint: Joint, model: Model, read: Read) -> Way:
     Raises:
         Refused: If it needs all values as they are.
     """
-    given, reader = read.node, read.reader
-    name = name_of(reader)
-    if _asks_for_signs(name, given, reader):
-        return "signs"
-    if _is_only(reader, given, _SHAPE_OF.get(name)):
-        return "shape"
-    layer = read.layer
-    if layer is not None:
+    name, layer = name_of(read.reader), read.layer
+    use = _use_of(joint, read.node, read.reader)
+    if layer is not None and use not in (Use.SIGN, Use.SHAPE):
         assert read.mark is not None
         parts = read.mark.args[2] if len(read.mark.args) > 2 else 0
         assert isinstance(parts, int | Node)
         if layer.bits in (0, HALF) and parts == 0:
             raise Refused("the layer's rule keeps values as they are")
         return Values(layer.bits, layer.block_size, parts, layer.scope, layer.selection, layer.operator)
-    bits = _unmarked_bits(joint, model, name, given, reader)
-    if not bits:
-        raise Refused("the rule for what operations save keeps it as it is")
-    if given not in joint.marked:
+    storage = storage_for(name, use, _facts(joint, model, read, use), model)
+    if storage.how == "signs" or storage.how == "shape":
+        return storage.how
+    if storage.how == "exact":
+        raise Refused(storage.reason)
+    if read.node not in joint.marked:
         raise Refused("it does not depend on what a layer has marked, so that it may be a weight")
-    if not name.startswith("aten._scaled_dot_product") and is_masked(given):
-        raise Refused("a mask has put values into it, which may be as large as it likes")
-    return Values(bits, model.block_size)
+    return Values(storage.bits, model.block_size)
 
 
-def _unmarked_bits(joint: Joint, model: Model, name: str, given: Node, reader: Node) -> int:
-    """Return the bits in which a reader that belongs to no layer may be given a value."""
-    if name in _ATTENDED:
-        places = {1: model.query, 2: model.key, 3: model.value, _ATTENDED[name]: model.attended}
-        found = [bits for place, bits in places.items() if _is_only(reader, given, place)]
-        if not found:
-            raise Refused("it is a bias, which may mask, or a statistic of attention")
-        return found[0]
-    if name == "aten._softmax_backward_data" and _is_only(reader, given, 1):
-        return model.query
+def _use_of(joint: Joint, given: Node, reader: Node) -> Use:
+    """Return how a reader uses a value."""
     if _is_product(joint, given, reader):
-        if is_softmax(source_of(given)):
-            return model.query
-        if _has_step_as_factor(joint, source_of(given)):
-            raise Refused("its other factor has a gradient that is a difference of sums")
-        return model.parameter or model.saved if _is_for_a_parameter(reader) else model.saved
-    if model.weight_gradients and _is_only(reader, given, _WEIGHT_GRADIENTS.get(name)):
-        return model.saved
-    raise Refused(f"{name or reader.target} is not known to be right for values in few bits")
+        return Use.WEIGHTS if is_softmax(source_of(given)) else Use.LINEAR
+    places = [place for place, value in enumerate(reader.args) if value is given]
+    use = of_backward(name_of(reader)).get(places[0], Use.EXACT) if len(places) == 1 else Use.EXACT
+    is_threshold = use is Use.SIGN and reader.args[-1] != 0  # of a threshold that is not 0
+    return Use.EXACT if is_threshold else use
+
+
+def _facts(joint: Joint, model: Model, read: Read, use: Use) -> Facts:
+    """Return what is known of a value that is read without a mark. A graph shows no outliers."""
+    if use not in (Use.LINEAR, Use.BOUNDED):
+        return Facts()
+    is_product = _is_product(joint, read.node, read.reader)
+    return Facts(
+        is_for_parameter=_is_for_a_parameter(read.reader),
+        has_step_as_factor=is_product and _has_step_as_factor(joint, source_of(read.node)),
+        may_stay_dense=use is Use.BOUNDED or not (is_product or model.weight_gradients),
+        is_masked=is_masked(read.node),
+    )
 
 
 def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
@@ -187,30 +160,26 @@ def _is_product(joint: Joint, given: Node, reader: Node) -> bool:
         if given is reader.args[2]:
             return False
         factors = [node for node in reader.args[:2] if isinstance(node, Node)]
-    elif name not in _PRODUCTS:
+    elif name not in _OF_TWO_FACTORS:
         return False
     others = [node for node in factors if node is not given]
     return len(others) == 1 and others[0] in joint.tangent
 
 
 def _has_step_as_factor(joint: Joint, source: Node) -> bool:
-    """Return whether forward multiplies a value by a factor that may be a quantization step.
-
-    Another operation than a product saves the step, too, or it is the inverse of parameters. The gradient of a step is
-    a small difference of two large sums, with an error of only one of them.
-    """
-    most = count_of(value_of(source)) // _FEWER_VALUES
-    products = (user for user in _forward_users(joint, source) if name_of(user) in _PRODUCTS | _OF_MATRICES)
+    """Return whether forward multiplies a value by what may be the step of a quantization."""
+    products = [user for user in _forward_users(joint, source) if name_of(user) in _PRODUCTS]
     factors = {source_of(factor) for product in products for factor in product.all_input_nodes} - joint.given
     return any(
-        (tensor := tensor_of(factor)) is not None and count_of(tensor) <= most and _may_be_step(joint, factor)
+        (tensor := tensor_of(factor)) is not None
+        and is_step(
+            count_of(value_of(source)),
+            count_of(tensor),
+            [of_op(name) for name in map(name_of, _forward_users(joint, factor)) if name not in _SAVE_NOTHING],
+            _is_inverse(joint, factor),
+        )
         for factor in factors
     )
-
-
-def _may_be_step(joint: Joint, factor: Node) -> bool:
-    users = map(name_of, _forward_users(joint, factor))
-    return any(name not in _PRODUCTS | _OF_MATRICES | _SAVE_NOTHING for name in users) or _is_inverse(joint, factor)
 
 
 def _forward_users(joint: Joint, node: Node) -> list[Node]:
@@ -337,17 +306,6 @@ def _sums_over_samples(node: Node) -> bool:
         return False
     over = node.args[1] if len(node.args) > 1 else None
     return not over or (isinstance(over, list | tuple) and bool({0, -value_of(first_input(node)).dim()} & {*over}))
-
-
-def _asks_for_signs(name: str, given: Node, reader: Node) -> bool:
-    if name == "aten.threshold_backward":
-        return reader.args[1:] == (given, 0)
-    return name == "aten.le" and reader.args == (given, 0)
-
-
-def _is_only(reader: Node, given: Node, place: int | None) -> bool:
-    """Return whether a reader is given a value as its argument at a place, and as no other one."""
-    return place is not None and [at for at, value in enumerate(reader.args) if value is given] == [place]
 
 
 def is_masked(node: Node) -> bool:

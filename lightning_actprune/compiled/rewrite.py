@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from lightning_actprune.codec.blocks import SPARSITY_PARTS, ceil_div
+from lightning_actprune.codec.saved_ops import Kind, ops_of
 from lightning_actprune.compiled.decide import Source, inputs_of
 from lightning_actprune.compiled.graphs import (
     BACKWARD,
@@ -38,8 +39,7 @@ from lightning_actprune.compiled.signs import PER_BYTE
 
 _FEW_BITS = 4
 """Up to which rounding to bf16 is nothing: a tenth of the distance of two codes at most."""
-_TURNS = frozenset({"aten.permute", "aten.transpose", "aten.t"})
-_RESHAPES = frozenset({"aten.view", "aten._unsafe_view", "aten._reshape_alias"})
+_TURNS, _RESHAPES = ops_of(Kind.PERMUTE), ops_of(Kind.RESHAPE)
 _aten, _own, _prims = torch.ops.aten, torch.ops.actprune, torch.ops.prims
 
 

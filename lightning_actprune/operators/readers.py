@@ -1,35 +1,14 @@
-r"""Which operations may read, in backward, what they saved in few bits.
+"""What eager mode finds out about a tensor that an operation saves, for ``codec.saved_ops`` to judge.
 
-An operation's gradient is a function of what it saved. Quantization has errors of mean zero, of at most half a step
-``d`` of their block, so a gradient that is *linear* in what was saved is exact on average too. Any other gradient may
-be wrong, and silently so: a comparison decides the other way near its threshold (``clamp``, ``abs``, ``amax``), a
-quotient has a pole (``x / y``, ``log``), a period is forgotten (``sin`` of large values), a coordinate is that of
-another pixel (``grid_sample``), a difference of large numbers is nothing but their errors (``var`` of values far from
-zero). So nothing is packed unless its operation stands here:
-
-**Linear** in each saved tensor are products, matrix products, convolutions, ``addcmul``, squares, and the gradient of
-the Euclidean norm, ``x / |x|``, since ``|x|`` is saved exactly.
-
-**Of bounded error** are, for an error of at most ``d`` in a saved value ``x``::
-
-    x^3                          3 (2 |x| d + d^2) |g|
-    gelu, silu, mish, softplus   L d |g|, with L = 0.80, 0.50, 0.65, 0.25 the steepest slope of the derivative
-    norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalised input; mu and r = 1/sigma
-                                 are saved exactly (that of the weight is linear)
-    fused attention              see ``operators.saved``: errors of logits enter exponentials
-
-**The shape alone** of its input is what pooling reads.
-
-All that is for blocks whose values are of one magnitude. Where an outlier takes all steps of its block for itself, as
-the -10,000 of a mask does among scores, the other values are lost, though their gradients may be all that counts
-(``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` has put values into
-is not packed, whatever it holds (``is_masked``).
+What that says of errors is for blocks whose values are of one magnitude. Where an outlier takes all steps of its block
+for itself, as the -10,000 of a mask does among scores, the other values are lost, though their gradients may be all
+that counts (``loses_values``). A mask may be there in some batches only, so what ``masked_fill`` or ``where`` has put
+values into is not packed, whatever it holds (``is_masked``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +16,7 @@ from torch import Tensor
 
 from lightning_actprune.codec.blocks import ALL_BLOCKS
 from lightning_actprune.codec.packed import pack, unpack
+from lightning_actprune.codec.saved_ops import SAVED_OPS, Kind, Use, is_exact, nodes_of, of_node
 from lightning_actprune.operators.containers import tensors_in
 
 _NODE = re.compile(r"(Backward)?\d*(_compiled)?$")
@@ -52,73 +32,34 @@ def operator_name(node: str) -> str:
     return _CAPITAL.sub("_", _NODE.sub("", node)).lower()
 
 
-def _always(node: Any) -> bool:
-    return True
-
-
-def _square_or_cube(node: Any) -> bool:
-    return getattr(node, "_saved_exponent", None) in (2, 3)
-
-
-def _euclidean(node: Any) -> bool:
-    return bool(getattr(node, "_saved_ord", None) == 2)
-
-
-PRODUCTS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Mul", "Mm", "Bmm", "Addmm", "Baddbmm", "Addbmm", "Addmv", "Mv", "Dot", "Addr", "Addcmul", "Convolution"),
-        *("CudnnConvolution", "GroupedMm", "SlowConv2D", "Linear"),
-    )
-)
+PRODUCTS = nodes_of(Kind.PRODUCT)
 """Nodes whose gradients are products of the incoming one and the other factor."""
-ATTENTION = frozenset(
-    f"ScaledDotProduct{kind}Backward0"
-    for kind in (
-        "CudnnAttention",
-        "EfficientAttention",
-        "FlashAttention",
-        "FlashAttentionForCpu",
-        "FusedAttentionOverrideable",
-    )
-)
+ATTENTION = nodes_of(Kind.ATTENTION)
 """Nodes of fused attention."""
-VIEWS_AND_CASTS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Alias", "AsStrided", "Cat", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split"),
-        *("SplitWithSizes", "Squeeze", "Stack", "T", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
-        "View",
-    )
-)
+VIEWS_AND_CASTS = nodes_of(Kind.HOLDS_VALUES)
 """Nodes of what holds the values of its input."""
-_MASKS = frozenset(f"{name}Backward0" for name in ("IndexFill", "MaskedFill", "MaskedScatter", "Where"))
-_KEEP_MASKS = VIEWS_AND_CASTS | frozenset(f"{name}Backward0" for name in ("Add", "Div", "Mul", "Neg", "Sub"))
+READERS = frozenset(
+    node for row in SAVED_OPS if isinstance(row.inputs, tuple) or not is_exact(row.inputs) for node in row.node_names
+)
+"""Nodes that may read what they saved in few bits, at least for some values of their arguments."""
+_MASKS = nodes_of(Kind.SETS_VALUES)
+_KEEP_MASKS = nodes_of(Kind.HOLDS_VALUES | Kind.KEEPS_OUTLIERS)
 _MOST_NODES = 16
 """Operations among which a mask is looked for."""
-READERS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(PRODUCTS | ATTENTION, _always),
-    "PowBackward0": _square_or_cube,
-    "LinalgVectorNormBackward0": _euclidean,
-    **{f"{name}Backward0": _always for name in ("Gelu", "Silu", "Mish", "Softplus")},
-    **{
-        f"{name}Backward0": _always
-        for name in ("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm", "CudnnBatchNorm", "FusedRmsNorm")
-    },
-    **{f"{kind}Pool{dims}DBackward0": _always for kind in ("Avg", "AdaptiveAvg") for dims in (2, 3)},
-    **{f"MaxPool{dims}DWithIndicesBackward0": _always for dims in (2, 3)},
-}
-"""Nodes that may read what they saved in few bits, each with the question whether the one at hand may, too."""
 
 
-POOLING = frozenset(operator_name(node) for node in READERS if "Pool" in node)
-"""Operations that read no more of their input than its shape."""
+def use_of(node: Any, place: int = 0, is_result: bool = False) -> Use:
+    """Return how an autograd node uses a tensor that it saves.
 
-
-def may_read(node: Any) -> bool:
-    """Return whether the gradient of ``node`` is right, or off by a known bound, if what it saved is quantized."""
-    answer = READERS.get(node.name())
-    return answer is not None and answer(node)
+    Args:
+        node: The node.
+        place: How many tensors it has saved before.
+        is_result: Whether its operation has computed the tensor.
+    """
+    row = of_node(node.name())
+    if row is None or (row.only is not None and getattr(node, f"_saved_{row.only[0]}", None) not in row.only[1]):
+        return Use.EXACT
+    return row.use_of(place, is_result)
 
 
 def nodes_since(outputs: Any, number: int) -> dict[int, Any]:

@@ -3,9 +3,8 @@
 While a module in scope runs, a pair of saved-tensor hooks packs each tensor that qualifies in one launch
 (``codec.formats``, all blocks), and unpacks it for the moment when backward asks for it. Forward stays as it is. A
 gradient is computed from values that are off by up to half a step of their block, so only operations may read them of
-which it is known what that does (``operators.readers``); what all others save stays as it is. Fused attention computes
-exponentials of its logits again, with the exact sums, so that errors grow with the logits: for models with attention,
-take eight bits.
+which it is known what that does (``codec.saved_ops``); what all others save stays as it is. Errors of fused attention
+grow with its logits: for models with attention, take eight bits.
 
 Packed are activations that an operation gets as an input and that need a gradient. Left as they are:
 
@@ -33,12 +32,8 @@ since they may have come in a forward in between.
 
 **Parameters.** Of ``x * gamma``, which saves both factors, ``x`` is needed for the gradient of ``gamma`` alone: its
 errors enter no other gradient, and those of many rows cancel, as in a linear layer. So of a product with *one parameter
-of fewer values* the other factor may have fewer bits than what the input gradient is computed from. If another
-operation saves the same small tensor, as where values are divided by a learned step and multiplied by it again, its
-gradient is a difference of two sums, far smaller than either: then both factors stay as they are. So they do where the
-step's inverse is a factor. Of fused attention,
-query, key and value are stored, which it saves first, not a learned bias: where that is to mask, it is minus infinity,
-or as good as that.
+of fewer values* the other factor may have fewer bits than what the input gradient is computed from. Where the parameter
+may be the learned step of a quantization, both factors stay as they are (``codec.saved_ops.is_step``).
 
 Hooks that are open around a scope get the packed values, and everything that is left alone, in place of the graph: a
 ``SavedTensorMeter`` counts what is kept, ``save_on_cpu`` moves it. ``torch.func`` transforms inside a scope fail, as
@@ -73,6 +68,7 @@ from lightning_actprune.codec.private import (
     top_saved_tensors_hooks,
     unseen_by_compilers,
 )
+from lightning_actprune.codec.saved_ops import OUTLIER, SAVED_OPS, Facts, Policy, Use, storage_for
 from lightning_actprune.codec.sharing import place_of
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import BITS, Keep, check_bits, check_count, check_model
@@ -88,14 +84,13 @@ from lightning_actprune.operators.hooks import (
 )
 from lightning_actprune.operators.readers import (
     ATTENTION,
-    POOLING,
     PRODUCTS,
     READERS,
     VIEWS_AND_CASTS,
     is_masked,
     loses_values,
-    may_read,
     operator_name,
+    use_of,
 )
 from lightning_actprune.operators.regions import (
     Hooks,
@@ -110,9 +105,12 @@ from lightning_actprune.operators.registry import ROOT, operator_of, plain_name
 from lightning_actprune.operators.retainers import Retainers, StorageKey
 from lightning_actprune.operators.sites import MAX_STEPS, Decided, Decision, Operations, Site, Waiting, is_own_result
 
-_OUTLIER = "an outlier takes all steps of its block for itself"
-_ATTENTION_INPUTS = "query", "key", "value"
-_OF_ATTENTION = frozenset(map(operator_name, ATTENTION))
+BITS_OF_SHAPE = min(BITS)
+"""Bits of a tensor of which backward reads the shape alone: they are of no account."""
+_CHECKED = frozenset(
+    operator_name(node) for row in SAVED_OPS if row.inputs in (Use.LINEAR, Use.BOUNDED) for node in row.node_names
+)
+"""Operations for which outliers are looked for."""
 CHECKED_EVERY = 128
 """Forwards after which outliers are looked for again, at the latest; a power of 2."""
 PATIENCE = 16
@@ -270,7 +268,7 @@ class SavedTensorCompression:
             ``module``, ``"(root)"``, whether what it saves itself is.
         parameter_bits: Bits of what only the gradient of a parameter needs, by default those of ``keep``.
         operations: Bits by the name of an operation (``"grid_sampler2_d"``, as tables show it), ``None`` to leave what
-            it saves as it is: in place of what is known of it (``operators.readers``).
+            it saves as it is: in place of what is known of it (``codec.saved_ops``).
         attention: Bits of ``query``, ``key`` and ``value`` of fused attention and of its result, ``attended``, 0 to
             leave it as it is; by default those of ``keep``.
         loss_inside: Whether ``module`` computes its loss itself, as a LightningModule does: then its own forward, which
@@ -307,10 +305,14 @@ class SavedTensorCompression:
         if keep.bits is None:
             raise ValueError("`keep` must have `bits`: nothing else is done to what is saved. HINT: Keep(bits=8).")
         self._block_size, self._bits = keep.block_size, keep.bits
-        self._parameter_bits = check_bits(parameter_bits, "parameter_bits") or keep.bits
         self.min_values = check_count(min_values, "min_values", "the least values of a tensor that is packed.", 1)
         self._operations = {name: check_bits(bits, "operations") for name, bits in (operations or {}).items()}
-        self._attention = dict.fromkeys((*_ATTENTION_INPUTS, "attended"), keep.bits) | dict(attention or {})
+        bits = dict.fromkeys(("saved", "query", "key", "value", "attended"), keep.bits) | dict(attention or {})
+        self._policy = Policy(
+            **bits,
+            parameter=check_bits(parameter_bits, "parameter_bits") or keep.bits,
+            operations=tuple((name, of_one or 0) for name, of_one in self._operations.items()),
+        )
         self._decisions: dict[Site, Decision] = {}
         self.decided = Decided()
         self._forwards: Counter[str] = Counter()
@@ -334,11 +336,12 @@ class SavedTensorCompression:
         """Return how a compiler is to keep what no layer is known for, of which it does not know the module."""
         inside = bool(self._left_alone_itself) or any(next(m.children(), None) is not None for m in self._left_alone)
         unknown = inside or any(operator_of(module) is None for module in self._left_alone)
-        attention = dict.fromkeys(self._attention, 0) if inside else self._attention
-        of_attention = {name: attention[name] for name in (*_ATTENTION_INPUTS, "attended")}
-        saved, parameter = (0, 0) if unknown else (self._bits, self._parameter_bits)
-        model = Model(saved, block_size=self._block_size, min_values=self.min_values, parameter=parameter)
-        return replace(model, **of_attention)  # type: ignore[arg-type]
+        policy = replace(self._policy, operations=())
+        if unknown:
+            policy = replace(policy, saved=0, parameter=0)
+        if inside:
+            policy = replace(policy, query=0, key=0, value=0, attended=0)
+        return Model(**vars(policy), block_size=self._block_size, min_values=self.min_values)
 
     def __enter__(self) -> Self:
         return self.attach()
@@ -476,10 +479,10 @@ class SavedTensorCompression:
 
     def _checked(self, site: Site, decision: Decision, tensor: Tensor, layout: Layout) -> Decision:
         """Return the decision for a site, which outliers that have come since it was made change."""
-        spared = decision.operation in _OF_ATTENTION | POOLING or decision.operation in self._operations
         if (
             not decision.bits
-            or spared
+            or decision.operation not in _CHECKED
+            or decision.operation in self._operations
             or _is_captured(tensor)
             or not loses_values(as_read(tensor, layout), layout.block)
         ):
@@ -491,7 +494,7 @@ class SavedTensorCompression:
             f"(`rules={{'operation:{decision.operation}': None}}`).",
             stacklevel=2,
         )
-        self._decisions[site] = changed = Decision(0, decision.operation, _OUTLIER)
+        self._decisions[site] = changed = Decision(0, decision.operation, OUTLIER)
         self.decided.sites[site.described] = changed
         return changed
 
@@ -518,37 +521,25 @@ class SavedTensorCompression:
         node = nodes.get(stay.saving.number)
         if node is None:
             return Decision(0, "unknown", "its operation is not behind an output of its module")
-        name, saving, tensor = operator_name(node.name()), stay.saving, stay.tensor
-        if name in self._operations:
-            bits = self._operations[name]
-            return Decision(bits or 0, name, "" if bits else "a rule leaves it as it is")
-        if not may_read(node):
-            return Decision(0, name, "its gradient is not known to be right for values in few bits")
-        if name in POOLING:
-            return Decision(min(BITS), name)
-        if node.name() in ATTENTION:
-            return self._of_attention(name, stay)
-        if node.name() in PRODUCTS and operations.shares(stay, nodes):
-            return Decision(0, name, "its other factor has a gradient that is a difference of sums")
-        if is_masked(tensor):
-            return Decision(0, name, "a mask has put values into it, which may be as large as it likes")
-        if _is_captured(tensor):
-            return Decision(0, name, "outliers cannot be looked for while a CUDA graph is captured")
-        if loses_values(as_read(tensor, stay.layout), stay.layout.block):
-            return Decision(0, name, _OUTLIER)
-        alone = node.name() in PRODUCTS and saving.count == 2 and len(saving.parameters) == 1
-        fewer = alone and tensor.numel() > saving.parameters[0]
-        return Decision(self._parameter_bits if fewer else self._bits, name)
+        name, use = operator_name(node.name()), use_of(node, stay.site.place, stay.is_result)
+        judged = use in (Use.LINEAR, Use.BOUNDED) and name not in self._operations
+        facts = self._facts(stay, nodes, operations) if judged else Facts()
+        storage = storage_for(name, use, facts, self._policy)
+        return Decision(BITS_OF_SHAPE if storage.how == "shape" else storage.bits, name, storage.reason)
 
-    def _of_attention(self, name: str, stay: Waiting) -> Decision:
-        if stay.site.place < len(_ATTENTION_INPUTS):
-            part = _ATTENTION_INPUTS[stay.site.place]
-        elif is_attention_result(stay.tensor):
-            part = "attended"
-        else:
-            return Decision(0, name, "it is a bias, which may mask")
-        bits = self._attention[part]
-        return Decision(bits, name, "" if bits else "a rule leaves it as it is")
+    def _facts(self, stay: Waiting, nodes: Mapping[int, Any], operations: Operations) -> Facts:
+        """Return what is known of a tensor; the one that waits for the device is asked for last."""
+        saving, tensor = stay.saving, stay.tensor
+        is_factor = nodes[saving.number].name() in PRODUCTS
+        if is_factor and operations.shares(stay, nodes):
+            return Facts(has_step_as_factor=True)
+        if is_masked(tensor):
+            return Facts(is_masked=True)
+        if _is_captured(tensor):
+            return Facts(has_outliers=None)
+        alone = is_factor and saving.count == 2 and len(saving.parameters) == 1
+        fewer = alone and tensor.numel() > saving.parameters[0]
+        return Facts(fewer, has_outliers=loses_values(as_read(tensor, stay.layout), stay.layout.block))
 
     def _is_left_alone(self, tensor: Tensor) -> bool:
         """Return whether a tensor of a type that can be packed stays as it is, for what it is or where it is saved."""

@@ -12,9 +12,8 @@ backward, as without hooks.
 The number also tells an operation's *results* from its inputs: its node is made before it saves anything, so it is the
 newest one of its thread, and that of an input is older.
 
-If another operation saves the same small tensor as a product does, as where values are divided by a learned step and
-multiplied by it again, its gradient is a difference of two sums, far smaller than either. So it is noted who saves
-which small tensors, and where the inverse of a parameter is a factor.
+Who saves which small tensors is noted, and where the inverse of a parameter is a factor: by that the learned step of a
+quantization is known (``codec.saved_ops.is_step``).
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec.private import get_sequence_nr, raw_stream
-from lightning_actprune.operators.readers import PRODUCTS, nodes_since
+from lightning_actprune.codec.saved_ops import Kind, is_step, nodes_of, of_node
+from lightning_actprune.operators.readers import nodes_since
 from lightning_actprune.operators.regions import Hooks, Layout, QuantizedView, Unchanged
 
 MOST_SHARED = 2**16
 """Values of a tensor below which it is noted who else saves it."""
-_FEWER_VALUES = 8
-"""A tensor that has so many times as many values is multiplied with few factors."""
 _QUOTIENT = -1
 """Stands for the number of the operation that has inverted a parameter."""
-_QUOTIENTS = frozenset({"DivBackward0", "ReciprocalBackward0", "RsqrtBackward0"})
+_QUOTIENTS = nodes_of(Kind.QUOTIENT)
 MAX_STEPS = 8
 """Views, casts and the like of a parameter that are followed back, of several tensors the first."""
 
@@ -184,6 +182,12 @@ class Waiting:
     outer: Hooks | None
     depth: int
 
+    @property
+    def is_result(self) -> bool:
+        """Whether its operation has computed it."""
+        node = self.tensor.grad_fn
+        return node is not None and node._sequence_nr() == self.saving.number
+
 
 class Operations:
     """What the operations of an open scope save.
@@ -232,14 +236,13 @@ class Operations:
         self._waiting.append(stay)
 
     def shares(self, stay: Waiting, nodes: Mapping[int, Any]) -> bool:
-        """Return whether the factor with which what waits is multiplied may be the step of a quantization.
-
-        An operation that is no product saves it too, or it is the inverse of a parameter, or such a parameter. Factors
-        of nearly as many values are no steps.
-        """
-        fewer = [address for address, values in stay.saving.small if values * _FEWER_VALUES <= stay.tensor.numel()]
-        users = [nodes.get(number) for address in fewer for number in self._users[address]]
-        return any(node is None or node.name() not in PRODUCTS for node in users)
+        """Return whether the factor with which what waits is multiplied may be the step of a quantization."""
+        for address, values in stay.saving.small:
+            numbers = self._users[address] - {_QUOTIENT}
+            savers = (of_node(nodes[number].name()) if number in nodes else None for number in numbers)
+            if is_step(stay.tensor.numel(), values, savers, _QUOTIENT in self._users[address]):
+                return True
+        return False
 
     def returned(self, outputs: Any, depth: int, left: Callable[[], Any] = tuple) -> None:
         """Keep what waits and whose operation is found behind the outputs of a module.

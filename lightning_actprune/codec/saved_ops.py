@@ -1,0 +1,409 @@
+"""The table of operations: what autograd saves for each, and how backward uses that.
+
+Backward computes a gradient from the incoming one, ``g``, and from tensors that forward saved. Stored in few bits, a
+saved value ``x`` comes back with an error of mean zero, of at most half a step of its block: ``d``. What that does to
+the gradient depends on how backward uses ``x``::
+
+    use           backward                                error of the gradient               stored
+    LINEAR        multiplies by x: x * y, x @ w, x^2      mean zero                           in bits
+    BOUNDED       computes f(x) g of a smooth f           at most L d |g|, see below          in bits
+    QUERY ...     computes attention again                grows with the logits               in bits
+    ATTENDED      multiplies the result of attention by g mean zero                           in bits
+    WEIGHTS       multiplies a softmax p by g and p       bounded, since 0 <= p <= 1          in bits, compiled
+    SIGN          asks whether a result is above 0        none                                exactly, 1 bit compiled
+    SHAPE         asks for the shape of x alone           none                                in the fewest bits
+    BIAS          adds a bias of attention again          any: minus infinity where it masks  exactly
+    EXACT         does anything else                      any, see below                      exactly
+
+*Bounded* are, with the largest slope ``L`` of the derivative::
+
+    gelu, silu, mish, softplus   L d |g|, with L = 0.80, 0.50, 0.65, 0.25
+    x^3                          3 (2 |x| d + d^2) |g|
+    norms, their input's         2 (r d) r max|z| max|g|, with z = (x - mu) r the normalised input; mu and r = 1/sigma
+                                 are saved exactly (that of the weight is linear)
+
+*Exact* is everything else, and every operation without a row: a comparison decides the other way near its threshold
+(``clamp``, ``abs``, ``amax``), a quotient has a pole (``x / y``, ``log``), a period is forgotten (``sin`` of large
+values), a coordinate is that of another pixel (``grid_sample``), a difference of large numbers is nothing but their
+errors (``var`` of values far from zero).
+
+**One name for eager and compiled code.** A row has the name of an operation in ``torch.ops.aten``, ``"gelu"``. In a
+compiled graph that is ``aten.gelu``, and ``aten.gelu_backward`` reads what it saved (``backward``). In eager mode
+autograd makes a node of it, ``GeluBackward0``: the name in camel case, unless ``nodes`` says otherwise.
+
+**How a tensor is stored** that has passed what either of them asks first (is it large, an activation, and not left out
+by a rule?) is decided in one place, ``storage_for``, by its use, by what is known of it (``Facts``) and by the model's
+rules (``Policy``).
+
+**To add a row**, look at ``y.grad_fn.name()``, and at its attributes ``_saved_...`` for what is saved. Derive the
+gradient: which line above does it use ``x`` by? Then add the operation to ``LINEAR``, ``NOT_LINEAR`` or ``SHAPE_ALONE``
+of ``tests/operators/test_sites.py``, which disturbs what is saved and compares the gradient's error with the bound.
+Rows without uses are there for who walks a graph, by their ``kind``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, Flag, auto
+from typing import Any, Literal, NamedTuple
+
+
+class Use(Enum):
+    """How backward uses a saved tensor, see the module."""
+
+    NOTHING = auto()  # it is not saved
+    EXACT = auto()
+    LINEAR = auto()
+    BOUNDED = auto()
+    SHAPE = auto()
+    SIGN = auto()
+    QUERY = auto()
+    KEY = auto()
+    VALUE = auto()
+    ATTENDED = auto()
+    BIAS = auto()
+    WEIGHTS = auto()
+
+
+class Kind(Flag):
+    """What an operation is, for who walks a graph. It may be several of these."""
+
+    OTHER = 0
+    VIEW = auto()  # all values of its input, in its memory
+    CAST = auto()  # all values, in another type
+    COPY = auto()  # all values, in memory of its own
+    PART = auto()  # some values, in its input's memory
+    SPLIT = auto()  # several parts
+    JOIN = auto()  # the values of several inputs
+    HOLDS_VALUES = VIEW | CAST | COPY | PART | SPLIT | JOIN
+    RESHAPE = auto()  # a view that may need a copy
+    PERMUTE = auto()  # a view with its dimensions in another order
+    PRODUCT = auto()  # the gradient of one factor is the incoming one times the other
+    GEMM = auto()  # a product of matrices or a convolution that a library computes
+    QUOTIENT = auto()  # divides by a tensor
+    ATTENTION = auto()  # fused attention
+    SOFTMAX = auto()
+    STATISTIC = auto()  # a number for many values
+    RANDOM = auto()
+    COMPARISON = auto()
+    SETS_VALUES = auto()  # puts values where a mask says
+    KEEPS_OUTLIERS = auto()  # an outlier of an input is one of the result
+    POINTWISE = auto()  # inductor computes it inside the kernel that reads it
+    STEADY = auto()  # pointwise without a jump, of bounded slope: computed again from quantized values it is near
+
+
+@dataclass(frozen=True)
+class SavedOp:
+    """A row of the table: an operation.
+
+    Args:
+        name: Name in ``torch.ops.aten``, or ``"prims.name"``.
+        inputs: How backward uses what it saves of its inputs; of attention, in the order in which they are saved.
+        result: How backward uses the result.
+        kind: What the operation is.
+        nodes: Names of its autograd nodes without ``Backward0``, by default one, its own name in camel case.
+        backward: Operations that read in compiled graphs what it saved, each with the uses of its arguments by place.
+        only: An argument that the node has saved, and for which of its values the row holds: ``("exponent", (2, 3))``.
+    """
+
+    name: str
+    inputs: Use | tuple[Use, ...] = Use.EXACT
+    result: Use = Use.NOTHING
+    kind: Kind = Kind.OTHER
+    nodes: tuple[str, ...] | None = None
+    backward: Mapping[str, Mapping[int, Use]] = field(default_factory=dict)
+    only: tuple[str, tuple[float, ...]] | None = None
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Names of its autograd nodes: ``("GeluBackward0",)``."""
+        names = (_camel_case(self.name),) if self.nodes is None else self.nodes
+        return tuple(f"{name}Backward0" for name in names)
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether backward needs neither inputs nor result."""
+        return self.inputs is self.result is Use.NOTHING
+
+    def use_of(self, place: int, is_result: bool) -> Use:
+        """Return how backward uses a tensor that the operation saves behind ``place`` others."""
+        if isinstance(self.inputs, tuple) and place < len(self.inputs):
+            return self.inputs[place]
+        if is_result:
+            return self.result
+        return self.inputs if isinstance(self.inputs, Use) else Use.BIAS
+
+    @property
+    def op_name(self) -> str:
+        """Its name in compiled graphs: ``"aten.gelu"``."""
+        return _op_name(self.name)
+
+
+def _camel_case(name: str) -> str:
+    words = re.sub(r"(?<=\d)d", "D", name).split("_")  # pool2d is Pool2D
+    return "".join(word[:1].upper() + word[1:] for word in words)
+
+
+def _op_name(name: str) -> str:
+    return name if "." in name else f"aten.{name}"
+
+
+def _rows(*names: str, **fields: Any) -> tuple[SavedOp, ...]:
+    """Return rows that differ in their names alone."""
+    return tuple(SavedOp(name, **fields) for name in names)
+
+
+def _activation(name: str) -> SavedOp:
+    return SavedOp(name, _U.BOUNDED, kind=_SMOOTH, backward={f"{name}_backward": {1: _U.BOUNDED}})
+
+
+def _pooling(name: str) -> SavedOp:
+    return SavedOp(name, _U.SHAPE, backward={f"{name}_backward": {1: _U.SHAPE}})
+
+
+def _attention(name: str, result_place: int) -> SavedOp:
+    inputs, name = (_U.QUERY, _U.KEY, _U.VALUE), f"_scaled_dot_product_{name}"
+    places = dict.fromkeys(range(1, 16), _U.BIAS) | dict(enumerate(inputs, 1)) | {result_place: _U.ATTENDED}
+    return SavedOp(name, inputs, _U.ATTENDED, _K.ATTENTION, backward={f"{name}_backward": places})
+
+
+_U, _K = Use, Kind
+_SMOOTH = _K.POINTWISE | _K.STEADY
+SAVED_OPS: tuple[SavedOp, ...] = (
+    # === Products: the gradient of one factor is the incoming one times the other ====================================
+    SavedOp("mul", _U.LINEAR, kind=_K.PRODUCT | _K.KEEPS_OUTLIERS | _SMOOTH, backward={"mul": {}}),
+    SavedOp("addcmul", _U.LINEAR, kind=_K.PRODUCT | _K.STEADY, backward={"mul": {}}),
+    *_rows("mm", "addmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"mm": {1: _U.LINEAR}}),
+    *_rows("bmm", "baddbmm", inputs=_U.LINEAR, kind=_K.PRODUCT | _K.GEMM, backward={"bmm": {}}),
+    SavedOp(
+        "convolution",
+        _U.LINEAR,
+        kind=_K.PRODUCT | _K.GEMM,
+        nodes=("Convolution", "CudnnConvolution", "SlowConv2D"),
+        backward={"convolution_backward": {1: _U.LINEAR}},
+    ),
+    *_rows("addbmm", "addmv", "addr", "dot", "linear", "mv", "_grouped_mm", inputs=_U.LINEAR, kind=_K.PRODUCT),
+    SavedOp("pow", _U.LINEAR, kind=_K.POINTWISE, only=("exponent", (2, 3))),  # of 3 it is bounded
+    SavedOp("linalg_vector_norm", _U.LINEAR, only=("ord", (2,))),  # x / |x|, since |x| is saved exactly
+    # === Of bounded error ============================================================================================
+    *map(_activation, ("gelu", "silu", "mish", "softplus")),
+    *_rows("native_layer_norm", "native_group_norm", "_fused_rms_norm", inputs=_U.BOUNDED, result=_U.EXACT),
+    SavedOp("native_batch_norm", _U.BOUNDED, _U.EXACT, nodes=("NativeBatchNorm", "CudnnBatchNorm")),
+    # === Attention: the place of the result in backward differs ======================================================
+    *(_attention(name, 4) for name in ("flash_attention", "flash_attention_for_cpu", "cudnn_attention")),
+    _attention("efficient_attention", 5),
+    _attention("fused_attention_overrideable", 6),
+    *_rows(
+        *("_softmax", "_safe_softmax"),
+        inputs=_U.NOTHING,
+        result=_U.WEIGHTS,
+        kind=_K.SOFTMAX,
+        backward={"_softmax_backward_data": {1: _U.WEIGHTS}},
+    ),
+    # === Exact, in less than the values ==============================================================================
+    SavedOp("relu", _U.NOTHING, _U.SIGN, _SMOOTH, backward={"threshold_backward": {1: _U.SIGN}, "le": {0: _U.SIGN}}),
+    *map(_pooling, ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")),
+    *map(_pooling, ("max_pool2d_with_indices", "max_pool3d_with_indices")),
+    # === Exact, or nothing: for who walks a graph ====================================================================
+    *_rows("add", "sub", "neg", inputs=_U.NOTHING, kind=_K.KEEPS_OUTLIERS | _SMOOTH),
+    SavedOp("div", kind=_K.KEEPS_OUTLIERS | _K.QUOTIENT | _K.POINTWISE),
+    SavedOp("reciprocal", _U.NOTHING, _U.EXACT, _K.QUOTIENT | _K.POINTWISE),
+    SavedOp("rsqrt", _U.NOTHING, _U.EXACT, _K.QUOTIENT | _K.STATISTIC),
+    SavedOp("exp", _U.NOTHING, _U.EXACT, _K.POINTWISE),
+    SavedOp("tanh", _U.NOTHING, _U.EXACT, _SMOOTH, backward={"tanh_backward": {}}),
+    SavedOp("sigmoid", _U.NOTHING, _U.EXACT, _SMOOTH, backward={"sigmoid_backward": {}}),
+    SavedOp("erf", kind=_SMOOTH),
+    SavedOp("sign", _U.NOTHING),
+    SavedOp("where", kind=_K.SETS_VALUES | _K.POINTWISE),
+    *_rows("masked_fill", "masked_scatter", "index_fill", kind=_K.SETS_VALUES),
+    *_rows("ge", "gt", "le", "lt", inputs=_U.NOTHING, kind=_K.COMPARISON, nodes=()),
+    *_rows("mean", "sum", inputs=_U.NOTHING, kind=_K.STATISTIC),
+    *_rows("amax", "amin", "max", "var", "var_mean", "std", "logsumexp", kind=_K.STATISTIC),
+    *_rows("bernoulli", "native_dropout", kind=_K.RANDOM),
+    *_rows("rand", "rand_like", "prims.inductor_random", kind=_K.RANDOM, nodes=()),
+    # === Values of the input, as they are ============================================================================
+    *_rows("alias", "expand", "squeeze", "unsqueeze", inputs=_U.NOTHING, kind=_K.VIEW),
+    *_rows("view", "_unsafe_view", "_reshape_alias", inputs=_U.NOTHING, kind=_K.VIEW | _K.RESHAPE),
+    *_rows("permute", "transpose", "t", inputs=_U.NOTHING, kind=_K.VIEW | _K.PERMUTE),
+    *_rows("detach", "reshape", inputs=_U.NOTHING, kind=_K.VIEW, nodes=()),
+    SavedOp("_to_copy", _U.NOTHING, kind=_K.CAST),
+    SavedOp("prims.convert_element_type", _U.NOTHING, kind=_K.CAST, nodes=()),
+    SavedOp("clone", _U.NOTHING, kind=_K.COPY),
+    SavedOp("contiguous", _U.NOTHING, kind=_K.COPY, nodes=()),
+    *_rows("as_strided", "select", "slice", inputs=_U.NOTHING, kind=_K.PART),
+    SavedOp("narrow", _U.NOTHING, kind=_K.PART, nodes=()),
+    *_rows("split", "split_with_sizes", "unbind", inputs=_U.NOTHING, kind=_K.SPLIT),
+    SavedOp("chunk", _U.NOTHING, kind=_K.SPLIT, nodes=()),
+    *_rows("cat", "stack", inputs=_U.NOTHING, kind=_K.JOIN),
+)
+_BY_NODE = {node: row for row in SAVED_OPS for node in row.node_names}
+_BY_OP = {row.op_name: row for row in SAVED_OPS}
+_BY_BACKWARD = {_op_name(name): places for row in SAVED_OPS for name, places in row.backward.items()}
+
+
+def of_node(name: str) -> SavedOp | None:
+    """Return the row of an autograd node, ``"GeluBackward0"``, ``None`` if its operation is not known."""
+    return _BY_NODE.get(name)
+
+
+def of_op(name: str) -> SavedOp | None:
+    """Return the row of an operation of a compiled graph, ``"aten.gelu"``, ``None`` if it is not known."""
+    return _BY_OP.get(name)
+
+
+def of_backward(name: str) -> Mapping[int, Use]:
+    """Return how an operation of a compiled backward, ``"aten.gelu_backward"``, uses its arguments, by their places."""
+    return _BY_BACKWARD.get(name, {})
+
+
+def nodes_of(kind: Kind) -> frozenset[str]:
+    """Return the names of the autograd nodes of all operations of a kind."""
+    return frozenset(name for row in SAVED_OPS if row.kind & kind for name in row.node_names)
+
+
+def ops_of(kind: Kind) -> frozenset[str]:
+    """Return the names in compiled graphs of all operations of a kind."""
+    return frozenset(row.op_name for row in SAVED_OPS if row.kind & kind)
+
+
+def backward_of(kind: Kind) -> frozenset[str]:
+    """Return the names of the operations that read in compiled graphs what operations of a kind saved."""
+    return frozenset(_op_name(name) for row in SAVED_OPS if row.kind & kind for name in row.backward)
+
+
+# === How a tensor is stored ==========================================================================================
+
+_FEWER_VALUES = 8
+"""A tensor that has so many times as many values is multiplied with few factors."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Bits of what operations save, as a model's rules say.
+
+    Args:
+        saved: Of what operations save, 0 for values as they are.
+        query: Of the query of fused attention.
+        key: Of its key.
+        value: Of its value.
+        attended: Of its result.
+        parameter: Of what is multiplied by a parameter, as a layer scale, whose gradient alone needs it; 0 for
+            ``saved``.
+        operations: Of what operations save that rules name, in place of all these.
+    """
+
+    saved: int = 0
+    query: int = 0
+    key: int = 0
+    value: int = 0
+    attended: int = 0
+    parameter: int = 0
+    operations: tuple[tuple[str, int], ...] = ()
+
+
+class Facts(NamedTuple):
+    """What is known of a saved tensor. Eager hooks and compiled code find it out each in their own way.
+
+    Args:
+        is_for_parameter: Whether only the gradient of a parameter needs it.
+        has_step_as_factor: Whether it is multiplied by what may be a learned step (``is_step``).
+        may_stay_dense: Whether it may be the input of a layer that a rule leaves dense.
+        is_masked: Whether a mask has put values into it.
+        has_outliers: Whether outliers take all steps of their blocks; ``None`` if they could not be looked for.
+    """
+
+    is_for_parameter: bool = False
+    has_step_as_factor: bool = False
+    may_stay_dense: bool = False
+    is_masked: bool = False
+    has_outliers: bool | None = False
+
+
+class Storage(NamedTuple):
+    """How a saved tensor is stored.
+
+    Args:
+        how: In ``bits``, as one bit that says whether a value is above 0, as a shape alone, or exactly.
+        bits: Bits of a value.
+        reason: Why it is stored exactly.
+    """
+
+    how: Literal["bits", "signs", "shape", "exact"]
+    bits: int = 0
+    reason: str = ""
+
+
+def is_exact(use: Use) -> bool:
+    """Return whether backward needs exact values, whatever is known of them."""
+    return use in (Use.NOTHING, Use.EXACT, Use.BIAS)
+
+
+def storage_for(operation: str, use: Use, facts: Facts, policy: Policy) -> Storage:
+    """Return how a saved tensor is stored.
+
+    Args:
+        operation: Name of the operation whose backward reads it, as rules know it.
+        use: How that uses it.
+        facts: What is known of the tensor, of use for products and what has a bounded error.
+        policy: The model's rules.
+
+    Example:
+        >>> policy = Policy(saved=8, parameter=2)
+        >>> storage_for("mul", Use.LINEAR, Facts(is_for_parameter=True), policy)
+        Storage(how='bits', bits=2, reason='')
+        >>> storage_for("mul", Use.LINEAR, Facts(is_masked=True), policy).how
+        'exact'
+    """
+    by_rule = dict(policy.operations).get(operation)
+    if by_rule is not None:
+        return Storage("bits", by_rule) if by_rule else Storage("exact", reason=_BY_RULE)
+    if use is Use.SHAPE:
+        return Storage("shape")
+    if use is Use.SIGN:
+        return Storage("signs")
+    if is_exact(use):
+        return Storage("exact", reason=_BIAS if use is Use.BIAS else _NOT_KNOWN)
+    bits = {
+        Use.QUERY: policy.query,
+        Use.WEIGHTS: policy.query,  # which fused attention computes them from
+        Use.KEY: policy.key,
+        Use.VALUE: policy.value,
+        Use.ATTENDED: policy.attended,
+    }.get(use, policy.parameter if facts.is_for_parameter and policy.parameter else policy.saved)
+    if not bits:
+        return Storage("exact", reason=_BY_RULE)
+    if use in (Use.LINEAR, Use.BOUNDED):
+        for holds, reason in (
+            (facts.may_stay_dense, "a rule may leave the layer dense that reads it"),
+            (facts.has_step_as_factor, "its other factor has a gradient that is a difference of sums"),
+            (facts.is_masked, "a mask has put values into it, which may be as large as it likes"),
+            (facts.has_outliers, OUTLIER),
+            (facts.has_outliers is None, "outliers cannot be looked for while a CUDA graph is captured"),
+        ):
+            if holds:
+                return Storage("exact", reason=reason)
+    return Storage("bits", bits)
+
+
+_BY_RULE = "a rule leaves it as it is"
+_BIAS = "it is a bias, which may mask, or a statistic of attention"
+_NOT_KNOWN = "its gradient is not known to be right for values in few bits"
+OUTLIER = "an outlier takes all steps of its block for itself"
+
+
+def is_step(values: int, factor_values: int, savers: Iterable[SavedOp | None], is_inverse: bool) -> bool:
+    """Return whether a factor may be the learned step of a quantization.
+
+    Values are divided by such a step and multiplied by it again, so its gradient is a difference of two sums, far
+    smaller than either: an error of one of them would be most of it.
+
+    Args:
+        values: How many values are multiplied by the factor; a step has far fewer.
+        factor_values: How many the factor has.
+        savers: The operations that save the factor: a step is saved by another one than a product, or
+        is_inverse: it is the inverse of parameters, or such a parameter.
+    """
+    others = is_inverse or any(row is None or not row.kind & Kind.PRODUCT for row in savers)
+    return factor_values * _FEWER_VALUES <= values and others
