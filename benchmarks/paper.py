@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import MIB, RESULTS, environment, write_records
 from examples.models import build_model
 from lightning_actprune.codec.blocks import BlockGeometry, input_geometry
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 
 Records = list[dict[str, Any]]
 BATCH, TOKENS, LENGTHS = 32, 196, (384, 1536)

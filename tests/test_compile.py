@@ -19,7 +19,7 @@ from examples.models.vit import ViT
 from lightning_actprune import ActivationPrunedLinear
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support import oracle
 from tests.support.checkpointing import WAYS
 from tests.support.conversion_models import gradients

@@ -28,7 +28,7 @@ from lightning_actprune import ActivationPrunedLinear
 from lightning_actprune.config import Config, Keep
 from lightning_actprune.convert import DenseView, convert, convert_layers, revert
 from lightning_actprune.operators.base import CompressedLayer
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support.conversion_models import Calls, deep, gpt2, gradients, mlp
 from tests.support.measured import kept_bytes
 from tests.support.stack import Transformer

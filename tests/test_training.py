@@ -22,7 +22,7 @@ from examples.models.resnet import ResNet
 from examples.models.vit import ViT
 from lightning_actprune import ActivationPrunedLinear, convert, revert
 from lightning_actprune.config import Keep
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support.conversion_models import gradients, mlp
 
 # In one process of a group.

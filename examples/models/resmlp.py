@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from examples.models.patches import PatchClassifier, patch_count
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 
 
 class ResMLPBlock(nn.Module):

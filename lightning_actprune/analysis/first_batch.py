@@ -73,8 +73,8 @@ from lightning_actprune.analysis.recorder import (
     hooks_are_innermost,
     input_layers,
 )
-from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks, block_and_keep, sparsity_parts, split_blocks, stored_view
+from lightning_actprune.codec.dispatch import may_compress
 from lightning_actprune.codec.private import top_saved_tensors_hooks
 from lightning_actprune.config import check_share
 from lightning_actprune.convert import revert_layers

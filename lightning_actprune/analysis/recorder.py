@@ -35,9 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks, input_geometry
-from lightning_actprune.codec.dispatch import autocast_dtype, compute_dtype
+from lightning_actprune.codec.dispatch import autocast_dtype, compute_dtype, may_compress
 from lightning_actprune.codec.private import (
     FOR_BACKWARD,
     FOR_RECORDERS,

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from lightning_actprune.codec.autograd import may_compress
 from lightning_actprune.codec.blocks import Blocks
+from lightning_actprune.codec.dispatch import may_compress
 from lightning_actprune.codec.private import no_dispatch_modes
 from lightning_actprune.config import Operator
 from lightning_actprune.operators import reuse

@@ -44,17 +44,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import ceil_div
 from lightning_actprune.codec.dispatch import (
     Backend,
     LaunchCache,
+    applied,
     as_dtype,
     choose_backend,
     forced_backend,
     in_plain_eager_mode,
     is_aligned,
+    may_compress,
+    no_view,
     on_device_of,
+    once_differentiable,
 )
 from lightning_actprune.codec.formats import row_bytes
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, pack_all, unpack_all

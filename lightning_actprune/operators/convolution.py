@@ -31,17 +31,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_actprune.codec import sharing
-from lightning_actprune.codec.autograd import applied, once_differentiable
 from lightning_actprune.codec.blocks import AnyScope, Blocks, block_and_keep, ceil_div, keeps_all, stored_view
 from lightning_actprune.codec.dispatch import (
     MAX_COLUMNS,
     Backend,
     LaunchCache,
+    applied,
     as_dtype,
     autocast_dtype,
     forced_backend,
     is_aligned,
     on_device_of,
+    once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.packed import kept_blocks, pack, pack_all, unpack, unpack_all

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_actprune.codec import sharing
-from lightning_actprune.codec.autograd import applied, may_compress, no_view, once_differentiable
 from lightning_actprune.codec.blocks import (
     AnyScope,
     Blocks,
@@ -53,13 +52,17 @@ from lightning_actprune.codec.blocks import (
 from lightning_actprune.codec.dispatch import (
     Backend,
     LaunchCache,
+    applied,
     as_dtype,
     autocast_dtype,
     cast_input,
     choose_backend,
     forced_backend,
     is_aligned,
+    may_compress,
+    no_view,
     on_device_of,
+    once_differentiable,
 )
 from lightning_actprune.codec.dispatch import cast as cast_as_autocast
 from lightning_actprune.codec.packed import MAX_KEPT_BLOCKS, kept_blocks, pack_all, unpack_all

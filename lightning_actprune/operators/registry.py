@@ -27,11 +27,9 @@ from lightning_actprune.operators import (
     attention,
     channel_norm,
     convolution,
-    dropout,
     gated,
     linear,
     norm,
-    scale,
 )
 from lightning_actprune.operators.base import CompressedLayer
 
@@ -41,10 +39,8 @@ _FILES: tuple[Any, ...] = (
     convolution,
     activation,
     gated,
-    dropout,
     norm,
     channel_norm,
-    scale,
 )
 CLASSES: dict[type[nn.Module], type[CompressedLayer]] = {
     dense: made for operators in _FILES for dense, made in getattr(operators, "CLASSES", {}).items()

@@ -59,8 +59,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
-from lightning_actprune.codec.autograd import close_hooks, open_hooks
-from lightning_actprune.codec.dispatch import KERNEL_DTYPES, in_plain_eager_mode
+from lightning_actprune.codec.dispatch import KERNEL_DTYPES, close_hooks, in_plain_eager_mode, open_hooks
 from lightning_actprune.codec.private import (
     FOR_OPERATIONS,
     refusal,

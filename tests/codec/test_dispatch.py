@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from lightning_actprune.codec import private
-from lightning_actprune.codec.autograd import applied, no_view, once_differentiable
 from lightning_actprune.codec.dispatch import (
     LaunchCache,
+    applied,
     as_operator,
     choose_backend,
     force_backend,
@@ -23,6 +23,8 @@ from lightning_actprune.codec.dispatch import (
     is_aligned,
     kernel_refusals,
     may_keep_memory,
+    no_view,
+    once_differentiable,
 )
 from lightning_actprune.codec.private import found, refusal, require
 

@@ -17,7 +17,7 @@ from lightning_actprune.codec.blocks import ALL_BLOCKS, sparsity_parts
 from lightning_actprune.codec.packed import pack, unpack
 from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Model
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.compiled.support import (
     MODEL,
     Block,

@@ -14,8 +14,8 @@ from lightning_actprune.compiled.install import CompiledPacking
 from lightning_actprune.compiled.marks import Model
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert, is_converted, mark_layers
+from lightning_actprune.operators.norm import Affine
 from lightning_actprune.operators.registry import layers
-from lightning_actprune.operators.scale import Affine
 from tests.support.cases import CASES, FUNCTIONS, Case, Holder
 from tests.support.measured import gradients, kept_bytes, relative_error
 

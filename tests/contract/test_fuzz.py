@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from lightning_actprune.codec.dispatch import force_backend, forced_backend
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support import measured
 from tests.support.cases import cut_features, cut_memory
 from tests.support.compressed import whole

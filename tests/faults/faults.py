@@ -122,7 +122,7 @@ FAULTS = [
           "/ max(size * length, 1)",
           "/ max(channels * length, 1)",
           "operators/test_norm.py kernels/test_norm.py contract operators"),
-    Fault("dropout_scale", "dropout scales gradients by the other probability", "operators/dropout.py",
+    Fault("dropout_scale", "dropout scales gradients by the other probability", "operators/activation.py",
           "StoredMask(1 / (1 - p))",
           "StoredMask(1 / p)",
           "operators/test_activation.py contract operators"),

@@ -18,11 +18,9 @@ from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.kernels import channel_norm as kernels
 from lightning_actprune.operators import channel_norm as operators
-from lightning_actprune.operators import scale
 from lightning_actprune.operators.channel_norm import ChannelSetting, Running, channel_norm
-from lightning_actprune.operators.norm import NormSetting, norm, scaled
+from lightning_actprune.operators.norm import Affine, NormSetting, norm, scaled
 from lightning_actprune.operators.registry import compressed_class, operator_of
-from lightning_actprune.operators.scale import Affine
 from tests.kernels.agreement import small_tiles
 from tests.support import oracle
 from tests.support.compressed import compressed
@@ -463,7 +461,10 @@ def test_a_block_adds_its_branches_on_the_way_if_nothing_is_between(path, device
             block.drop_path.register_forward_hook(lambda module, args, y: 2 * y)
     added = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scale, "scaled", lambda *given: added.append(given[3] is not None) or scaled(*given))
+        patch.setattr(
+            "lightning_actprune.operators.norm.scaled",
+            lambda *given: added.append(given[3] is not None) or scaled(*given),
+        )
         y = ours(x)
     right = dense(x)
     assert added == [path == "plain"] * 2

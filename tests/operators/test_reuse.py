@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_actprune.codec import packed
 from lightning_actprune.operators import reuse
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support import oracle
 from tests.support.compressed import compressed
 from tests.support.marks import in_turn

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_actprune.codec import autograd
+from lightning_actprune.codec import dispatch
 from lightning_actprune.config import Keep
 from lightning_actprune.operators.saved import SavedTensorCompression
 from tests.support.checkpointing import WAYS
@@ -67,7 +67,7 @@ def test_scopes_in_scopes():
         with SavedTensorCompression(model, min_values=256):  # a second one of the same module
             for _ in range(3):
                 gradients(model, activation())
-                assert autograd._open.hooks == []
+                assert dispatch._open.hooks == []
                 assert top_hooks() is None
 
 

@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from lightning_actprune.config import Keep
 from lightning_actprune.convert import convert
 from lightning_actprune.operators.attention import RoutedMultiheadAttention
-from lightning_actprune.operators.scale import Affine
+from lightning_actprune.operators.norm import Affine
 from tests.support import oracle
 from tests.support.compressed import whole
 

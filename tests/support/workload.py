@@ -21,8 +21,7 @@ from lightning_actprune.operators import activation as activation_operator
 from lightning_actprune.operators import channel_norm as channel_operator
 from lightning_actprune.operators import gated as gated_operator
 from lightning_actprune.operators import norm as norm_operator
-from lightning_actprune.operators.activation import StoredDerivative
-from lightning_actprune.operators.dropout import pack_mask
+from lightning_actprune.operators.activation import StoredDerivative, pack_mask
 
 # Samples of 15, 1098 and 37800 blocks: one for each way of selecting. Row lengths that blocks do not divide.
 STREAMED = (1, 4200, 130)
