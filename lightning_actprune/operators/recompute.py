@@ -38,7 +38,6 @@ it writes to, which a compiler gets wrong, runs once (``compiled.recompute``).
 
 from __future__ import annotations
 
-import pkgutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -73,7 +72,6 @@ from lightning_actprune.operators.second_run import FirstRun, Habits, NamedError
 
 MIN_VALUES = 2**10
 """Tensors of fewer values stay as they are."""
-_PREFIX, _DOT = "Recomputed__", "__dot__"
 
 
 class RecomputeState(NamedTuple):
@@ -329,30 +327,6 @@ def _store(x: Tensor, keep: Recompute, number: int, first: FirstRun) -> tuple[_S
     if key is not None:
         remember(x, key, Shared((values, values, values), layout.shape, False, layout.block))
     return how, values
-
-
-def recomputed_class(cls: type[nn.Module]) -> type[Any]:
-    """Return what a module of exactly this class becomes; the same one each time."""
-    found = _classes.get(cls)
-    if found is None:
-        namespace = {
-            "__module__": __name__,
-            "__qualname__": _PREFIX + f"{cls.__module__}.{cls.__qualname__}".replace(".", _DOT),
-            "__doc__": f"``{cls.__name__}`` that runs again in backward; made by ``convert``.",
-            "dense_class": cls,
-        }
-        found = _classes[cls] = type(f"Recomputed{cls.__name__}", (RecomputedModule, cls), namespace)
-    return found
-
-
-_classes: dict[type[nn.Module], type[Any]] = {}
-
-
-def __getattr__(name: str) -> Any:
-    """Return the derived class of that name: of a module that is unpickled."""
-    if name.startswith(_PREFIX):
-        return recomputed_class(pkgutil.resolve_name(name.removeprefix(_PREFIX).replace(_DOT, ".")))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 MOST_COARSE = 6
