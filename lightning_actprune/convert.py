@@ -49,8 +49,8 @@ from lightning_actprune.operators.registry import (
     ROOT,
     compressed_class,
     enter_in_tables,
+    known_class,
     layers,
-    nearest_compressed_class,
     operator_of,
     plain_name,
     recomputed_class,
@@ -438,7 +438,7 @@ def _run_once(model: nn.Module, chosen: Callable[[str], bool]) -> list[str]:
 
 def _fitted(config: Config, found: list[Candidate]) -> Config:
     """Return ``config`` as it is for a model with these layers."""
-    known = [nearest_compressed_class(type(candidate.layer)) for candidate in found]
+    known = [known_class(type(candidate.layer)) for candidate in found]
     smooth = [k for k in known if k is not None and issubclass(k, CompressedActivation)]
     return config.fitted(
         sum(isinstance(candidate.layer, _BATCH_NORMS) for candidate in found),
@@ -504,7 +504,7 @@ def refusal(candidate: Candidate, config: Config, owner: str) -> str | None:
     keep = config.keep_of(fqns, operator)
     if keep is None:
         return config.why_dense(fqns, operator)
-    known = nearest_compressed_class(type(layer))
+    known = known_class(type(layer))
     if known is not None and not known.drops_blocks and keep.bits is None:
         return "drops no blocks, so that bits=None would keep all of its input as it is"
     if is_converted(layer):
@@ -612,14 +612,14 @@ def is_converted(layer: Any) -> TypeGuard[CompressedLayer]:
 
 def _stores(layer: nn.Module) -> bool:
     """Return whether a layer keeps anything that a report can list; dropout of nothing does not."""
-    known = nearest_compressed_class(type(layer))
+    known = known_class(type(layer))
     return known is None or (known.stores and not (isinstance(layer, nn.Dropout) and layer.p == 0))
 
 
 def _row(candidate: Candidate, keep: Keep | None, reason: str | None = None) -> LayerReport:
     layer, kind = candidate.layer, torch_class(type(candidate.layer)).__name__
     sizes = _features(layer) if keep is not None and candidate.operator in ("linear", "convolution") else (None, None)
-    known = nearest_compressed_class(type(layer))
+    known = known_class(type(layer))
     sparsity = 0.0 if keep is None or known is None or not known.drops_blocks else sparsity_at(keep.sparsity, 0.0)
     inputs, outputs = sizes
     one_bit = known is not None and known.one_bit

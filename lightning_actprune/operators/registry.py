@@ -132,7 +132,7 @@ def __getattr__(name: str) -> Any:
     return derived
 
 
-def nearest_compressed_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
+def known_class(cls: type[nn.Module]) -> type[CompressedLayer] | None:
     """Return ``cls`` if it is compressed, else the compressed class of it or of its first supported base."""
     if issubclass(cls, CompressedLayer):
         return cls
@@ -249,7 +249,7 @@ def operator_of(module: nn.Module) -> Operator | None:
         return LEFT_DENSE[type(module)][0]
     if convolution.is_transposed(module):
         return "convolution"
-    cls = nearest_compressed_class(type(module))
+    cls = known_class(type(module))
     return None if cls is None else cls.operator_of(module)
 
 
@@ -309,5 +309,5 @@ def as_cut(layer: nn.Module, x: Tensor) -> Tensor:
 
 def _is_conv1d(module: nn.Module) -> bool:
     """Return True for the linear layer of transformers whose weight is ``[IN, OUT]``."""
-    cls = nearest_compressed_class(type(module))
+    cls = known_class(type(module))
     return cls is not None and issubclass(cls, linear.CompressedConv1D)

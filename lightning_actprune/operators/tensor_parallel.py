@@ -1,11 +1,11 @@
-r"""Tensor-parallel layers: each process compresses what it would keep of its own shard.
+r"""Tensor-parallel layers: each process compresses what backward needs of its own shard.
 
-``parallelize_module`` makes DTensors of the parameters of a layer and of what it is given, so that each process of a
-mesh has a shard ``x_s`` of the input and one of the weight, and computes its part of the output. What backward keeps is
-``x_s``. So the layer runs on shards as it would on tensors, and its output becomes a DTensor again. Blocks are those of
-a shard: they compete within it, and no process needs to know what another one drops.
+``parallelize_module`` turns a layer's parameters and its input into DTensors. Each process of a mesh then holds a shard
+``x_s`` of the input and one of the weight, computes its part of the output, and keeps ``x_s`` for backward. So the
+compressed layer runs on the local shards as on any tensors, and its output becomes a DTensor again. Blocks are cut from
+a shard and compete within it: no process needs to know which blocks another one drops.
 
-For ``y = x W^T + b`` and a norm ``y = x^ w + b`` over the last dimensions of ``x``, along a dimension of the mesh:
+For ``y = x W^T + b`` and a norm ``y = x^ w + b`` over the last dimensions of ``x``, along one dimension of the mesh:
 
 =============  ===========  ===============  =======================================================================
 x              weight       y                gradients
@@ -18,10 +18,9 @@ by rows        replicated   by rows          sequence-parallel: ``dW`` and ``db`
 replicated     replicated   replicated       all are the same in every process
 =============  ===========  ===============  =======================================================================
 
-A sum is left to whoever asks for its value (``Partial``), as torch does. In the row-wise layer each process adds its
-part of the bias, ``b`` over the number of processes, as torch does too. A bias lies as the features of the output do.
-Where input and parameters lie in another way, no process can compute its part alone: the dense layer runs, as torch
-runs it on DTensors, and a warning says so.
+As in torch, a sum stays ``Partial`` until somebody reads its value, and in the row-wise layer each process adds ``b``
+over the number of processes. A bias is split like the features of the output. With any other placements no process can
+compute its part alone: the dense layer runs, as torch runs it on DTensors, and a warning says so.
 """
 
 from __future__ import annotations
@@ -36,113 +35,115 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 Forward = Callable[[Any, Any], Any]
-"""Of a layer, which comes first."""
+"""The forward of a layer: takes the layer and its input."""
 
 
-class Along(NamedTuple):
-    """How tensors lie along a dimension of the mesh.
+class Placements(NamedTuple):
+    """Placements of a layer's output and gradients along one dimension of the mesh.
 
     Args:
         y: The output.
         grad_x: The gradient of the input.
-        grad_weight: That of the weight.
-        grad_bias: That of the bias.
-        adds_part: Whether each process adds its part of the bias.
+        grad_weight: The gradient of the weight.
+        grad_bias: The gradient of the bias.
+        divides_bias: Whether each process adds only its part of the bias.
     """
 
     y: Placement
     grad_x: Placement
     grad_weight: Placement
     grad_bias: Placement
-    adds_part: bool = False
+    divides_bias: bool = False
 
 
-def is_split(layer: nn.Module) -> bool:
-    """Return whether the parameters of a layer are DTensors, as far as it has any: torch takes no others with one."""
+def has_dtensor_parameters(layer: nn.Module) -> bool:
+    """Return True if all parameters of a layer are DTensors, or it has none: torch does not mix them with others."""
     return all(parameter is None or isinstance(parameter, DTensor) for parameter in layer._parameters.values())
 
 
-def forward_of(layer: nn.Module, compressed: Forward, dense: Forward, x: DTensor) -> Any:
-    """Return what a layer makes of a DTensor, computed on the shard of this process, or else by the dense forward."""
-    split = ways(layer, x)
-    if split is not None:
-        return on_shards(layer, compressed, x, split)
+def forward_dtensor(layer: nn.Module, compressed: Forward, dense: Forward, x: DTensor) -> Any:
+    """Run a layer on the shard of this process if that is possible, else run its dense forward on the DTensor."""
+    placements = find_placements(layer, x)
+    if placements is not None:
+        return run_on_shards(layer, compressed, x, placements)
     if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in layer._parameters.values()):
-        parameters = zip(("weight", "bias"), _parameters(layer), strict=True)
-        lie = {name: parameter.placements for name, parameter in parameters if parameter is not None}
+        parameters = zip(("weight", "bias"), _weight_and_bias(layer), strict=True)
+        split = {name: parameter.placements for name, parameter in parameters if parameter is not None}
         warnings.warn(
-            f"A {type(layer).__name__} runs as the dense layer and keeps its whole input, since no process can compute "
-            f"its part alone of an input that lies as {x.placements}, with parameters that lie as {lie}. HINT: to "
-            "silence this, say so in the rules (`rules={name: None}`).",
+            f"A {type(layer).__name__} runs as the dense layer and keeps its whole input: no process can compute its "
+            f"part alone of an input placed as {x.placements} with parameters placed as {split}. HINT: to silence "
+            "this, keep the layer dense by a rule (`rules={name: None}`).",
             stacklevel=3,
         )
     return dense(layer, x)
 
 
-def ways(layer: nn.Module, x: DTensor) -> list[Along] | None:
-    """Return how tensors lie along each dimension of the mesh, ``None`` if there is no way in one of them."""
-    weight, bias = _parameters(layer)
-    read = len(getattr(layer, "normalized_shape", (0,)))
-    found = []
-    for dimension in range(x.device_mesh.ndim):
-        way = along(x, weight, bias, read, isinstance(layer, nn.Linear), dimension)
-        if way is None:
+def find_placements(layer: nn.Module, x: DTensor) -> list[Placements] | None:
+    """Return the placements for each dimension of the mesh, ``None`` if one of them does not allow to run on shards."""
+    weight, bias = _weight_and_bias(layer)
+    row_dims = len(getattr(layer, "normalized_shape", (0,)))
+    placements = []
+    for mesh_dim in range(x.device_mesh.ndim):
+        along_dim = _placements_along(x, weight, bias, row_dims, isinstance(layer, nn.Linear), mesh_dim)
+        if along_dim is None:
             return None
-        found.append(way)
-    return found
+        placements.append(along_dim)
+    return placements
 
 
-def _parameters(layer: nn.Module) -> list[DTensor | None]:
+def _weight_and_bias(layer: nn.Module) -> list[DTensor | None]:
     return [cast("DTensor | None", layer._parameters.get(name)) for name in ("weight", "bias")]
 
 
-def on_shards(layer: nn.Module, forward: Forward, x: DTensor, split: list[Along]) -> DTensor:
-    """Return what a layer makes of a DTensor, computed on the shard of this process.
-
-    Args:
-        layer: A linear layer or a norm, with DTensors as parameters.
-        forward: Maps such a layer, but with the parameters of this process, and its shard of ``x`` to the output.
-        x: The input.
-        split: How all lie along each dimension of the mesh.
-    """
-    mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
-    weight, bias = _parameters(layer)
-    parameters: dict[str, Tensor | None] = dict(layer._parameters)
-    if weight is not None:
-        parameters["weight"] = weight.to_local(grad_placements=[each.grad_weight for each in split])
-    if bias is not None:
-        parts = math.prod([mesh.size(dimension) for dimension, each in enumerate(split) if each.adds_part])
-        local = bias.to_local(grad_placements=[each.grad_bias for each in split])
-        parameters["bias"] = _Part.apply(local, parts) if parts > 1 else local
-    shard = object.__new__(type(layer))
-    shard.__dict__ = {**layer.__dict__, "_parameters": parameters}
-    y = forward(shard, x.to_local(grad_placements=[each.grad_x for each in split])).contiguous()
-    shape = torch.Size([*x.shape[:-1], weight.shape[0]]) if is_linear and weight is not None else x.shape
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, mesh, [each.y for each in split], run_check=False, shape=shape, stride=strides)
-
-
-def along(
-    x: DTensor, weight: DTensor | None, bias: DTensor | None, read: int, is_linear: bool, dimension: int
-) -> Along | None:
-    """Return how tensors lie along a dimension of the mesh; ``read``: how many dimensions of ``x`` are a row."""
-    given, last = x.placements[dimension], x.dim() - 1
+def _placements_along(
+    x: DTensor, weight: DTensor | None, bias: DTensor | None, row_dims: int, is_linear: bool, mesh_dim: int
+) -> Placements | None:
+    """Return the row of the table above that fits along ``mesh_dim``; ``row_dims``: last dimensions that are a row."""
+    of_x, features = x.placements[mesh_dim], x.dim() - 1
     whole = Replicate()
-    of_weight, of_bias = (whole if p is None else p.placements[dimension] for p in (weight, bias))
+    of_weight, of_bias = (whole if p is None else p.placements[mesh_dim] for p in (weight, bias))
     if of_weight.is_replicate() and of_bias.is_replicate():
-        if given.is_replicate():
-            return Along(whole, whole, whole, whole)
-        if any(given.is_shard(row) for row in range(x.dim() - read)):
-            return Along(given, given, Partial(), Partial())
-    elif is_linear and given.is_replicate() and of_weight.is_shard(0) and (bias is None or of_bias.is_shard(0)):
-        return Along(Shard(last), Partial(), of_weight, of_weight)
-    elif is_linear and given.is_shard(last) and of_weight.is_shard(1) and of_bias.is_replicate():
-        return Along(Partial(), given, of_weight, whole, adds_part=True)
+        if of_x.is_replicate():
+            return Placements(whole, whole, whole, whole)
+        if any(of_x.is_shard(row) for row in range(x.dim() - row_dims)):
+            return Placements(of_x, of_x, Partial(), Partial())
+    elif is_linear and of_x.is_replicate() and of_weight.is_shard(0) and (bias is None or of_bias.is_shard(0)):
+        return Placements(Shard(features), Partial(), of_weight, of_weight)
+    elif is_linear and of_x.is_shard(features) and of_weight.is_shard(1) and of_bias.is_replicate():
+        return Placements(Partial(), of_x, of_weight, whole, divides_bias=True)
     return None
 
 
-class _Part(torch.autograd.Function):
-    """The part of a bias that one of some processes adds, each of which has the whole gradient."""
+def run_on_shards(layer: nn.Module, forward: Forward, x: DTensor, placements: list[Placements]) -> DTensor:
+    """Compute a layer's output on the shard of this process, and return it as a DTensor.
+
+    Args:
+        layer: A linear layer or a norm whose parameters are DTensors.
+        forward: Takes a copy of the layer with this process' parameters, and its shard of ``x``.
+        x: The input.
+        placements: For each dimension of the mesh.
+    """
+    mesh, is_linear = x.device_mesh, isinstance(layer, nn.Linear)
+    weight, bias = _weight_and_bias(layer)
+    parameters: dict[str, Tensor | None] = dict(layer._parameters)
+    if weight is not None:
+        parameters["weight"] = weight.to_local(grad_placements=[each.grad_weight for each in placements])
+    if bias is not None:
+        parts = math.prod([mesh.size(dim) for dim, each in enumerate(placements) if each.divides_bias])
+        local_bias = bias.to_local(grad_placements=[each.grad_bias for each in placements])
+        parameters["bias"] = _DivideBiasFunction.apply(local_bias, parts) if parts > 1 else local_bias
+    local_layer = object.__new__(type(layer))
+    local_layer.__dict__ = {**layer.__dict__, "_parameters": parameters}
+    local_y = forward(local_layer, x.to_local(grad_placements=[each.grad_x for each in placements])).contiguous()
+    shape = torch.Size([*x.shape[:-1], weight.shape[0]]) if is_linear and weight is not None else x.shape
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local_y, mesh, [each.y for each in placements], run_check=False, shape=shape, stride=stride
+    )
+
+
+class _DivideBiasFunction(torch.autograd.Function):
+    """The part of a bias that each of several processes adds; each of them gets the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:

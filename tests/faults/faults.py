@@ -151,8 +151,8 @@ FAULTS = [
           'for name in ("Div", "Mul", "Neg", "Sub"))',
           "operators/test_sites.py operators/test_saved.py operators contract"),
     Fault("bias_on_each_rank", "tensor parallel: every process adds the whole bias", "operators/tensor_parallel.py",
-          "return Along(Partial(), given, of_weight, whole, adds_part=True)",
-          "return Along(Partial(), given, of_weight, whole)",
+          "return Placements(Partial(), of_x, of_weight, whole, divides_bias=True)",
+          "return Placements(Partial(), of_x, of_weight, whole)",
           "operators/test_tensor_parallel.py operators"),
     # === Conversion ==================================================================================================
     Fault("hooks_left", "hooks on what operations save are not removed", "convert.py",
